@@ -1,0 +1,130 @@
+"""Model → Program, through torch.export."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export import Dim
+
+from inlay.capture.model import Example, Model
+from inlay.capture.source import open_model
+from inlay.errors import CaptureError, UsageError, nearest, one_line
+from inlay.program.exported import from_exported, source_line
+from inlay.program.weights import InMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.capture.hf import HFOptions
+    from inlay.program.program import Program
+    from inlay.program.weights import TensorRef
+
+
+def capture(
+    model: str | Model | Example,
+    options: HFOptions | None = None,
+    *,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Program:
+    """Capture MODEL as a Program: functional ATen, dynamic where its axes say so, no weights loaded.
+
+    >>> class Double(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x * 2
+    >>> program = capture(Example(Double(), (torch.ones(3, 4),), axes={"x": {0: "batch"}}))
+    >>> program.op_counts()
+    Counter({'aten.mul.Tensor': 1})
+    >>> program.bindings["x"].text
+    'f32[batch, 4]'
+
+    `on_step` is told what is being done, for progress bars.
+    """
+    on_step("opening the model")
+    if isinstance(model, str):
+        model = open_model(model, options)
+    if isinstance(model, Example):
+        model = Model(type(model.module).__name__, "module", model, {})
+    example = model.example
+    module = example.module.eval()
+    exported = _export(model, module, on_step)
+    on_step("reading the program")
+    tensors: dict[str, TensorRef] = {name: InMemory(value) for name, value in exported.state_dict.items()}
+    tensors |= {name: InMemory(value) for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    tensors |= dict(model.tensors)
+    program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, example))
+    from inlay.capture.facts import find_facts
+
+    return find_facts(program, model)
+
+
+def _export(model: Model, module: torch.nn.Module, on_step: Callable[[str], None]) -> torch.export.ExportedProgram:
+    example = model.example
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            on_step("exporting")
+            exported = torch.export.export(
+                module,
+                example.args,
+                dict(example.kwargs),
+                dynamic_shapes=_dynamic_shapes(example, model.limits),
+                strict=False,
+            )
+            on_step("making it functional")
+            functional: torch.export.ExportedProgram = exported.run_decompositions({})
+            return functional
+    except UsageError:
+        raise
+    except Exception as error:
+        where = _where(error)
+        raise CaptureError(
+            f"{model.name} cannot be captured: {type(error).__name__}: {one_line(error)}{where}.",
+            "torch.export must be able to trace the model; `--debug` shows its whole report.",
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    import traceback
+
+    lines = [f'File "{frame.filename}", line {frame.lineno}' for frame in traceback.extract_tb(error.__traceback__)]
+    own = [line for line in lines if "/inlay/" not in line]
+    source = source_line("\n".join(own))
+    return f" (at {source})" if source else ""
+
+
+def _dynamic_shapes(example: Example, limits: Mapping[str, int]) -> dict[str, Any] | None:
+    import inspect
+
+    if not example.axes:
+        return None
+    names = list(inspect.signature(example.module.forward).parameters)
+    given = dict(zip(names, example.args, strict=False)) | dict(example.kwargs)
+    for name in example.axes:
+        if name not in given:
+            raise UsageError(f"The axes name {name}, which is no input of the model.", nearest(name, given))
+
+    def dims(name: str) -> Any:
+        axes = example.axes.get(name, {})
+        return {
+            axis: Dim.DYNAMIC(min=1, max=limits[label]) if label in limits else Dim.DYNAMIC
+            for axis, label in axes.items()
+        } or None
+
+    return {name: dims(name) for name in given}
+
+
+def _symbol_names(exported: torch.export.ExportedProgram, example: Example) -> dict[str, str]:
+    """Which symbol of the captured shapes is which named axis."""
+    values: dict[str, Any] = {
+        node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"
+    }
+    names: dict[str, str] = {}
+    for name, axes in example.axes.items():
+        value = values.get(name)
+        for axis, label in axes.items():
+            size: Any = value.shape[axis] if isinstance(value, torch.Tensor) else None
+            if isinstance(size, torch.SymInt) and label not in names.values():
+                names.setdefault(str(size.node.expr), label)
+    return names

@@ -1,0 +1,74 @@
+"""Modules without weights: parameters are fake tensors on the CPU device, buffers are real.
+
+The meta device will not do: it bakes `device=meta` into captured graphs and loses the buffers that are in no
+checkpoint (`inv_freq`, embedding scales).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from inlay.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def fake_parameters() -> Iterator[None]:
+    """Within this context every parameter a module registers loses its memory and keeps its shape.
+
+    >>> with fake_parameters():
+    ...     layer = torch.nn.Linear(1 << 20, 1 << 12, bias=False)
+    >>> is_fake(layer.weight), tuple(layer.weight.shape)
+    (True, (4096, 1048576))
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    register = torch.nn.Module.register_parameter
+
+    def register_fake(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not is_fake(param):
+            with mode:
+                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+            param = torch.nn.Parameter(empty, requires_grad=False)
+        register(module, name, param)
+
+    torch.nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
+    try:
+        with _lazy_initialisers():
+            yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _lazy_initialisers() -> Iterator[None]:
+    """Filling real memory with random numbers that nobody reads is what makes building a large module slow."""
+    names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
+    originals = {name: getattr(torch.nn.init, name) for name in names}
+    for name in names:
+        setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.nn.init, name, original)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no memory."""
+    return isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
+
+
+def check_buffers(module: torch.nn.Module) -> None:
+    """Buffers must be real: one computed from a parameter would have no value."""
+    for name, buffer in module.named_buffers():
+        if is_fake(buffer):
+            raise CaptureError(
+                f"The buffer {name} is computed from a weight when the model is built, so it has no value yet.",
+                "Capture the model with its weights in memory: pass the nn.Module itself to inlay.capture.",
+            )

@@ -1,0 +1,220 @@
+"""GGUF files: a strict reader of the header, and tensors that stay quantised until somebody asks.
+
+The `gguf` package reads well-formed files; on a damaged one it can loop for hours or ask for terabytes.
+So the header is checked here first, every count and offset against the size of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from inlay.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+    import torch
+
+MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_SIZE_KEYS = (
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "vocab_size",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One row of the file's tensor table. `shape` is in torch's order, rows first."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The checked header of a GGUF file."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The whole file, memory-mapped read-only."""
+        return np.memmap(self.path, dtype=np.uint8, mode="r")
+
+    @property
+    def architecture(self) -> str:
+        """What the file says it is."""
+        return str(self.metadata.get("general.architecture", ""))
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a GGUF file; `blocks` are its bytes as stored, `read` dequantises them to float32."""
+
+    file: GGUFFile
+    info: TensorInfo
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file.path.name}#{self.info.name} ({self.type_name})"
+
+    @property
+    def type_name(self) -> str:
+        """The storage format, such as `Q4_1`."""
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.info.type).name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes after dequantisation."""
+        return self.info.shape
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes, one row of the tensor per row, mapped from the file."""
+        rows = prod(self.info.shape[:-1])
+        return self.file.data[self.info.offset : self.info.offset + self.info.size].reshape(rows, -1)
+
+    def read(self) -> torch.Tensor:
+        import torch
+        from gguf import GGMLQuantizationType, dequantize
+
+        values = dequantize(self.blocks(), GGMLQuantizationType(self.info.type))
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(self.info.shape)
+
+
+class _Cursor:
+    """Reads forward through the header and refuses to leave the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def damaged(self, what: str) -> ModelError:
+        return ModelError(f"{self.path.name} is damaged: {what}.", "Download it again.")
+
+    def take(self, count: int, what: str) -> bytes:
+        if count < 0 or self.at + count > len(self.data):
+            raise self.damaged(f"{what} at byte {self.at} reaches past the end of the file ({len(self.data)} bytes)")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(code), what))[0]
+
+    def string(self, what: str) -> str:
+        raw = self.take(self.number("Q", what), what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"{what} at byte {self.at} is not UTF-8") from error
+
+    def value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind], key)
+        if kind == _STRING:
+            return self.string(key)
+        if kind != _ARRAY:
+            raise self.damaged(f"{key} has the unknown type {kind}")
+        item, count = self.number("I", key), self.number("Q", key)
+        if item in _SCALARS:
+            width = struct.calcsize(_SCALARS[item])
+            return list(struct.unpack(f"<{count}{_SCALARS[item]}", self.take(count * width, key)))
+        if count * 8 > len(self.data):
+            raise self.damaged(f"{key} claims {count} items")
+        return [self.value(item, key) for _ in range(count)]
+
+
+def read_header(path: Path) -> GGUFFile:
+    """Read and check everything of a GGUF file but the tensors' bytes."""
+    if path.stat().st_size < 24:
+        raise ModelError(f"{path.name} is too short to be a GGUF file.", "Download it again.")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(path, data)
+        if cursor.take(4, "the magic") != MAGIC:
+            raise ModelError(f"{path.name} is not a GGUF file: it does not start with GGUF.", "Check the file name.")
+        version = cursor.number("I", "the version")
+        if version not in (2, 3):
+            raise cursor.damaged(f"it says version {version}, and only versions 2 and 3 exist for little-endian files")
+        tensor_count, kv_count = cursor.number("Q", "the tensor count"), cursor.number("Q", "the key count")
+        metadata: dict[str, Any] = {}
+        for _ in range(kv_count):
+            key = cursor.string("a key")
+            if key in metadata:
+                raise cursor.damaged(f"the key {key} appears twice")
+            metadata[key] = cursor.value(cursor.number("I", key), key)
+        tensors = _tensor_table(cursor, tensor_count, metadata)
+    header = GGUFFile(path, metadata, tensors)
+    _check_sizes(cursor, header)
+    return header
+
+
+def _tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    rows: list[tuple[str, tuple[int, ...], int, int]] = []
+    for _ in range(count):
+        name = cursor.string("a tensor name")
+        rank = cursor.number("I", name)
+        if not 1 <= rank <= 4:
+            raise cursor.damaged(f"{name} has {rank} dimensions")
+        shape = tuple(reversed([cursor.number("Q", name) for _ in range(rank)]))
+        rows.append((name, shape, cursor.number("I", name), cursor.number("Q", name)))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment > 1 << 20:
+        raise cursor.damaged(f"the alignment is {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, kind, offset in rows:
+        if kind not in {int(each) for each in GGMLQuantizationType}:
+            raise cursor.damaged(f"{name} has the unknown storage type {kind}")
+        block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        if not all(shape) or shape[-1] % block:
+            raise cursor.damaged(f"{name} has the impossible shape {list(shape)} for its storage type")
+        size = prod(shape) // block * width
+        if offset % alignment or start + offset + size > len(cursor.data):
+            raise cursor.damaged(f"{name} ({size} bytes at {start + offset}) does not fit into the file")
+        if name in tensors:
+            raise cursor.damaged(f"the tensor {name} appears twice")
+        tensors[name] = TensorInfo(name, kind, shape, start + offset, size)
+    return tensors
+
+
+def _check_sizes(cursor: _Cursor, header: GGUFFile) -> None:
+    """Sizes that the tensors contradict would have a model of absurd size built before anything else fails."""
+    if not header.architecture:
+        raise cursor.damaged("it does not say its architecture")
+    largest = max((max(info.shape) for info in header.tensors.values()), default=0)
+    for key in _SIZE_KEYS:
+        name = f"{header.architecture}.{key}"
+        value = header.metadata.get(name, 1)
+        limit = len(header.tensors) if key == "block_count" else largest
+        values = value if isinstance(value, list) else [value]
+        for each in values:
+            if not isinstance(each, int) or not 0 <= each <= limit:
+                raise cursor.damaged(f"{name} is {each!r}, which its {len(header.tensors)} tensors rule out")

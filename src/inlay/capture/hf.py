@@ -1,0 +1,213 @@
+"""Hugging Face folders, ids and GGUF files: a stock decoder without its weights, and where the weights are."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.capture.fake import check_buffers, fake_parameters
+from inlay.capture.model import Example, Model
+from inlay.capture.stored import index_folder
+from inlay.errors import ModelError, one_line
+from inlay.program.weights import Absent, Mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from inlay.program.weights import TensorRef
+
+_CONFIG_FACTS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "hidden_size": "hidden_size",
+    "vocabulary": "vocab_size",
+    "max_length": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class HFOptions:
+    """What a user may ask of a Hugging Face model. Remote code runs only when asked for."""
+
+    dtype: torch.dtype | None = None
+    trust_remote_code: bool = False
+
+
+def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
+    """A model from a folder with a `config.json` and, usually, safetensors files."""
+    transformers = _transformers()
+    try:
+        with _quiet():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    except Exception as error:
+        raise _config_error(name, error) from error
+    stored = index_folder(folder)
+    if not stored and any(folder.glob("*.bin")):
+        raise ModelError(
+            f"{name} holds its weights in pickled .bin files, which can run code when they are read.",
+            "Convert them to safetensors: transformers' save_pretrained does.",
+        )
+    model = _build(config, name, options)
+    if stored:
+        from inlay.capture.hf_weights import map_tensors
+
+        refs = map_tensors(stored, model)
+    else:
+        refs = {key: Absent(key) for key in model.state_dict()}
+    tokenizer = partial(_tokenizer, folder, name, trust_remote_code=options.trust_remote_code)
+    return _model(model, name, "huggingface", refs, tokenizer)
+
+
+def open_gguf(path: Path, options: HFOptions) -> Model:
+    """A model from a GGUF file; its quantised blocks stay reachable behind the references."""
+    try:
+        import gguf as _  # noqa: F401
+    except ImportError as error:
+        raise ModelError("Reading a GGUF file needs the gguf package.", "pip install 'inlay[gguf]'") from error
+    _transformers()
+    from inlay.capture.gguf import read_header
+    from inlay.capture.hf_gguf import map_tensors, read_config
+
+    header = read_header(path)
+    with _quiet():
+        config = read_config(header)
+    model = _build(config, path.name, HFOptions(options.dtype or torch.float32))
+    tokenizer = partial(_tokenizer, path.parent, path.name, gguf_file=path.name)
+    return _model(model, path.name, "gguf", map_tensors(header, model), tokenizer)
+
+
+def _tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
+    try:
+        with _quiet():
+            return _transformers().AutoTokenizer.from_pretrained(folder, **arguments)
+    except Exception as error:
+        raise ModelError(
+            f"The tokenizer of {name} cannot be read: {one_line(error)}.",
+            "A Hugging Face folder needs tokenizer.json beside its config.json.",
+        ) from error
+
+
+def _build(config: Any, name: str, options: HFOptions) -> Any:
+    transformers = _transformers()
+    from transformers.initialization import no_init_weights
+
+    config.use_cache = False
+    dtype = {"dtype": options.dtype} if options.dtype is not None else {}
+    try:
+        with _quiet(), no_init_weights(), fake_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=options.trust_remote_code, **dtype
+            )
+        model.tie_weights()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{name} has a configuration no causal language model can be built from: {one_line(error)}.",
+            "For another kind of model, write a factory and pass it as package.module:factory.",
+        ) from error
+    check_buffers(model)
+    return model.eval()
+
+
+def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], tokenizer: Callable[[], Any]) -> Model:
+    config = model.config.get_text_config()
+    facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
+    vocabulary = max(1, facts.get("vocabulary", 1))
+    ids = (torch.arange(16) % vocabulary).reshape(2, 8)
+    example = Example(model, (), {"input_ids": ids}, {"input_ids": {0: "batch", 1: "length"}})
+    limits = {"length": facts["max_length"]} if facts.get("max_length", 0) > 8 else {}
+    return Model(
+        name=name,
+        kind=kind,
+        example=example,
+        tensors=_bound(model, name, refs),
+        config=facts,
+        architecture=str(config.model_type),
+        limits=limits,
+        tokenizer=tokenizer,
+    )
+
+
+def _bound(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+    """Bind every parameter to a reference of the right shape and dtype; tied parameters share one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    owners: dict[int, str] = {}
+    for target, value in parameters.items():
+        if target in refs:
+            owners.setdefault(id(value), target)
+    missing = [target for target, value in parameters.items() if id(value) not in owners]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{name} lacks the weights {', '.join(missing[:3])}{more}.",
+            "The download is incomplete or the configuration belongs to another checkpoint.",
+        )
+    bound: dict[str, TensorRef] = {}
+    for target, value in parameters.items():
+        ref = refs[owners[id(value)]]
+        shape = getattr(ref, "shape", None)
+        if shape is not None and tuple(shape) != tuple(value.shape):
+            raise ModelError(
+                f"{target} has shape {list(shape)} in {name}, but the configuration asks for {list(value.shape)}.",
+                "The configuration belongs to another checkpoint, or the file is damaged.",
+            )
+        bound[target] = _cast(ref, value.dtype)
+    for target, value in model.named_buffers():
+        if target in refs and not isinstance(refs[target], Absent):
+            bound[target] = _cast(refs[target], value.dtype)
+    return bound
+
+
+def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
+    if isinstance(ref, Absent):
+        return ref
+    return Mapped((ref,), str(dtype).removeprefix("torch."), lambda tensor: tensor.to(dtype))
+
+
+def _config_error(name: str, error: Exception) -> ModelError:
+    text = str(error)
+    known = re.search(r"model type `([^`]+)`", text)
+    if known and "does not recognize" in text:
+        return ModelError(
+            f"{name} is of the model type {known.group(1)!r}, which the installed transformers does not know.",
+            "Upgrade transformers, or check model_type in config.json.",
+        )
+    if "trust_remote_code" in text or "custom code" in text:
+        return ModelError(
+            f"{name} brings Python code of its own, which is not run unless asked for.",
+            "Read that code, then pass --trust-remote-code.",
+        )
+    return ModelError(f"The configuration of {name} cannot be read: {one_line(error)}.", "Check its config.json.")
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("Hugging Face models need the transformers package.", "pip install 'inlay[hf]'") from error
+    return transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers logs and warns about things a user of Inlay can do nothing about."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,146 @@
+"""What MODEL means, the same in every command."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inlay.capture.model import Example, Model
+from inlay.errors import ModelError, UsageError, nearest, one_line
+
+if TYPE_CHECKING:
+    from inlay.capture.hf import HFOptions
+
+FORMS = (
+    "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, package.module:factory, "
+    "or a package made by inlay."
+)
+_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?$")
+_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+def open_model(text: str, options: HFOptions | None = None) -> Model:
+    """Find MODEL, check it and its weights, and build it without loading a weight.
+
+    >>> open_model("no/such folder")
+    Traceback (most recent call last):
+    ...
+    inlay.errors.ModelError: There is no file or folder no/such folder. MODEL is a Hugging Face folder or id \
+(org/name or org/name@revision), a GGUF file, package.module:factory, or a package made by inlay.
+    """
+    path = Path(text).expanduser()
+    if path.is_file():
+        return _open_file(path, options)
+    if path.is_dir():
+        return _open_folder(path, text, options)
+    if _FACTORY.match(text):
+        return _open_factory(text)
+    if _ID.match(text) and not text.endswith((".gguf", ".safetensors", ".json")):
+        return _open_id(text, options)
+    raise ModelError(f"There is no file or folder {text}.", FORMS)
+
+
+def _options(options: HFOptions | None) -> HFOptions:
+    from inlay.capture.hf import HFOptions
+
+    return options or HFOptions()
+
+
+def _open_file(path: Path, options: HFOptions | None) -> Model:
+    from inlay.capture.hf import open_gguf
+
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return open_gguf(path, _options(options))
+    if path.suffix in (".safetensors", ".json"):
+        raise ModelError(f"{path} is a part of a model.", f"Pass the folder it is in: {path.parent}")
+    raise ModelError(f"{path} is not a model file Inlay knows.", FORMS)
+
+
+def _open_folder(path: Path, text: str, options: HFOptions | None) -> Model:
+    from inlay.capture.hf import open_folder
+
+    if (path / "manifest.json").exists():
+        raise ModelError(f"{text} is a compiled package; this command needs the model it was built from.", FORMS)
+    if not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        hint = f"Pass one of its GGUF files, such as {files[0]}." if files else FORMS
+        raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
+    return open_folder(path, path.resolve().name, _options(options))
+
+
+def _open_factory(text: str) -> Model:
+    module_name, _, attribute = text.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{text}: there is no Python module {error.name}.", "Run from the folder that holds it, or install it."
+        ) from error
+    except Exception as error:
+        raise ModelError(f"{text}: importing {module_name} failed: {one_line(error)}.", "Mend the module.") from error
+    factory: Any = module
+    for part in attribute.split("."):
+        factory = getattr(factory, part, None)
+    if not callable(factory):
+        raise ModelError(f"{module_name} has no callable {attribute}.", nearest(attribute, dir(module)))
+    try:
+        made = factory()
+    except Exception as error:
+        raise ModelError(f"{text} raised {type(error).__name__}: {one_line(error)}.", "Mend the factory.") from error
+    return Model(text, "module", _example(text, made), {}, architecture="")
+
+
+def _example(text: str, made: Any) -> Example:
+    if isinstance(made, Example):
+        return made
+    if isinstance(made, tuple) and 2 <= len(made) <= 3:
+        module, args = made[0], made[1]
+        axes = made[2] if len(made) == 3 else {}
+        if isinstance(args, dict):
+            return Example(module, (), args, axes)
+        return Example(module, args if isinstance(args, tuple) else (args,), {}, axes)
+    raise ModelError(
+        f"{text} returned a {type(made).__name__}.",
+        "A factory returns inlay.Example(module, args, kwargs, axes) or a tuple (module, args[, axes]).",
+    )
+
+
+def _open_id(text: str, options: HFOptions | None) -> Model:
+    from inlay.capture.hf import open_folder
+
+    repo, _, revision = text.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError("Hugging Face ids need the transformers package.", "pip install 'inlay[hf]'") from error
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    arguments: dict[str, Any] = {"repo_id": repo, "revision": revision or None, "allow_patterns": wanted}
+    try:
+        folder = _snapshot(snapshot_download, arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{text} is no file or folder here, and it could not be fetched as a Hugging Face id: {one_line(error)}.",
+            "Check the spelling and the network, or pass a local folder.",
+        ) from error
+    # The folder is named after the commit, so the name says exactly what was used, whatever was asked for.
+    return open_folder(folder, f"{repo}@{folder.name[:12]}", _options(options))
+
+
+def _snapshot(download: Any, arguments: dict[str, Any]) -> Path:
+    """From the local cache if it is there (no network needed), else from the hub."""
+    try:
+        cached = Path(download(**arguments, local_files_only=True))
+        if any(cached.glob("*.safetensors")):
+            return cached
+    except Exception:  # noqa: S110 - not cached: any reason leads to the same next step
+        pass
+    return Path(download(**arguments))

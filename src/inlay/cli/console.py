@@ -1,0 +1,85 @@
+"""What all verbs share: where they print, how they show progress, how they fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inlay.errors import ExitCode, InlayError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WIDTH = 120
+"""Columns used when nobody is looking at a terminal."""
+
+out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False)
+
+
+class Settings:
+    """Options that stand before the verb."""
+
+    debug = False
+
+
+settings = Settings()
+
+
+@contextmanager
+def failing_kindly() -> Iterator[None]:
+    """Turn errors into one sentence and an exit code; `--debug` shows where they come from."""
+    try:
+        yield
+    except InlayError as error:
+        if settings.debug:
+            err.print(traceback.format_exc(), markup=False)
+        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(int(error.exit_code)) from error
+    except (typer.Exit, typer.Abort, KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        if settings.debug:
+            err.print(traceback.format_exc(), markup=False)
+        text = f"{type(error).__name__}: {one_line(error)}"
+        err.print(
+            f"[bold red]error:[/] Inlay failed where it should not: {_escape(text)}."
+            " Run again with `inlay --debug …` and report what it prints.",
+            soft_wrap=True,
+        )
+        raise typer.Exit(int(ExitCode.INTERNAL)) from error
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar over `steps` named steps with the time so far, on the terminal only."""
+    if not err.is_terminal:
+        yield lambda step: None
+        return
+    columns = (TextColumn("{task.description:<28}"), BarColumn(32), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=steps)
+        started = False
+
+        def step(name: str) -> None:
+            nonlocal started
+            bar.update(task, description=name, advance=1 if started else 0)
+            started = True
+
+        yield step
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output, for machines."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,46 @@
+"""`inlay`: one file a verb."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from inlay import __version__
+from inlay.cli import diff, doctor, show
+from inlay.cli.console import settings
+
+app = typer.Typer(
+    name="inlay",
+    help="Turn a stock PyTorch LLM into a compiled inference package, and see what every graph pass did and why.",
+    epilog="Exit codes: 0 fine, 1 a check said no, 2 wrong usage, 3 bad MODEL, 4 no capture, 5 bad program, 70 defect.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("doctor")(doctor.doctor)
+app.command("show")(show.show)
+app.command("diff")(diff.diff)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"inlay {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before the verb."""
+    settings.debug = debug
+
+
+def main() -> None:
+    """Entry point of the `inlay` command."""
+    app()

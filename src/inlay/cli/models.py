@@ -1,0 +1,57 @@
+"""MODEL on the command line: the same argument and options for every verb that takes one."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import progress
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face folder or id (org/name@revision), GGUF file, package.module:factory, or a dump (.py).",
+        show_default=False,
+    ),
+]
+
+
+class DType(StrEnum):
+    """Number format to capture the model in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+DTypeOption = Annotated[
+    DType | None, typer.Option("--dtype", help="Number format to capture in; by default the checkpoint's own.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that a Hugging Face model brings along.")
+]
+
+
+def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
+    """Capture MODEL, or read it when it is a dump, with a progress bar."""
+    with progress(5) as step:
+        step("importing torch")
+        if text.endswith(".py") and Path(text).is_file():
+            from inlay.program.parse import load
+
+            step("reading the dump")
+            return load(text)
+        import torch
+
+        from inlay.capture import capture
+        from inlay.capture.hf import HFOptions
+
+        options = HFOptions(getattr(torch, dtype.value) if dtype else None, trust)
+        return capture(text, options, on_step=step)

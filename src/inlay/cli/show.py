@@ -1,0 +1,123 @@
+"""`inlay show`"""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from inlay.cli.console import WIDTH, failing_kindly, out, print_json
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+
+if TYPE_CHECKING:
+    from inlay.program.fold import Folds
+    from inlay.program.program import Program
+
+_MOST_OPERATORS = 12
+
+
+def show(
+    model: ModelArgument,
+    full: Annotated[bool, typer.Option("--full", help="Every node, unfolded: a dump that can be read back.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of the terminal.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Show a model as a program: facts, repeated blocks, operators, bindings, and the folded source.
+
+    Example: [bold]inlay show SmolLM2-135M-Instruct.Q4_1.gguf[/]
+    """
+    with failing_kindly():
+        program = read_program(model, dtype, trust)
+        from inlay.program.fold import fold
+        from inlay.program.folded import dump_folded
+        from inlay.program.text import dump, save, save_text
+
+        folds = fold(program)
+        if output is not None:
+            files = save(program, output) if full else [save_text(dump_folded(program, folds=folds), output)]
+            typer.echo("wrote " + ", ".join(map(str, files)), err=True)
+        if as_json:
+            print_json(describe(program, folds))
+        elif output is None and full:
+            typer.echo(dump(program), nl=False)
+        elif output is None:
+            _print_summary(program, folds)
+            _print_source(dump_folded(program, width=max(80, min(out.width, WIDTH)), folds=folds))
+
+
+def describe(program: Program, folds: Folds) -> dict[str, Any]:
+    """What `inlay show --json` prints."""
+    return {
+        "name": program.name,
+        "architecture": program.facts.architecture,
+        "nodes": len(program),
+        "facts": {name: {"value": fact.value, "from": fact.origin} for name, fact in program.facts.known()},
+        "symbols": {symbol.name: [symbol.low, symbol.high] for symbol in program.symbols.values()},
+        "folds": [
+            {"times": len(kind), "nodes": kind.size, "first_node": kind.occurrences[0].nodes[0].name}
+            for kind in folds.kinds
+        ],
+        "deviations": [{"first_node": each.nodes[0].name, "differs": each.text} for each in folds.deviations],
+        "operators": dict(program.op_counts()),
+        "bindings": [
+            {
+                "name": row.name,
+                "role": row.role.value,
+                "target": row.target,
+                "dtype": row.dtype,
+                "shape": list(row.shape),
+                "alias": {"of": row.alias.of, "why": row.alias.why} if row.alias else None,
+                "from": program.tensors[row.name].origin if row.name in program.tensors else None,
+            }
+            for row in program.bindings
+        ],
+    }
+
+
+def _print_summary(program: Program, folds: Folds) -> None:
+    from inlay.program.bindings import Role
+
+    facts = "  ".join(f"{name.replace('_', ' ')} [bold]{fact.value}[/]" for name, fact in program.facts.known())
+    odd = [f"{name}: {fact.origin}" for name, fact in program.facts.known() if "(" in fact.origin]
+    out.print(f"[bold]{program.name}[/]  {program.facts.architecture}  {len(program)} nodes")
+    if facts:
+        out.print(facts + (f"  [yellow]{'; '.join(odd)}[/]" if odd else ""))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for kind in folds.kinds:
+        table.add_row("fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.outputs)} value(s) handed on")
+    for each in folds.deviations:
+        table.add_row("deviates", f"{each.nodes[0].name} … {each.nodes[-1].name}: {each.text}")
+    counts = program.op_counts()
+    shown = ", ".join(f"{name.removesuffix('.default')} {count}" for name, count in counts.most_common(_MOST_OPERATORS))
+    more = f", and {len(counts) - _MOST_OPERATORS} more kinds" if len(counts) > _MOST_OPERATORS else ""
+    table.add_row("operators", shown + more)
+    for role in (Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
+        if rows := program.bindings.of(role):
+            origins = sorted({program.tensors[row.name].origin.partition("#")[0] for row in rows})
+            where = ", ".join(origins[:2]) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
+            values = f", {program.parameters_count():,} values" if role is Role.PARAMETER else ""
+            table.add_row(f"{role.value}s", f"{len(rows)}{values} from {where}")
+    for row in (*program.bindings.of(Role.INPUT), *program.bindings.outs):
+        alias = f" in the storage of {row.alias.of} ({row.alias.why})" if row.alias else ""
+        table.add_row(row.role.value, Text(f"{row.name}: {row.text}{alias}"))
+    if program.symbols:
+        table.add_row("symbols", ", ".join(f"{symbol.name} {symbol.text}" for symbol in program.symbols.values()))
+    out.print(table)
+    out.print()
+
+
+def _print_source(text: str) -> None:
+    if out.is_terminal:
+        out.print(Syntax(text, "python", background_color="default", word_wrap=False))
+    else:
+        typer.echo(text, nl=False)

@@ -1,0 +1,95 @@
+"""Errors a person can act on: one sentence saying what is wrong, one saying what to do."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ExitCode(IntEnum):
+    """What `inlay` returns to the shell; documented in docs/cli.md.
+
+    >>> int(ExitCode.MODEL)
+    3
+    """
+
+    OK = 0
+    FAILED = 1
+    """A check ran and its answer is no (`inlay doctor`, later `prove`, `check`)."""
+    USAGE = 2
+    """The command line is wrong."""
+    MODEL = 3
+    """MODEL cannot be found, read or understood."""
+    CAPTURE = 4
+    """The model was read, but no program could be captured from it."""
+    PROGRAM = 5
+    """A program or its dump is not well formed."""
+    INTERNAL = 70
+    """A defect of Inlay: please report it."""
+
+
+class InlayError(Exception):
+    """An error with a remedy. `str()` is what the command line prints.
+
+    >>> print(InlayError("The file is empty.", "Download it again."))
+    The file is empty. Download it again.
+    """
+
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}".strip()
+
+
+class UsageError(InlayError):
+    """The call itself is wrong: a name, an option, a combination."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ModelError(InlayError):
+    """MODEL cannot be found, read or understood."""
+
+    exit_code = ExitCode.MODEL
+
+
+class CaptureError(InlayError):
+    """torch.export could not turn the model into a program."""
+
+    exit_code = ExitCode.CAPTURE
+
+
+class ProgramError(InlayError):
+    """A program, or the text form of one, is not well formed."""
+
+    exit_code = ExitCode.PROGRAM
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the closest valid name, or the empty string.
+
+    >>> nearest("fuse_norn", ["fuse_norm", "match_rope"])
+    'Did you mean fuse_norm?'
+    """
+    close = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def one_line(error: BaseException, limit: int = 160) -> str:
+    """The first meaningful line of a foreign exception, for use inside a sentence.
+
+    >>> one_line(ValueError("bad\\nlong explanation"))
+    'bad'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0].rstrip(".") if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

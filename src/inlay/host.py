@@ -1,0 +1,144 @@
+"""What this machine offers: the facts `inlay doctor` reports and packages are later checked against."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TORCH = "2.13"
+"""The torch this version of Inlay is tested with."""
+INSTALL_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+
+class Status(StrEnum):
+    """How a check went: `warn` works with limits, `fail` does not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's report."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Check]:
+    """Look at everything Inlay needs, one check after the other."""
+    yield _python()
+    yield _torch()
+    yield _compiler()
+    yield _cpu()
+    yield _threads()
+    yield _memory()
+    yield _package("transformers", "hf", "Hugging Face models")
+    yield _package("safetensors", "hf", "weights in safetensors files")
+    yield _package("gguf", "gguf", "GGUF files")
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets of this CPU that kernels care about."""
+    info = Path("/proc/cpuinfo")
+    flags: set[str] = set()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+    return tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} ({platform.machine()})"
+    if sys.version_info < (3, 11):  # noqa: UP036 - the doctor is for people whose setup is wrong
+        return Check("python", Status.FAIL, found, "Install Python 3.11 or newer.")
+    return Check("python", Status.OK, found)
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", Status.FAIL, "not installed", INSTALL_TORCH)
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    found = f"{torch.__version__} ({build} build)"
+    if not torch.__version__.startswith(TORCH):
+        return Check("torch", Status.WARN, found, f"Inlay is tested with torch {TORCH}: {INSTALL_TORCH}")
+    return Check("torch", Status.OK, found)
+
+
+def _compiler() -> Check:
+    """Compile, link and run a program the way Inductor will."""
+    compiler = os.environ.get("CXX") or "g++"
+    remedy = "Install a C++ compiler: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)."
+    if shutil.which(compiler) is None:
+        return Check("compiler", Status.FAIL, f"{compiler} not found", remedy)
+    source = '#include <omp.h>\n#include <cstdio>\nint main() { std::printf("%d", omp_get_max_threads()); }\n'
+    with tempfile.TemporaryDirectory() as folder:
+        file, program = Path(folder, "check.cpp"), Path(folder, "check")
+        file.write_text(source)
+        try:
+            build = [compiler, "-std=c++17", "-fopenmp", str(file), "-o", str(program)]
+            for command in (build, [str(program)]):
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+            version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=60).stdout
+        except (subprocess.SubprocessError, OSError):
+            return Check("compiler", Status.FAIL, f"{compiler} cannot build a C++17 program with OpenMP", remedy)
+    return Check("compiler", Status.OK, f"{compiler} {version.strip()}")
+
+
+def _cpu() -> Check:
+    features = cpu_features()
+    found = ", ".join(features) or "none of the instruction sets Inlay knows"
+    if "avx2" not in features:
+        return Check("cpu", Status.WARN, found, "Kernels need AVX2 to be fast; capture and inspection work without.")
+    return Check("cpu", Status.OK, found)
+
+
+def _threads() -> Check:
+    available = cores()
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked and asked.isdigit() and int(asked) > available:
+        remedy = f"Unset OMP_NUM_THREADS or set it to {available}."
+        return Check("threads", Status.WARN, f"{asked} asked for, {available} cores", remedy)
+    return Check("threads", Status.OK, f"{asked or available} on {available} cores")
+
+
+def _memory() -> Check:
+    if not hasattr(os, "sysconf"):
+        return Check("memory", Status.OK, "unknown")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if total < 4:
+        return Check("memory", Status.WARN, f"{total:.1f} GiB", "Compiling takes up to 3 GiB on top of the model.")
+    return Check("memory", Status.OK, f"{total:.1f} GiB")
+
+
+def _package(name: str, extra: str, purpose: str) -> Check:
+    try:
+        return Check(name, Status.OK, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, Status.WARN, f"not installed; needed for {purpose}", f"pip install 'inlay[{extra}]'")

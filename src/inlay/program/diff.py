@@ -1,0 +1,142 @@
+"""The structural difference of two programs, folded, side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from inlay.program.align import align
+from inlay.program.fold import Folds, fold_graph
+from inlay.program.folded import lines_to_compare
+from inlay.program.graphs import labels, operands
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping
+
+    from torch import fx
+
+    from inlay.program.program import Program
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a side-by-side difference: `same`, `changed`, `removed`, `added`, or `skipped` lines between."""
+
+    kind: str
+    left: str = ""
+    right: str = ""
+
+
+@dataclass(frozen=True)
+class Diff:
+    """How two programs differ. Names of nodes do not count; operators, constants, types and wiring do."""
+
+    rows: tuple[Row, ...]
+    operators: Mapping[str, int]
+    """Operator → how many more the right program calls, over all layers; only what changed."""
+    nodes: tuple[int, int]
+    bindings: tuple[str, ...]
+    """Sentences about inputs and outputs that differ."""
+    same_wiring: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether the programs compute the same thing by the same steps."""
+        return self.same_wiring and not self.operators and not self.bindings and not any(self.hunks(0))
+
+    def hunks(self, context: int = 3) -> Iterator[Row]:
+        """The rows that differ, with this many equal rows around them."""
+        wanted = [False] * len(self.rows)
+        for index, row in enumerate(self.rows):
+            if row.kind != "same":
+                wanted[max(0, index - context) : index + context + 1] = [True] * (
+                    min(len(self.rows), index + context + 1) - max(0, index - context)
+                )
+        skipped = 0
+        for row, keep in zip(self.rows, wanted, strict=True):
+            if keep:
+                if skipped and context:
+                    yield Row("skipped", f"… {skipped} equal lines")
+                skipped = 0
+                yield row
+            else:
+                skipped += 1
+
+
+def diff(left: Program, right: Program) -> Diff:
+    """Compare two programs."""
+    sides = [_Side(left), _Side(right)]
+    pairs = align(sides[0].labels, sides[1].labels)
+    taken = {node.name for node in sides[0].nodes}
+    matched = {sides[1].nodes[j]: sides[0].nodes[i] for i, j in pairs}
+    names = {node: matched[node].name if node in matched else _fresh(node.name, taken) for node in sides[1].nodes}
+    texts = [lines_to_compare(left, sides[0].folds, {}), lines_to_compare(right, sides[1].folds, names)]
+    operators = Counter(right.op_counts())
+    operators.subtract(left.op_counts())
+    return Diff(
+        rows=tuple(_rows(*texts)),
+        operators={name: count for name, count in sorted(operators.items()) if count},
+        nodes=(len(left), len(right)),
+        bindings=tuple(_binding_changes(left, right)),
+        same_wiring=_same_wiring(*sides),
+    )
+
+
+class _Side:
+    """A program as the sequence of its nodes with each block once."""
+
+    def __init__(self, program: Program) -> None:
+        every = list(program.graph.nodes)
+        marks = labels(program.graph, program.types)
+        self.all_nodes, self.all_labels = every, marks
+        self.folds: Folds = fold_graph(program.graph, marks)
+        hidden = {node for kind in self.folds.kinds for each in kind.occurrences[1:] for node in each.nodes}
+        self.nodes: list[fx.Node] = []
+        self.labels: list[Hashable] = []
+        for node, mark in zip(every, marks, strict=True):
+            if node not in hidden and node.op not in ("placeholder", "output"):
+                self.nodes.append(node)
+                self.labels.append(mark)
+
+
+def _same_wiring(left: _Side, right: _Side) -> bool:
+    if left.all_labels != right.all_labels:
+        return False
+    place = [{node: index for index, node in enumerate(side.all_nodes)} for side in (left, right)]
+    return all(
+        [place[0][node] for node in operands(one)] == [place[1][node] for node in operands(two)]
+        for one, two in zip(left.all_nodes, right.all_nodes, strict=True)
+    )
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    return name if name not in taken else f"{name}_new"
+
+
+def _rows(left: list[str], right: list[str]) -> Iterator[Row]:
+    i = j = 0
+    for a, b in [*align(left, right), (len(left), len(right))]:
+        for step in range(max(a - i, b - j)):
+            old = left[i + step] if i + step < a else None
+            new = right[j + step] if j + step < b else None
+            kind = "removed" if new is None else "added" if old is None else "changed"
+            yield Row(kind, old or "", new or "")
+        if a < len(left):
+            yield Row("same", left[a], right[b])
+        i, j = a + 1, b + 1
+
+
+def _binding_changes(left: Program, right: Program) -> Iterator[str]:
+    ours: dict[tuple[str, str], Any] = {(row.role.value, row.target): row for row in left.bindings}
+    theirs = {(row.role.value, row.target): row for row in right.bindings}
+    for key in ours.keys() | theirs.keys():
+        one, two = ours.get(key), theirs.get(key)
+        if one is None:
+            yield f"{key[0]} {key[1]} is new"
+        elif two is None:
+            yield f"{key[0]} {key[1]} is gone"
+        elif (one.dtype, one.shape) != (two.dtype, two.shape):
+            yield f"{key[0]} {key[1]} was {one.text} and is {two.text}"
+        elif one.alias != two.alias:
+            yield f"{key[0]} {key[1]} lives in other storage"

@@ -1,0 +1,281 @@
+"""Adapter: Program ⇄ torch.export.ExportedProgram. The only file that knows both."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from inlay.errors import CaptureError
+from inlay.program.bindings import Alias, Binding, Bindings, Role
+from inlay.program.facts import Facts
+from inlay.program.graphs import MODULE, SOURCE, Types, adopt, all_nodes, copy_graph, subgraphs
+from inlay.program.program import Calling, Program, Symbol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.program.weights import TensorRef
+
+_ROLES = {
+    InputKind.PARAMETER: Role.PARAMETER,
+    InputKind.BUFFER: Role.BUFFER,
+    InputKind.CONSTANT_TENSOR: Role.CONSTANT,
+    InputKind.USER_INPUT: Role.INPUT,
+}
+_KINDS = {role: kind for kind, role in _ROLES.items()}
+
+
+def from_exported(
+    exported: ExportedProgram,
+    *,
+    name: str,
+    tensors: Mapping[str, TensorRef],
+    symbols: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
+) -> Program:
+    """Take a program out of an ExportedProgram. `tensors` is by qualified name, as in the signature's targets."""
+    graph = copy_graph(exported.graph)
+    for node in all_nodes(graph):
+        node.meta = _kept_meta(node)
+    _strip_metadata_asserts(graph)
+    named, used = symbols or {}, _free_symbols(graph)
+    table = {
+        str(raw): _symbol(str(raw), bounds, named)
+        for raw, bounds in exported.range_constraints.items()
+        if str(raw) in used
+    }
+    types = Types({raw: symbol.name for raw, symbol in table.items()})
+    calling = exported.module_call_graph[0].signature
+    if calling is None:
+        raise CaptureError("The exported program does not say how it is called.")
+    bindings = _drop_unused(graph, _bindings(exported.graph_signature, graph, types, calling.out_spec))
+    refs = {row.name: tensors[row.target] for row in bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)}
+    spec = Calling(calling.in_spec, calling.out_spec, tuple(calling.forward_arg_names or ()))
+    return Program(name, graph, bindings, refs, table, spec, facts or Facts())
+
+
+def _drop_unused(graph: fx.Graph, bindings: Bindings) -> Bindings:
+    """Weights nobody reads: the other names of tied parameters, buffers kept for reference."""
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    held = {row.name for row in bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)}
+    written = {row.name for row in bindings.state}
+    unused = {name for name in held - written if not placeholders[name].users}
+    for name in unused:
+        graph.erase_node(placeholders[name])
+    return Bindings(tuple(row for row in bindings if row.name not in unused))
+
+
+def _symbol(raw: str, bounds: Any, named: Mapping[str, str]) -> Symbol:
+    # Export reports a lower bound of 2 for sizes it did not specialise to 0 or 1 and accepts 1 at run time.
+    low, high = int(bounds.lower), bounds.upper
+    known = getattr(high, "is_Integer", isinstance(high, int))
+    return Symbol(named.get(raw, raw), 1 if low == 2 else low, int(high) if known else None)
+
+
+def _strip_metadata_asserts(graph: fx.Graph) -> None:
+    # They check what the types on the nodes already say, and count as consumers in every pattern.
+    check = torch.ops.aten._assert_tensor_metadata.default
+    for _, module in subgraphs(graph):
+        _strip_metadata_asserts(module.graph)
+    for node in list(graph.nodes):
+        if node.target is check:
+            graph.erase_node(node)
+
+
+def _kept_meta(node: fx.Node) -> dict[str, Any]:
+    meta = {key: node.meta[key] for key in ("val", SOURCE, MODULE) if key in node.meta}
+    if SOURCE not in meta and (source := source_line(node.meta.get("stack_trace"))):
+        meta[SOURCE] = source
+    if MODULE not in meta and (stack := node.meta.get("nn_module_stack")):
+        # torch.export marks nodes it made itself with a string instead of (name, class).
+        meta[MODULE] = next((str(entry[0]) for entry in reversed(stack.values()) if isinstance(entry, tuple)), "")
+    return meta
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), "torch/", "<")
+
+
+def source_line(trace: str | None) -> str:
+    """The innermost line of a stack trace that is the model's own, not torch's.
+
+    >>> source_line('File "/a/model.py", line 3, in forward\\n x\\nFile "torch/nn/linear.py", line 9, in f')
+    'model.py:3'
+    """
+    frames = _FRAME.findall(trace or "")
+    own = [(file, line) for file, line in frames if not file.startswith(_NOT_THE_MODEL)]
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}"
+
+
+def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: Types, out_spec: Any) -> Bindings:
+    rows: list[Binding] = []
+    by_target: dict[str, str] = {}
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    for spec in signature.input_specs:
+        if spec.kind not in _ROLES:
+            raise CaptureError(f"The model takes {spec.arg.name}, a {spec.kind.name.lower()}, which Inlay cannot bind.")
+        role, target = _ROLES[spec.kind], spec.target or spec.arg.name
+        by_target[target] = spec.arg.name
+        dtype, shape = _type(placeholders[spec.arg.name].meta.get("val"), types)
+        persistent = spec.persistent is not False and role is not Role.CONSTANT
+        rows.append(Binding(spec.arg.name, role, target, dtype, shape, persistent=persistent))
+    values = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(values, (tuple, list))
+    paths = iter(output_names(out_spec))
+    taken = {row.name for row in rows}
+    for position, (spec_, value) in enumerate(zip(signature.output_specs, values, strict=True)):
+        alias = None
+        if spec_.kind is OutputKind.USER_OUTPUT:
+            target = next(paths)
+        elif spec_.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            target = spec_.target or ""
+            alias = Alias(by_target[target], "mutated")
+        else:
+            raise CaptureError(f"The model returns a {spec_.kind.name.lower()}, which Inlay cannot bind.")
+        name = f"{target}.out" if alias else target
+        name = name if name not in taken else f"{name}.{position}"
+        taken.add(name)
+        dtype, shape = _type(value.meta.get("val") if isinstance(value, fx.Node) else value, types)
+        rows.append(Binding(name, Role.OUTPUT, target, dtype, shape, alias))
+    return Bindings(tuple(rows))
+
+
+def _type(value: Any, types: Types) -> tuple[str, tuple[int | str, ...]]:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch."), types.shape(value)
+    return "", ()
+
+
+def output_names(out_spec: Any) -> list[str]:
+    """Names for the flat outputs, from the structure the model returns.
+
+    >>> output_names(pytree.tree_structure({"logits": 0, "hidden": (1, 2)}))
+    ['hidden.0', 'hidden.1', 'logits']
+    >>> output_names(pytree.tree_structure(0))
+    ['output']
+    """
+    leaves, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(out_spec.num_leaves), out_spec))
+    names = [".".join(_key(key) for key in path) or "output" for path, _ in leaves]
+    return [f"output.{name}" if name[0].isdigit() else name for name in names]
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def to_exported(program: Program) -> ExportedProgram:
+    """An ExportedProgram that computes `program`, with its weights bound."""
+    graph = copy_graph(program.graph)
+    root = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
+    adopt(root.graph, dict(subgraphs(graph)))
+    values = {
+        row.target: program.tensors[row.name].read() for row in program.bindings.ins if row.name in program.tensors
+    }
+    persistent = {row.target for row in program.bindings.of(Role.PARAMETER, Role.BUFFER) if row.persistent}
+    state = {target: value for target, value in values.items() if target in persistent}
+    parameters = {row.target for row in program.bindings.of(Role.PARAMETER)}
+    state = {
+        target: torch.nn.Parameter(value, requires_grad=False) if target in parameters else value
+        for target, value in state.items()
+    }
+    return ExportedProgram(
+        root=root,
+        graph=root.graph,
+        graph_signature=_signature(program, root.graph),
+        state_dict=state,
+        range_constraints=_ranges(program),
+        module_call_graph=[
+            ModuleCallEntry(
+                fqn="",
+                signature=ModuleCallSignature(
+                    inputs=[],
+                    outputs=[],
+                    in_spec=program.calling.in_spec,
+                    out_spec=program.calling.out_spec,
+                    forward_arg_names=list(program.calling.arg_names),
+                ),
+            )
+        ],
+        constants={target: value for target, value in values.items() if target not in persistent},
+    )
+
+
+def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    ins = []
+    for row in program.bindings.ins:
+        target = None if row.role is Role.INPUT else row.target
+        persistent = row.persistent if row.role is Role.BUFFER else None
+        argument = _argument(placeholders[row.name], row.name)
+        ins.append(InputSpec(_KINDS[row.role], argument, target, persistent))
+    outs = []
+    output = next(iter(reversed(graph.nodes)))
+    values = output.args[0]
+    assert isinstance(values, (tuple, list))
+    for row, value in zip(program.bindings.outs, values, strict=True):
+        argument = _argument(value, "")
+        if row.alias is None:
+            outs.append(OutputSpec(OutputKind.USER_OUTPUT, argument, None))
+        elif program.bindings[row.alias.of].role is Role.INPUT:
+            outs.append(OutputSpec(OutputKind.USER_INPUT_MUTATION, argument, row.target))
+        else:
+            outs.append(OutputSpec(OutputKind.BUFFER_MUTATION, argument, row.target))
+    return ExportGraphSignature(input_specs=ins, output_specs=outs)
+
+
+def _argument(value: Any, name: str) -> Any:
+    if not isinstance(value, fx.Node):
+        return ConstantArgument(name=name, value=value)
+    held = value.meta.get("val")
+    if isinstance(held, torch.Tensor):
+        return TensorArgument(name=value.name)
+    if isinstance(held, torch.SymInt):
+        return SymIntArgument(name=value.name)
+    return ConstantArgument(name=value.name, value=held)
+
+
+def _ranges(program: Program) -> dict[Any, Any]:
+    import sympy  # type: ignore[import-untyped]
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    free = _free_symbols(program.graph)
+    return {
+        free.get(raw, sympy.Symbol(raw, integer=True)): ValueRanges(
+            2 if symbol.low == 1 else symbol.low, int_oo if symbol.high is None else symbol.high
+        )
+        for raw, symbol in program.symbols.items()
+    }
+
+
+def _free_symbols(graph: fx.Graph) -> dict[str, Any]:
+    """The symbols that the types of a graph's nodes use, by name."""
+    free: dict[str, Any] = {}
+    for node in all_nodes(graph):
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+                if isinstance(size, torch.SymInt):
+                    free.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
+    return free

@@ -1,0 +1,340 @@
+"""Fold: the repeated blocks of a program, found structurally.
+
+Nothing here knows what a layer is. A program in order is a string of labels (see `graphs.labels`); repeated layers are
+a *tandem repeat* in that string: a stretch that equals itself shifted by one period. Candidate periods come from how
+far equal stretches lie apart, at several lengths; each is checked with one comparison of the string with its shifted
+self. The phase is free within a repeat, so blocks are cut where the fewest values cross. Two occurrences are of one
+kind when their *signatures* are equal: same labels, and the same wiring up to what comes in from outside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from inlay.program.graphs import labels, operands
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
+    from torch import fx
+
+    from inlay.program.program import Program
+
+LEAST_SAVED = 8
+"""A repeat that would hide fewer nodes than this is left as it is."""
+_CANDIDATES_PER_LENGTH = 4
+_MOST_FOLDS = 32
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+_SHARED_START = 0.2
+"""Share of a period that must recur inside it before it is taken for two kinds of layers side by side."""
+
+
+@dataclass(frozen=True, eq=False)
+class Occurrence:
+    """One place where a block stands: its nodes in order and the outside values they read, in order of first use."""
+
+    start: int
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes that something outside reads."""
+        inside = set(self.nodes)
+        return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A block and everywhere it stands. All occurrences compute the same function of their inputs."""
+
+    occurrences: tuple[Occurrence, ...]
+
+    def __len__(self) -> int:
+        return len(self.occurrences)
+
+    @property
+    def size(self) -> int:
+        """Number of nodes in the block."""
+        return len(self.occurrences[0].nodes)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Positions in the block of the values that any occurrence hands on."""
+        read: set[int] = set()
+        for each in self.occurrences:
+            where = {node: position for position, node in enumerate(each.nodes)}
+            read.update(where[node] for node in each.outputs)
+        return tuple(sorted(read))
+
+
+@dataclass(frozen=True, eq=False)
+class Deviation:
+    """A stretch that is almost a block: most of its operators, but not all or not wired alike."""
+
+    start: int
+    nodes: tuple[fx.Node, ...]
+    kind: Kind
+    extra: Counter[str]
+    lacking: Counter[str]
+
+    @property
+    def text(self) -> str:
+        """What differs, in a few words."""
+        parts = [f"+ {count} {name}" for name, count in self.extra.items()]
+        parts += [f"- {count} {name}" for name, count in self.lacking.items()]
+        return ", ".join(parts) or "same operators, wired differently"
+
+
+@dataclass(frozen=True, eq=False)
+class Folds:
+    """The folds of one graph, in program order, and what almost folded."""
+
+    graph: fx.Graph
+    kinds: tuple[Kind, ...]
+    deviations: tuple[Deviation, ...]
+
+    @property
+    def layers(self) -> int:
+        """How many layer-like blocks there are: occurrences of the main kinds, deviating ones included."""
+        if not self.kinds:
+            return 0
+        largest = max(kind.size for kind in self.kinds)
+        mains = [kind for kind in self.kinds if kind.size * 3 >= largest]
+        return sum(map(len, mains)) + sum(1 for each in self.deviations if each.kind in mains)
+
+    @property
+    def covered(self) -> int:
+        """Number of nodes that stand in some occurrence."""
+        return sum(kind.size * len(kind) for kind in self.kinds)
+
+    def in_order(self) -> Iterator[tuple[Kind, int, Occurrence]]:
+        """Every occurrence in program order: its kind, which of the kind it is, and where it stands."""
+        found = [(kind, index, each) for kind in self.kinds for index, each in enumerate(kind.occurrences)]
+        yield from sorted(found, key=lambda item: item[2].start)
+
+    @cached_property
+    def layer_of(self) -> dict[fx.Node, int]:
+        """Node → number of the block it stands in, counted over all kinds and deviations in program order."""
+        stretches = [(each.start, each.nodes) for _, _, each in self.in_order()]
+        stretches += [(each.start, each.nodes) for each in self.deviations]
+        return {node: number for number, (_, nodes) in enumerate(sorted(stretches)) for node in nodes}
+
+
+def fold(program: Program) -> Folds:
+    """Find the repeated blocks of a program (of its outermost graph)."""
+    return fold_graph(program.graph, labels(program.graph, program.types))
+
+
+def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
+    """Find the repeated blocks of a graph whose nodes have these labels."""
+    every = list(graph.nodes)
+    outside = _size_arithmetic(every)
+    keep = [index for index, node in enumerate(every) if node not in outside]
+    nodes = [every[index] for index in keep]
+    ids: dict[Hashable, int] = {}
+    string = np.array([ids.setdefault(node_labels[index], len(ids)) for index in keep], dtype=np.int64)
+    crossing = _crossing(nodes)
+    signer = _Signer(nodes, string)
+    groups: dict[Hashable, list[Occurrence]] = {}
+    free = string.copy()
+    for _ in range(_MOST_FOLDS):
+        run = _best_run(free)
+        if run is None:
+            break
+        start, end, period = run
+        stretches = _cut(string, crossing, start, end, period)
+        for begin, stop in stretches:
+            occurrence, signature = signer.sign(begin, stop)
+            groups.setdefault(signature, []).append(occurrence)
+        _blank(free, stretches[0][0], stretches[-1][1])
+    kinds = [Kind(tuple(sorted(group, key=lambda each: each.start))) for group in groups.values() if len(group) > 1]
+    kinds.sort(key=lambda kind: kind.occurrences[0].start)
+    return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, keep, kinds)))
+
+
+def _size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Placeholders, outputs, and numbers computed from them alone.
+
+    Sizes are shared by all layers and computed where the first one needs them: counted as its own, they would make
+    the first layer differ from the rest.
+    """
+    outside: set[fx.Node] = set()
+    for node in nodes:
+        if node.op in ("placeholder", "output") or (
+            isinstance(node.meta.get("val"), _NUMBERS) and all(each in outside for each in node.all_input_nodes)
+        ):
+            outside.add(node)
+    return outside
+
+
+def _blank(string: npt.NDArray[np.int64], start: int, stop: int) -> None:
+    """Labels that occur nowhere else: what is folded is out of the search."""
+    string[start:stop] = -1 - np.arange(start, stop)
+
+
+def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
+    """How many values are alive at the cut before each node."""
+    place = {node: index for index, node in enumerate(nodes)}
+    change = np.zeros(len(nodes) + 2, dtype=np.int64)
+    for index, node in enumerate(nodes):
+        last = max((place.get(user, len(nodes)) for user in node.users), default=index)
+        change[index + 1] += 1
+        change[last + 1] -= 1
+    return np.cumsum(change)[: len(nodes) + 1]
+
+
+def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
+    """The tandem repeat that covers most: start, end, period."""
+    best: tuple[int, int, int] | None = None
+    best_saved = float(LEAST_SAVED)
+    for period in sorted(_candidate_periods(string)):
+        for start, end in _runs(string, period):
+            # A larger period must save clearly more than a smaller one: two layers are not one.
+            if (saved := ((end - start) // period - 1) * period) >= best_saved:
+                best, best_saved = (start, end, period), saved * 1.05
+    return best
+
+
+def _candidate_periods(string: npt.NDArray[np.int64]) -> set[int]:
+    """Distances at which equal stretches lie apart, the most frequent ones for stretches of 1, 2, 4, 8, … nodes."""
+    ranks, length, periods = np.unique(string, return_inverse=True)[1].reshape(-1), 1, set[int]()
+    while length <= len(string) // 2:
+        order = np.argsort(ranks, kind="stable")
+        same = ranks[order][1:] == ranks[order][:-1]
+        gaps = (order[1:] - order[:-1])[same]
+        if not len(gaps):
+            break
+        values, counts = np.unique(gaps[gaps > 1], return_counts=True)
+        top = np.argsort(-counts * np.minimum(values, length * 8), kind="stable")[:_CANDIDATES_PER_LENGTH]
+        periods.update(int(value) for value in values[top])
+        pairs = ranks[:-length] * (int(ranks.max()) + 1) + ranks[length:]
+        ranks = np.unique(pairs, return_inverse=True)[1].reshape(-1)
+        length *= 2
+    return periods
+
+
+def _runs(string: npt.NDArray[np.int64], period: int) -> Iterator[tuple[int, int]]:
+    """Stretches of at least two periods that equal themselves shifted by one."""
+    equal = np.concatenate(([False], string[:-period] == string[period:], [False]))
+    edges = np.flatnonzero(equal[1:] != equal[:-1])
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        if stop - start >= period:
+            yield int(start), int(stop) + period
+
+
+def _cut(
+    string: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], start: int, end: int, period: int
+) -> list[tuple[int, int]]:
+    """Cut a repeat into blocks: where the fewest values cross, then most blocks, then earliest."""
+
+    def cost(phase: int) -> tuple[int, int, int]:
+        count = (end - phase) // period
+        return int(crossing[phase : phase + count * period + 1 : period].max()), -count, phase
+
+    first = min(range(start, start + period), key=cost)
+    count = (end - first) // period
+    inner = _inner_cuts(string[first : first + period], crossing[first : first + period])
+    cuts = [first + block * period + offset for block in range(count) for offset in inner]
+    return list(zip(cuts, [*cuts[1:], first + count * period], strict=True))
+
+
+def _inner_cuts(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64]) -> list[int]:
+    """Where a period consists of several layers, of one kind or more: starts of the layers, 0 included."""
+    cuts = {0}
+    inner = _best_run(block)
+    if inner is not None:
+        start, end, period = inner
+        phases = [range(at, end + 1, period) for at in range(start, start + period)]
+        cuts.update(min(phases, key=lambda row: _peak(crossing, row)))
+    for at in np.flatnonzero(block == block[0]):
+        if at > 0 and _shared_start(block[at:], block) >= _SHARED_START * len(block):
+            cuts.add(int(at))
+    allowed = sorted(at for at in cuts if at < len(block) and crossing[at] <= crossing[0])
+    return _split_known(block, crossing, allowed)
+
+
+def _peak(crossing: npt.NDArray[np.int64], cuts: Iterable[int]) -> int:
+    return max((int(crossing[at]) for at in cuts if at < len(crossing)), default=0)
+
+
+def _split_known(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], cuts: list[int]) -> list[int]:
+    """A piece that starts with another whole piece is that piece and a rest."""
+    while True:
+        pieces = sorted(zip(cuts, [*cuts[1:], len(block)], strict=True), key=lambda piece: piece[1] - piece[0])
+        new = {
+            start + end - other
+            for start, stop in pieces
+            for other, end in pieces
+            if end - other < stop - start
+            and _shared_start(block[start:stop], block[other:end]) == end - other
+            and crossing[start + end - other] <= crossing[0]
+        }
+        if new <= set(cuts):
+            return cuts
+        cuts = sorted({*cuts, min(new - set(cuts))})
+
+
+def _shared_start(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
+    """How many labels two stretches have in common from their starts."""
+    length = min(len(left), len(right))
+    differs = np.flatnonzero(left[:length] != right[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+class _Signer:
+    """Signatures of stretches: labels and wiring, with outside values numbered by first use."""
+
+    def __init__(self, nodes: list[fx.Node], string: npt.NDArray[np.int64]) -> None:
+        self.nodes, self.string = nodes, string
+        self.place = {node: index for index, node in enumerate(nodes)}
+
+    def sign(self, start: int, stop: int) -> tuple[Occurrence, Hashable]:
+        nodes = tuple(self.nodes[start:stop])
+        inputs: dict[fx.Node, int] = {}
+        wiring: list[int] = []
+        for node in nodes:
+            for operand in operands(node):
+                place = self.place.get(operand, -1)
+                wiring.append(place - start if place >= start else -1 - inputs.setdefault(operand, len(inputs)))
+        signature = (self.string[start:stop].tobytes(), tuple(wiring))
+        return Occurrence(start, nodes, tuple(inputs)), signature
+
+
+def _deviations(
+    nodes: list[fx.Node], node_labels: Sequence[Any], keep: list[int], kinds: list[Kind]
+) -> Iterator[Deviation]:
+    """Stretches beside the blocks that hold most of a block's operators."""
+    if not kinds:
+        return
+    main = max(kinds, key=lambda kind: kind.size * len(kind))
+    place = {node: index for index, node in enumerate(nodes)}
+    taken = sorted((each.start, each.start + kind.size) for kind in kinds for each in kind.occurrences)
+    edges = [(0, 0), *taken, (len(nodes), len(nodes))]
+    template = Counter(node_labels[keep[place[node]]] for node in main.occurrences[0].nodes)
+    for (_, start), (stop, _) in pairwise(edges):
+        while stop - start >= main.size // 2:
+            # A long gap may hold several deviating blocks: look at one block's length from the side of the blocks.
+            begin = max(start, stop - main.size - main.size // 3) if start == 0 else start
+            end = min(stop, begin + main.size + main.size // 3)
+            end = stop if stop - end < main.size // 2 else end
+            found = Counter(node_labels[keep[index]] for index in range(begin, end))
+            if sum((template & found).values()) * 2 > main.size:
+                extra, lacking = found - template, template - found
+                yield Deviation(begin, tuple(nodes[begin:end]), main, _by_operator(extra), _by_operator(lacking))
+            start, stop = (start, begin) if start == 0 else (end, stop)
+
+
+def _by_operator(found: Counter[Any]) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for label, count in found.items():
+        names[str(label[0])] += count
+    return names

@@ -1,0 +1,208 @@
+"""Reading fx graphs: nested graphs, node types as text, source lines, labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.program.bindings import tensor_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SOURCE = "source"
+"""Key of `node.meta`: where in the model the node comes from, as `file.py:line`."""
+MODULE = "module"
+"""Key of `node.meta`: qualified name of the module that was running."""
+
+
+def subgraphs(graph: fx.Graph) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The graphs that `graph` calls by name (branches of `cond`, bodies of loops), in order of first use.
+
+    >>> list(subgraphs(fx.Graph()))
+    []
+    """
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "get_attr" or node.target in seen:
+            continue
+        seen.add(node.target)
+        owner = graph.owning_module
+        value = owner.get_submodule(node.target) if owner is not None and _has_module(owner, node.target) else None
+        if isinstance(value, fx.GraphModule):
+            yield node.target, value
+
+
+def _has_module(owner: torch.nn.Module, target: str) -> bool:
+    try:
+        owner.get_submodule(target)
+    except AttributeError:
+        return False
+    return True
+
+
+def all_graphs(graph: fx.Graph, name: str = "forward") -> Iterator[tuple[str, fx.Graph]]:
+    """`graph` and every graph nested in it, outermost first, with names unique in the program."""
+    yield name, graph
+    for target, module in subgraphs(graph):
+        inner = target if name == "forward" else f"{name}__{target}"
+        yield from all_graphs(module.graph, inner.replace(".", "_"))
+
+
+def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every node of `graph` and of the graphs nested in it."""
+    for _, each in all_graphs(graph):
+        yield from each.nodes
+
+
+def target_text(target: Any) -> str:
+    """The name of what a node calls, the way Python spells it without `torch.ops.`.
+
+    >>> target_text(torch.ops.aten.mul.Tensor), target_text(operator.getitem)
+    ('aten.mul.Tensor', 'operator.getitem')
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}.{target._overloadname}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"  # type: ignore[no-untyped-call]
+    if isinstance(target, str):
+        return target
+    module = getattr(target, "__module__", "") or ""
+    return f"{'operator' if module == '_operator' else module}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each operator is called, nested graphs included, most frequent first.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> _ = graph.call_function(torch.ops.aten.relu.default, (x,))
+    >>> op_counts(graph)
+    Counter({'aten.relu.default': 1})
+    """
+    counts = Counter(target_text(node.target) for node in all_nodes(graph) if node.op == "call_function")
+    return Counter(dict(counts.most_common()))
+
+
+class Types:
+    """Node types as text, with the symbols of the program under their user-facing names.
+
+    Sizes repeat thousands of times in a graph and printing a symbolic one is slow, hence the memory.
+    """
+
+    def __init__(self, symbols: Mapping[str, str]) -> None:
+        self._symbols = symbols
+        self._sizes: dict[Any, str] = {}
+
+    def dim(self, size: Any) -> int | str:
+        """A size: an int, or an expression such as `batch` or `2*length`."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        text = self._sizes.get(expr)
+        if text is None:
+            # Rename before printing: the order of factors follows the names.
+            names = {
+                symbol: type(symbol)(self._symbols[str(symbol)], integer=True, positive=True)
+                for symbol in getattr(expr, "free_symbols", ())
+                if str(symbol) in self._symbols
+            }
+            text = self._sizes[expr] = str(expr.xreplace(names))
+        return int(text) if text.isdigit() else text
+
+    def shape(self, value: torch.Tensor) -> tuple[int | str, ...]:
+        """The sizes of a tensor."""
+        return tuple(self.dim(size) for size in value.shape)
+
+    def text(self, value: Any) -> str:
+        """The type of a value: `f32[batch, 8]`, `batch`, `(f32[2], f32[2])`; empty when unknown."""
+        if isinstance(value, torch.Tensor):
+            return tensor_text(str(value.dtype).removeprefix("torch."), self.shape(value))
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(self.text(item) for item in value)})"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return str(self.dim(value))
+        if value is None:
+            return ""
+        return repr(value)
+
+
+def labels(graph: fx.Graph, types: Types) -> list[tuple[Any, ...]]:
+    """What each node is, without saying which nodes it reads: operator, constants, types.
+
+    Two nodes that do the same work at the same place of two layers have equal labels.
+    Nested graphs count by what they contain, not by what they are called.
+    """
+    modules = dict(subgraphs(graph))
+
+    def label_arg(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            value = arg.meta.get("val")
+            return ("@", arg.op == "placeholder", types.text(value))
+        if isinstance(arg, (list, tuple)):
+            return ("[", *map(label_arg, arg))
+        if isinstance(arg, dict):
+            return ("{", *((key, label_arg(item)) for key, item in arg.items()))
+        return _constant(arg)
+
+    result = []
+    for node in graph.nodes:
+        target: Any = target_text(node.target) if node.op == "call_function" else node.op
+        if node.op == "get_attr" and node.target in modules:
+            target = ("graph", *labels(modules[node.target].graph, types))
+        elif node.op in ("get_attr", "call_module", "call_method"):
+            target = (node.op, node.target)
+        args = tuple(map(label_arg, node.args))
+        kwargs = tuple((key, label_arg(node.kwargs[key])) for key in sorted(node.kwargs))
+        result.append((target, args, kwargs, types.text(node.meta.get("val"))))
+    return result
+
+
+def _constant(arg: Any) -> Any:
+    # 1, 1.0 and True are equal and hash alike, but they are not the same constant; -0.0 and nan are special too.
+    return (type(arg).__name__, repr(arg))
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes that `node` reads, one entry per place in its arguments, in order."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), found.append)
+    return found
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` and of its nested graphs, names kept; node values and weights are shared, not copied.
+
+    >>> graph = fx.Graph()
+    >>> graph.output(graph.placeholder("x"))
+    output
+    >>> [node.name for node in copy_graph(graph).nodes]
+    ['x', 'output']
+    """
+    new = fx.Graph()
+    result = new.graph_copy(graph, {})
+    new.output(result)
+    adopt(new, {target: _copy_module(module) for target, module in subgraphs(graph)})
+    return new
+
+
+def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy_graph(module.graph)
+    owner = graph.owning_module
+    copied = fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph)
+    copied.meta = dict(module.meta)
+    return copied
+
+
+def adopt(graph: fx.Graph, children: Mapping[str, fx.GraphModule]) -> None:
+    """Make `children` the nested graphs of `graph`.
+
+    The owner is a bare module: making the outer graph a GraphModule would generate its whole code each time.
+    """
+    owner = torch.nn.Module()
+    for name, child in children.items():
+        owner.add_module(name, child)
+    graph.owning_module = owner  # type: ignore[assignment]

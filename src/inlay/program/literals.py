@@ -1,0 +1,136 @@
+"""Values and operators as Python source, and back."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.errors import ProgramError, nearest
+from inlay.program.graphs import target_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def literal(value: Any, name: Callable[[fx.Node], str] = lambda node: node.name) -> str:
+    """Python source for an argument of a node; nodes appear under the name that `name` gives them.
+
+    >>> literal([1, 2.0, None, torch.float32, torch.device("cpu"), float("inf"), slice(0, 2)])
+    "[1, 2.0, None, torch.float32, torch.device('cpu'), inf, slice(0, 2, None)]"
+    """
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, _TORCH_VALUES):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if value != value else ("inf" if value > 0 else "-inf")
+    if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value) if value is not Ellipsis else "..."
+    if isinstance(value, slice):
+        return f"slice({', '.join(literal(part, name) for part in (value.start, value.stop, value.step))})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {literal(item, name)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(literal(item, name) for item in value) + "]"
+    if isinstance(value, tuple):
+        inside = ", ".join(literal(item, name) for item in value)
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    raise ProgramError(f"A program holds {value!r}, a {type(value).__name__}, which has no text form.")
+
+
+def parse_literal(node: ast.expr, names: Callable[[str], Any]) -> Any:
+    """The value of Python source made by `literal`. Nothing is executed.
+
+    >>> parse_literal(ast.parse("(1, -inf, [torch.bool], x)", mode="eval").body, {"x": "node x"}.__getitem__)
+    (1, -inf, [torch.bool], 'node x')
+    """
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id="inf"):
+            return math.inf
+        case ast.Name(id="nan"):
+            return math.nan
+        case ast.Name(id=name):
+            return names(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -parse_literal(operand, names)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):  # a complex number
+            real, imaginary = parse_literal(left, names), parse_literal(right, names)
+            return real + imaginary if isinstance(op, ast.Add) else real - imaginary
+        case ast.List(elts=items):
+            return [parse_literal(item, names) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(parse_literal(item, names) for item in items)
+        case ast.Dict(keys=keys, values=values):
+            return {
+                parse_literal(key, names): parse_literal(value, names)
+                for key, value in zip(keys, values, strict=True)
+                if key is not None
+            }
+        case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
+            found = getattr(torch, attribute, None)
+            if isinstance(found, _TORCH_VALUES):
+                return found
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="torch"), attr="device"), args=[ast.Constant(value=str(text))]
+        ):
+            return torch.device(text)
+        case ast.Call(func=ast.Name(id="slice"), args=parts):
+            return slice(*(parse_literal(part, names) for part in parts))
+    raise ProgramError(f"Line {node.lineno}: {ast.unparse(node)} is not part of the text form of programs.")
+
+
+def namespace(target: Any) -> str:
+    """The first name of an operator's text form: what a dump must bind or import to call it."""
+    return target_text(target).partition(".")[0]
+
+
+def registered_by(target: Any) -> str:
+    """The module whose import registers a custom operator; empty for torch's own and where it is not known."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(f"{target.namespace}::{target._opname}")
+    return definition._init_fn.__module__ if definition is not None else ""
+
+
+_MODULES = {"operator", "math", "torch", "builtins"}
+
+
+def find_target(text: str) -> Any:
+    """The operator or function that `target_text` printed as `text`.
+
+    >>> find_target("aten.mul.Tensor")
+    <OpOverload(op='aten.mul', overload='Tensor')>
+    """
+    first, *rest = text.split(".")
+    if first == "higher_order" and len(rest) == 1:
+        found = getattr(torch.ops.higher_order, rest[0], None)
+    elif first in _MODULES:
+        found = importlib.import_module(first)
+        for part in rest:
+            found = getattr(found, part, None)
+    elif len(rest) == 2:
+        packet = getattr(getattr(torch.ops, first), rest[0], None)
+        found = getattr(packet, rest[1], None)
+        if packet is not None and found is None:
+            raise ProgramError(f"{first}.{rest[0]} has no overload {rest[1]}.", nearest(rest[1], packet.overloads()))
+    else:
+        found = None
+    if not callable(found):
+        raise ProgramError(
+            f"There is no operator {text} in this process.",
+            "If a package registers it, import that package before the program is read.",
+        )
+    return found

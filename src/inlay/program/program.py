@@ -1,0 +1,106 @@
+"""Program: what every stage hands on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from inlay.program.bindings import Bindings, Role
+from inlay.program.graphs import Types, all_nodes, copy_graph, op_counts
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import fx
+    from torch.export import ExportedProgram
+
+    from inlay.program.facts import Facts
+    from inlay.program.weights import TensorRef
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A size that is known only when the program runs: its name for people and the range it was captured for."""
+
+    name: str
+    low: int
+    high: int | None
+
+    @property
+    def text(self) -> str:
+        """The range.
+
+        >>> Symbol("batch", 1, None).text, Symbol("length", 1, 8192).text
+        ('1 … ∞', '1 … 8192')
+        """
+        return f"{self.low} … {'∞' if self.high is None else self.high}"
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How flat bindings map to what the model's `forward` takes and returns (pytree specs)."""
+
+    in_spec: Any
+    out_spec: Any
+    arg_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A graph, its binding table and references to its weights.
+
+    The graph is functional ATen. Treat a Program you did not make as read-only: `copy` is cheap, because
+    weights are references and the values on nodes are shared.
+    """
+
+    name: str
+    graph: fx.Graph
+    bindings: Bindings
+    tensors: Mapping[str, TensorRef]
+    """Binding name → where its value comes from, for every parameter, buffer and constant."""
+    symbols: Mapping[str, Symbol]
+    """Symbol in the graph's shapes (`s72`) → its name for people and its range."""
+    calling: Calling
+    facts: Facts
+    types: Types = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", Types({raw: symbol.name for raw, symbol in self.symbols.items()}))
+
+    def __repr__(self) -> str:
+        return f"<Program {self.name}: {len(self)} nodes, {len(self.bindings)} bindings>"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in all_nodes(self.graph))
+
+    def copy(self) -> Program:
+        """The same program with a graph of its own; no weight is copied."""
+        return replace(self, graph=copy_graph(self.graph))
+
+    def op_counts(self) -> Counter[str]:
+        """How often each operator is called, nested graphs included."""
+        return op_counts(self.graph)
+
+    def parameters_count(self) -> int:
+        """Number of trained values, tied weights counted once."""
+        return sum(_numel(row.shape) for row in self.bindings.of(Role.PARAMETER))
+
+    def to_exported(self) -> ExportedProgram:
+        """An ExportedProgram with the weights bound: for running eagerly, saving and compiling."""
+        from inlay.program.exported import to_exported
+
+        return to_exported(self)
+
+    def module(self) -> Callable[..., Any]:
+        """A callable with the signature of the captured model that runs this program eagerly."""
+        module: torch.nn.Module = self.to_exported().module(check_guards=False)
+        return module
+
+
+def _numel(shape: tuple[int | str, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size if isinstance(size, int) else 1
+    return count

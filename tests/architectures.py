@@ -1,0 +1,85 @@
+"""Small random-weight configurations of stock architectures. Data only: nothing here is known to src/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model type, how its small configuration differs from SMALL, and how often each kind of layer is repeated."""
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    folds: tuple[int, ...] = (4,)
+    deviations: int = 0
+
+    def full_config(self) -> dict[str, Any]:
+        return SMALL | self.config
+
+
+ARCHITECTURES = (
+    Architecture("llama"),
+    Architecture("mistral", {"sliding_window": 16}),
+    Architecture("qwen2"),
+    Architecture("qwen3", {"head_dim": 16}),
+    Architecture("gemma", {"head_dim": 16}),
+    Architecture("gemma2", {"head_dim": 16, "sliding_window": 16}),
+    Architecture("gemma3_text", {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 7}, folds=(7,)),
+    Architecture("phi"),
+    Architecture("phi3", {"sliding_window": 16}),
+    Architecture("olmo2"),
+    Architecture("smollm3", {"num_hidden_layers": 8}, folds=(6, 2)),
+    Architecture("granite"),
+    Architecture("starcoder2"),
+    Architecture("stablelm"),
+    Architecture("cohere"),
+    Architecture("glm4", {"head_dim": 16}),
+    Architecture("gpt2", {"n_embd": 64, "n_inner": 96}),
+    Architecture("gpt_neox"),
+    Architecture("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Architecture("bloom"),
+    Architecture("mixtral", {"num_local_experts": 4}),
+    Architecture("qwen3_moe", {"head_dim": 16, **EXPERTS}),
+    Architecture("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 16}),
+    Architecture("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    Architecture(
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 5,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+        },
+        folds=(2, 3),
+    ),
+    Architecture(
+        "lfm2",
+        {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2, "block_multiple_of": 32},
+        folds=(4, 2),
+    ),
+)
