@@ -64,8 +64,8 @@ class GGUFFile:
 
     @cached_property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The whole file, memory-mapped read-only."""
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
+        """The whole file, memory-mapped; copy-on-write, because torch has no read-only tensors."""
+        return np.memmap(self.path, dtype=np.uint8, mode="c")
 
     @property
     def architecture(self) -> str:

@@ -10,6 +10,7 @@ from inlay.program.align import align
 from inlay.program.fold import Folds, fold_graph
 from inlay.program.folded import lines_to_compare
 from inlay.program.graphs import labels, operands
+from inlay.program.pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -64,6 +65,7 @@ class Diff:
                 skipped += 1
 
 
+@collector_paused()
 def diff(left: Program, right: Program) -> Diff:
     """Compare two programs."""
     sides = [_Side(left), _Side(right)]

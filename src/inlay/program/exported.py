@@ -169,7 +169,7 @@ def output_names(out_spec: Any) -> list[str]:
     """Names for the flat outputs, from the structure the model returns.
 
     >>> output_names(pytree.tree_structure({"logits": 0, "hidden": (1, 2)}))
-    ['hidden.0', 'hidden.1', 'logits']
+    ['logits', 'hidden.0', 'hidden.1']
     >>> output_names(pytree.tree_structure(0))
     ['output']
     """

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from inlay.program.graphs import labels, operands
+from inlay.program.pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -34,7 +35,8 @@ _CANDIDATES_PER_LENGTH = 4
 _MOST_FOLDS = 32
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 _SHARED_START = 0.2
-"""Share of a period that must recur inside it before it is taken for two kinds of layers side by side."""
+_LEAST_SHARED = 4
+"""How much of a period, as a share and in nodes, must recur inside it before it is taken for several layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Kind:
         """Number of nodes in the block."""
         return len(self.occurrences[0].nodes)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[int, ...]:
         """Positions in the block of the values that any occurrence hands on."""
         read: set[int] = set()
@@ -134,6 +136,7 @@ def fold(program: Program) -> Folds:
     return fold_graph(program.graph, labels(program.graph, program.types))
 
 
+@collector_paused()
 def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
     """Find the repeated blocks of a graph whose nodes have these labels."""
     every = list(graph.nodes)
@@ -256,7 +259,7 @@ def _inner_cuts(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64]) -
         phases = [range(at, end + 1, period) for at in range(start, start + period)]
         cuts.update(min(phases, key=lambda row: _peak(crossing, row)))
     for at in np.flatnonzero(block == block[0]):
-        if at > 0 and _shared_start(block[at:], block) >= _SHARED_START * len(block):
+        if at > 0 and _shared_start(block[at:], block) >= max(_SHARED_START * len(block), _LEAST_SHARED):
             cuts.add(int(at))
     allowed = sorted(at for at in cuts if at < len(block) and crossing[at] <= crossing[0])
     return _split_known(block, crossing, allowed)

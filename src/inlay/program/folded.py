@@ -22,6 +22,7 @@ from inlay.program.fold import Folds, Kind, Occurrence, fold
 from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands
 from inlay.program.literals import literal, namespace
 from inlay.program.paths import Owner, common_owner, path_text
+from inlay.program.pause import collector_paused
 from inlay.program.text import MARK
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ INLINE_UP_TO = 56
 """A value that is used once is written into its consumer while its own text is at most this long."""
 
 
+@collector_paused()
 def dump_folded(
     program: Program,
     *,
@@ -303,7 +305,8 @@ class _Slots:
             else:
                 name = node.name if row is not None and row.role in _IN_MODEL else writer._name(node)
                 self.inner.append(name)
-                self.parameters.append(name)
+                if len({writer.constants.get(each.inputs[index].name, "") for each in kind.occurrences} - {""}) != 1:
+                    self.parameters.append(name)
 
     def carried(self, index: int, occurrences: Sequence[Occurrence]) -> int | None:
         """The position in the block whose value arrives in this slot of the next occurrence, if there is one."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from inlay.program.bindings import tensor_text
+from inlay.program.pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,8 +62,8 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def target_text(target: Any) -> str:
     """The name of what a node calls, the way Python spells it without `torch.ops.`.
 
-    >>> target_text(torch.ops.aten.mul.Tensor), target_text(operator.getitem)
-    ('aten.mul.Tensor', 'operator.getitem')
+    >>> target_text(torch.ops.aten.mul.Tensor), target_text(torch.sym_max)
+    ('aten.mul.Tensor', 'torch.sym_max')
     """
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
@@ -140,8 +141,7 @@ def labels(graph: fx.Graph, types: Types) -> list[tuple[Any, ...]]:
 
     def label_arg(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
-            value = arg.meta.get("val")
-            return ("@", arg.op == "placeholder", types.text(value))
+            return ("@", types.text(arg.meta.get("val")))
         if isinstance(arg, (list, tuple)):
             return ("[", *map(label_arg, arg))
         if isinstance(arg, dict):
@@ -173,6 +173,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+@collector_paused()
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of `graph` and of its nested graphs, names kept; node values and weights are shared, not copied.
 

@@ -105,7 +105,16 @@ def registered_by(target: Any) -> str:
     return definition._init_fn.__module__ if definition is not None else ""
 
 
-_MODULES = {"operator", "math", "torch", "builtins"}
+_FUNCTIONS = {
+    "operator": {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "invert"}
+    | {"and_", "or_", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge", "not_", "truth", "getitem"},
+    "math": {"ceil", "floor", "trunc", "sqrt", "log", "log2", "exp", "pow"},
+    "builtins": {"abs", "bool", "float", "int", "max", "min", "round", "pow"},
+    "torch": {name for name in dir(torch) if name.startswith(("sym_", "_sym_"))},
+}
+"""The Python functions a program may call. A dump comes from anywhere, and reading it computes types by calling."""
+_REFUSED = {"from_file"}
+"""Operators of torch that touch the file system."""
 
 
 def find_target(text: str) -> Any:
@@ -115,22 +124,20 @@ def find_target(text: str) -> Any:
     <OpOverload(op='aten.mul', overload='Tensor')>
     """
     first, *rest = text.split(".")
+    found: Any = None
     if first == "higher_order" and len(rest) == 1:
         found = getattr(torch.ops.higher_order, rest[0], None)
-    elif first in _MODULES:
-        found = importlib.import_module(first)
-        for part in rest:
-            found = getattr(found, part, None)
-    elif len(rest) == 2:
+    elif first in _FUNCTIONS:
+        if len(rest) == 1 and rest[0] in _FUNCTIONS[first]:
+            found = getattr(importlib.import_module(first), rest[0])
+    elif len(rest) == 2 and rest[0] not in _REFUSED:
         packet = getattr(getattr(torch.ops, first), rest[0], None)
         found = getattr(packet, rest[1], None)
         if packet is not None and found is None:
             raise ProgramError(f"{first}.{rest[0]} has no overload {rest[1]}.", nearest(rest[1], packet.overloads()))
-    else:
-        found = None
     if not callable(found):
         raise ProgramError(
-            f"There is no operator {text} in this process.",
+            f"There is no operator {text} that a program may call.",
             "If a package registers it, import that package before the program is read.",
         )
     return found

@@ -15,6 +15,7 @@ from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.facts import Facts
 from inlay.program.graphs import MODULE, SOURCE, adopt
 from inlay.program.literals import find_target, parse_literal
+from inlay.program.pause import collector_paused
 from inlay.program.program import Calling, Program
 from inlay.program.symbols import FakeValues
 from inlay.program.text import FORMAT, MARK
@@ -42,6 +43,7 @@ def load(path: Path | str, tensors: Mapping[str, TensorRef] | None = None) -> Pr
     return parse(text, tensors, large)
 
 
+@collector_paused()
 def parse(
     text: str, tensors: Mapping[str, TensorRef] | None = None, large: Mapping[str, torch.Tensor] | None = None
 ) -> Program:

@@ -21,6 +21,7 @@ from inlay.errors import ProgramError
 from inlay.program.bindings import Role
 from inlay.program.graphs import MODULE, SOURCE, all_graphs, all_nodes, subgraphs, target_text
 from inlay.program.literals import literal, namespace, registered_by
+from inlay.program.pause import collector_paused
 from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ INLINE = 4096
 """Constants of at most this many values are written into the text, larger ones beside it."""
 
 
+@collector_paused()
 def dump(program: Program) -> str:
     """The whole program as Python source.
 

@@ -1,0 +1,99 @@
+"""Stock architectures, none of which src/ knows by name: captured, folded, dumped, reloaded, computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, Architecture
+from inlay.capture import capture
+from inlay.program.fold import fold
+from inlay.program.folded import dump_folded
+from inlay.program.parse import parse
+from inlay.program.text import dump
+from models import random_model
+
+if TYPE_CHECKING:
+    from inlay.program import Program
+
+DOC = Path(__file__).parents[2] / "docs" / "architectures.md"
+SHAPES = ((3, 21), (1, 1), (1, 40))
+"""None of them is the shape used for capture, (2, 8); one is past every sliding window."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.model_type)
+def test_architecture(architecture: Architecture, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    eager = random_model({"model_type": architecture.model_type, **architecture.full_config()})
+    eager.save_pretrained(tmp_path)
+    program = capture(str(tmp_path))
+    folds = fold(program)
+    assert tuple(len(kind) for kind in folds.kinds) == architecture.folds
+    assert len(folds.deviations) == 0
+    layers = program.facts.layers
+    assert layers is not None
+    assert layers.value == eager.config.num_hidden_layers
+    text = dump(program)
+    reloaded = parse(text, program.tensors)
+    assert dump(reloaded) == text
+    row = {
+        "captured": "yes",
+        "kinds of layers": ", ".join(f"× {len(kind)}" for kind in folds.kinds),
+        "largest difference to eager": _difference(eager, _run(program)),
+        "after dump and reload": _difference(eager, _run(reloaded)),
+        "full text run as Python": _difference(eager, _run_text(program, text)),
+        "folded text run as Python": _difference(eager, _run_folded(program, eager)),
+    }
+    _compare_with_docs(architecture.model_type, row, update=request.config.getoption("--update-docs"))
+
+
+def _difference(eager: Any, run: Any) -> str:
+    largest = 0.0
+    for shape in SHAPES:
+        ids = torch.randint(3, 256, shape, generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            expected = eager(input_ids=ids, use_cache=False).logits
+            actual = run(ids)
+        assert actual.shape == expected.shape
+        assert expected.abs().max() > 0.01, "the model must compute something"
+        largest = max(largest, (actual - expected).abs().max().item())
+    assert largest <= 1e-5
+    return f"{largest:.0e}" if largest else "0"
+
+
+def _run(program: Program) -> Any:
+    module = program.module()
+    return lambda ids: module(input_ids=ids)["logits"]
+
+
+def _run_text(program: Program, text: str) -> Any:
+    space: dict[str, Any] = {}
+    exec(compile(text, "full.py", "exec"), space)
+    held = [program.tensors[row.name].read() for row in program.bindings.ins if row.name in program.tensors]
+    assert program.bindings.ins[-1].name == "input_ids"
+    return lambda ids: space["forward"](*held, ids)[0]
+
+
+def _run_folded(program: Program, eager: Any) -> Any:
+    text = dump_folded(program)
+    assert max(map(len, text.splitlines())) <= 120
+    space: dict[str, Any] = {}
+    exec(compile(text, "folded.py", "exec"), space)
+    return lambda ids: space["forward"](eager, ids)[0]
+
+
+def _compare_with_docs(name: str, row: dict[str, str], *, update: bool) -> None:
+    line = f"| {name} | " + " | ".join(row.values()) + " |"
+    lines = DOC.read_text().splitlines()
+    place = next((index for index, each in enumerate(lines) if each.startswith(f"| {name} |")), None)
+    if update:
+        if place is None:
+            lines.append(line)
+        else:
+            lines[place] = line
+        DOC.write_text("\n".join(lines) + "\n")
+    else:
+        assert place is not None, f"{DOC.name} lacks {name}; run pytest --update-docs"
+        assert lines[place] == line

@@ -1,0 +1,123 @@
+"""SmolLM2-135M with its real weights, from the GGUF file as people have it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from inlay.program.fold import fold
+from inlay.program.folded import dump_folded
+from inlay.program.text import dump
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program import Program
+
+pytestmark = pytest.mark.xdist_group("smollm2")
+
+
+def test_folded_form_fits_a_screen(smollm2_program: Program) -> None:
+    lines = dump_folded(smollm2_program).splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    assert sum("× 30" in line for line in lines) == 2, "the block and the loop over it"
+
+
+def test_facts(smollm2_program: Program) -> None:
+    known = {name: fact.value for name, fact in smollm2_program.facts.known()}
+    assert known == {
+        "layers": 30,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_size": 64,
+        "hidden_size": 576,
+        "vocabulary": 49152,
+        "max_length": 8192,
+    }
+    assert [len(kind) for kind in fold(smollm2_program).kinds] == [30]
+
+
+def test_full_form_is_complete(smollm2_program: Program) -> None:
+    text = dump(smollm2_program)
+    calls = sum(node.op == "call_function" for node in smollm2_program.graph.nodes)
+    assert sum(" = aten." in line or " = operator." in line for line in text.splitlines()) == calls + 0
+    assert "... " not in text
+
+
+def test_copy_is_cheap(smollm2_program: Program) -> None:
+    start = time.perf_counter()
+    copied = smollm2_program.copy()
+    assert time.perf_counter() - start < 1
+    assert copied.tensors is smollm2_program.tensors
+    assert dump(copied) == dump(smollm2_program)
+
+
+def test_numbers(smollm2_program: Program, smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    eager = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    ids = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30]])
+    with torch.no_grad():
+        expected = eager(ids, use_cache=False).logits
+        actual = smollm2_program.module()(input_ids=ids)["logits"]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_tokenizer(smollm2: Path) -> None:
+    from inlay.capture import open_model
+
+    load = open_model(str(smollm2)).tokenizer
+    assert load is not None
+    tokenizer = load()
+    assert tokenizer.decode(tokenizer("The capital of France is")["input_ids"]) == "The capital of France is"
+
+
+SEVENTY = """
+import json, resource, sys, time
+from inlay.capture import capture
+from inlay.program.fold import fold
+from inlay.program.folded import dump_folded
+from inlay.program.text import dump
+start = time.perf_counter()
+program = capture(sys.argv[1])
+captured = time.perf_counter()
+folds = fold(program)
+text, folded = dump(program), dump_folded(program, folds=folds)
+print(json.dumps({
+    "parameters": program.parameters_count(), "folds": [len(kind) for kind in folds.kinds],
+    "capture_s": captured - start, "fold_and_dump_s": time.perf_counter() - captured,
+    "lines": [len(text.splitlines()), len(folded.splitlines())],
+    "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+}))
+"""
+
+
+@pytest.mark.nightly
+def test_seventy_billion_parameters_without_weights(tmp_path: Path) -> None:
+    from models import config_folder
+
+    folder = config_folder(
+        tmp_path,
+        num_hidden_layers=80,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    run = subprocess.run([sys.executable, "-c", SEVENTY, str(folder)], capture_output=True, text=True, check=True)
+    figures = json.loads(run.stdout.splitlines()[-1])
+    print(figures)
+    assert figures["parameters"] > 70e9
+    assert figures["folds"] == [80]
+    assert figures["gib"] <= 6
+    assert figures["lines"][1] <= 80

@@ -1,0 +1,106 @@
+"""The commands as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import config_folder, tiny_gguf
+
+TESTS = Path(__file__).parents[1]
+
+
+def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from inlay.cli.main import main; main()", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "COLUMNS": "120", **env}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=300)
+    assert check is None or run.returncode == check, run.stderr
+    assert "Traceback" not in run.stderr
+    return run
+
+
+@pytest.mark.fast
+def test_help_is_quick_and_has_examples() -> None:
+    for verb in ("show", "diff", "doctor"):
+        assert "Example" in _inlay(verb, "--help").stdout
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True
+    )
+    assert " torch\n" not in run.stderr, "the command line must not import torch before it is needed"
+
+
+@pytest.mark.fast
+def test_doctor() -> None:
+    checks = json.loads(_inlay("doctor", "--json").stdout)
+    assert {check["name"] for check in checks} >= {"python", "torch", "compiler", "cpu", "threads"}
+    assert all(check["remedy"] for check in checks if check["status"] != "ok")
+
+
+@pytest.mark.fast
+def test_doctor_says_what_to_do() -> None:
+    run = _inlay("doctor", check=1, CXX="no-such-compiler")
+    assert "no-such-compiler not found" in run.stdout
+    assert "apt-get install g++" in run.stdout
+
+
+@pytest.mark.fast
+def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
+    shown = _inlay("show", "models:convolutions").stdout
+    assert "× 5" in shown
+    assert "audio: f32[batch, 1, frames]" in shown
+    assert "def block(w" in shown
+    described = json.loads(_inlay("show", "models:convolutions", "--json").stdout)
+    assert described["folds"][0]["times"] == 5
+    assert described["operators"]["aten.conv1d.default"] == 12
+    dumped = tmp_path / "conv.py"
+    _inlay("show", "models:convolutions", "--full", "-o", str(dumped))
+    assert "The programs are the same" in _inlay("diff", "models:convolutions", str(dumped)).stdout
+    changed = dumped.read_text().replace("aten.tanh.default", "aten.sigmoid.default", 2)
+    dumped.write_text(changed)
+    assert "tanh" in _inlay("diff", "models:convolutions", str(dumped), check=1).stdout
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["show", "no/such/file.gguf"], 3, "There is no file or folder"),
+        (["show", "org/model-that-is-not-here"], 3, "could not be fetched"),
+        (["show", "models:raises"], 3, "the factory is broken"),
+        (["show", "models:data_dependent"], 4, "cannot be captured"),
+        (["show", "--no-such-option"], 2, "No such option"),
+        (["shw"], 2, "No such command"),
+        (["diff", "models:convolutions", "architectures.py"], 5, "not a dump of Inlay"),
+    ],
+)
+def test_errors_are_sentences(arguments: list[str], code: int, sentence: str) -> None:
+    run = _inlay(*arguments, check=code)
+    assert sentence in " ".join(run.stderr.split())
+
+
+@pytest.mark.fast
+def test_damaged_gguf_on_the_command_line(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:5000])
+    run = _inlay("show", str(path), check=3)
+    assert "is damaged" in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.fast
+def test_output_is_not_written_over_other_files(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.py"
+    precious.write_text("x = 1")
+    _inlay("show", "models:convolutions", "-o", str(precious), check=5)
+    assert precious.read_text() == "x = 1"
+
+
+def test_show_a_folder(tmp_path: Path) -> None:
+    shown = _inlay("show", str(config_folder(tmp_path / "tiny"))).stdout
+    assert "layers 2" in shown
+    assert "no weights" in shown

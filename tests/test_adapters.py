@@ -1,0 +1,88 @@
+"""What we use of other people's private API. When one of these fails, the named adapter has to follow."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from models import tiny_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.fast
+
+
+def test_symbolic_shapes() -> None:
+    """program/symbols.py: equal example sizes become one symbol, different ones two."""
+    from inlay.program.symbols import FakeValues
+
+    fakes = FakeValues({"batch": (1, None), "length": (1, 99)})
+    one = fakes.tensor(torch.float32, ("batch", "length", 4))
+    two = fakes.tensor(torch.int64, ("length", "batch"))
+    assert str(one.shape[0]) == str(two.shape[1]) != str(one.shape[1])
+    assert {symbol.name for symbol in fakes.symbols.values()} == {"batch", "length"}
+
+
+def test_fake_parameters() -> None:
+    """capture/fake.py: register_parameter is what every way of making a parameter goes through."""
+    from inlay.capture.fake import fake_parameters, is_fake
+
+    with fake_parameters():
+        made = torch.nn.TransformerEncoderLayer(8, 2)
+        made.extra = torch.nn.Parameter(torch.ones(3))
+    assert all(is_fake(parameter) for parameter in made.parameters())
+    assert not is_fake(torch.nn.Linear(2, 2).weight)
+
+
+def test_custom_operator_home() -> None:
+    """program/literals.py: torch keeps where a custom operator was defined."""
+    from inlay.program.literals import registered_by
+
+    @torch.library.custom_op("inlay_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert registered_by(torch.ops.inlay_test.twice.default) == __name__
+    assert registered_by(torch.ops.aten.mul.Tensor) == ""
+
+
+def test_transformers_loading() -> None:
+    """capture/hf_weights.py"""
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    assert list(inspect.signature(rename_source_key).parameters)[:5] == [
+        "source_key",
+        "weight_renamings",
+        "weight_converters",
+        "base_model_prefix",
+        "meta_state_dict",
+    ]
+    assert {"add_tensor", "convert"} <= set(dir(WeightConverter))
+
+
+def test_transformers_gguf(tmp_path: Path) -> None:
+    """capture/hf_gguf.py: transformers reads through gguf.GGUFReader, which we stand in for."""
+    from inlay.capture.gguf import read_header
+    from inlay.capture.hf_gguf import read_config
+
+    config = read_config(read_header(tiny_gguf(tmp_path / "tiny.gguf")))
+    assert (config.num_hidden_layers, config.vocab_size, config.num_key_value_heads) == (2, 96, 2)
+
+
+def test_exported_program_can_be_built() -> None:
+    """program/exported.py: an ExportedProgram can be built from its parts and saved."""
+    import io
+
+    from inlay.capture import capture
+    from models import convolutions
+
+    buffer = io.BytesIO()
+    torch.export.save(capture(convolutions()).to_exported(), buffer)
+    buffer.seek(0)
+    again = torch.export.load(buffer).module()
+    audio = torch.randn(3, 1, 40)
+    assert torch.equal(again(audio), convolutions().module(audio))
