@@ -12,6 +12,7 @@ import torch
 
 from inlay.capture import Example, capture
 from inlay.errors import InlayError, ProgramError
+from inlay.program import Role
 from inlay.program.folded import dump_folded
 from inlay.program.parse import load, parse
 from inlay.program.text import dump, save
@@ -77,6 +78,14 @@ def test_nested_graphs_are_part_of_everything(program: Program) -> None:
     mine = program.graph.owning_module
     assert mine is not None
     assert branches.get_submodule("true_graph_0") is not mine.get_submodule("true_graph_0")
+
+
+def test_arguments_named_like_builtins() -> None:
+    made = capture(Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),), axes={"input": {0: "batch"}}))
+    again = parse(dump(made), made.tensors)
+    assert [row.name for row in again.bindings.of(Role.INPUT)] == ["input"]
+    x = torch.randn(3, 4)
+    assert torch.equal(again.copy().module()(x), made.module()(x))
 
 
 def test_source_lines(program: Program) -> None:

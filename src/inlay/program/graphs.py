@@ -184,8 +184,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     ['x', 'output']
     """
     new = fx.Graph()
-    result = new.graph_copy(graph, {})
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = new.graph_copy(graph, mapping)
     new.output(result)
+    for node, copied in mapping.items():
+        if copied.name != node.name:
+            copied.name = node.name  # fx renames what would hide a builtin, such as an argument called `input`
     adopt(new, {target: _copy_module(module) for target, module in subgraphs(graph)})
     return new
 

@@ -131,7 +131,10 @@ class _Reader:
     def _graph(self, name: str) -> fx.Graph:
         definition = self.functions[name]
         graph = fx.Graph()
-        nodes: dict[str, fx.Node] = {arg.arg: graph.placeholder(arg.arg) for arg in definition.args.args}
+        nodes: dict[str, fx.Node] = {}
+        for arg in definition.args.args:
+            nodes[arg.arg] = graph.placeholder(arg.arg)
+            nodes[arg.arg].name = arg.arg
         children: dict[str, fx.GraphModule] = {}
 
         def lookup(used: str) -> fx.Node:
