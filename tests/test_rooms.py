@@ -14,9 +14,11 @@ pytestmark = pytest.mark.fast
 PRIVATE = {
     "torch._subclasses": {"capture/fake.py", "program/symbols.py"},
     "torch._dispatch": {"program/symbols.py"},
-    "torch.fx.experimental": {"program/symbols.py"},
+    "torch.fx.experimental.symbolic_shapes": {"program/symbols.py"},
+    "torch.fx.experimental.proxy_tensor": {"rewrite/engine.py"},
     "torch._library": {"program/literals.py"},
     "torch.utils._sympy": {"program/exported.py"},
+    "torch._inductor": {"rewrite/trees.py"},
     "transformers.modeling_gguf_pytorch_utils": {"capture/hf_gguf.py"},
     "transformers.core_model_loading": {"capture/hf_weights.py"},
     "transformers.conversion_mapping": {"capture/hf_weights.py"},

@@ -28,6 +28,10 @@ class ExitCode(IntEnum):
     """The model was read, but no program could be captured from it."""
     PROGRAM = 5
     """A program or its dump is not well formed."""
+    TRANSFORM = 6
+    """A transform failed; the program is as it was before."""
+    CONTRACT = 7
+    """A transform did not match as often as it must."""
     INTERNAL = 70
     """A defect of Inlay: please report it."""
 
@@ -72,6 +76,18 @@ class ProgramError(InlayError):
     """A program, or the text form of one, is not well formed."""
 
     exit_code = ExitCode.PROGRAM
+
+
+class TransformError(InlayError):
+    """A transform failed. The program it worked on is untouched."""
+
+    exit_code = ExitCode.TRANSFORM
+
+
+class ContractError(InlayError):
+    """A transform did not match as often as it must."""
+
+    exit_code = ExitCode.CONTRACT
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

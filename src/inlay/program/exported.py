@@ -53,7 +53,7 @@ def from_exported(
     graph = copy_graph(exported.graph)
     for node in all_nodes(graph):
         node.meta = _kept_meta(node)
-    _strip_metadata_asserts(graph)
+    strip_metadata_asserts(graph)
     named, used = symbols or {}, _free_symbols(graph)
     table = {
         str(raw): _symbol(str(raw), bounds, named)
@@ -88,11 +88,12 @@ def _symbol(raw: str, bounds: Any, named: Mapping[str, str]) -> Symbol:
     return Symbol(named.get(raw, raw), 1 if low == 2 else low, int(high) if known else None)
 
 
-def _strip_metadata_asserts(graph: fx.Graph) -> None:
+def strip_metadata_asserts(graph: fx.Graph) -> None:
+    """Remove assertions about metadata from a graph and its nested graphs."""
     # They check what the types on the nodes already say, and count as consumers in every pattern.
     check = torch.ops.aten._assert_tensor_metadata.default
     for _, module in subgraphs(graph):
-        _strip_metadata_asserts(module.graph)
+        strip_metadata_asserts(module.graph)
     for node in list(graph.nodes):
         if node.target is check:
             graph.erase_node(node)

@@ -33,6 +33,8 @@ LEAST_SAVED = 8
 """A repeat that would hide fewer nodes than this is left as it is."""
 _CANDIDATES_PER_LENGTH = 4
 _MOST_FOLDS = 32
+_LONGEST_STRETCH = 1024
+"""Two parts of one layer that are alike for longer than this would be taken for two layers."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 _SHARED_START = 0.2
 _LEAST_SHARED = 4
@@ -210,7 +212,7 @@ def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
 def _candidate_periods(string: npt.NDArray[np.int64]) -> set[int]:
     """Distances at which equal stretches lie apart, the most frequent ones for stretches of 1, 2, 4, 8, … nodes."""
     ranks, length, periods = np.unique(string, return_inverse=True)[1].reshape(-1), 1, set[int]()
-    while length <= len(string) // 2:
+    while length <= min(len(string) // 2, _LONGEST_STRETCH):
         order = np.argsort(ranks, kind="stable")
         same = ranks[order][1:] == ranks[order][:-1]
         gaps = (order[1:] - order[:-1])[same]
