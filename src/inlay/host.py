@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TORCH = "2.13"
 """The torch this version of Inlay is tested with."""
-INSTALL_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 
