@@ -42,12 +42,13 @@ def diff(
             counts = {"nodes": list(found.nodes), "operators": dict(found.operators), "bindings": list(found.bindings)}
             print_json({"equal": found.equal, **counts, "rows": rows})
         else:
-            _print(found, context)
+            print_diff(found, context)
         if not found.equal:
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _print(found: Diff, context: int) -> None:
+def print_diff(found: Diff, context: int) -> None:
+    """The rows that differ, side by side, and what changed in numbers."""
     if found.equal:
         out.print(f"The programs are the same: {found.nodes[0]} nodes.")
         return
@@ -58,9 +59,16 @@ def _print(found: Diff, context: int) -> None:
     for row in found.hunks(context):
         styles = _STYLES.get(row.kind, ("", ""))
         mark = {"changed": "~", "removed": "-", "added": "+"}.get(row.kind, "")
-        table.add_row(Text(row.left, styles[0]), mark, Text(row.right, styles[1]))
+        left, right = _without_equal_types(row.left, row.right)
+        table.add_row(Text(left, styles[0]), mark, Text(right, styles[1]))
     out.print(table)
     changes = ", ".join(f"{count:+d} {name}" for name, count in found.operators.items())
     out.print(f"nodes {found.nodes[0]} → {found.nodes[1]}" + (f"; {changes}" if changes else ""))
     for sentence in found.bindings:
         out.print(sentence)
+
+
+def _without_equal_types(left: str, right: str) -> tuple[str, str]:
+    """Types are shown only where they are all that differs: they would break most lines in two."""
+    codes = [side.rpartition("  # ")[0] or side for side in (left, right)]
+    return (left, right) if codes[0] == codes[1] and left != right else (codes[0], codes[1])

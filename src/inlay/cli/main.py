@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import diff, doctor, show
+from inlay.cli import diff, doctor, passes, show
 from inlay.cli.console import settings
 
 app = typer.Typer(
     name="inlay",
     help="Turn a stock PyTorch LLM into a compiled inference package, and see what every graph pass did and why.",
-    epilog="Exit codes: 0 fine, 1 a check said no, 2 wrong usage, 3 bad MODEL, 4 no capture, 5 bad program, 70 defect.",
+    epilog="Exit codes: 0 fine, 1 a check said no, 2 wrong usage, 3 bad MODEL, 4 no capture, 5 bad program,"
+    " 6 failed transform, 7 broken contract, 70 defect.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -22,6 +23,8 @@ app = typer.Typer(
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("diff")(diff.diff)
+app.command("passes")(passes.passes)
+app.command("config")(passes.config)
 
 
 def _version(asked: bool) -> None:

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from inlay.cli.console import WIDTH, failing_kindly, out, print_json
 from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.cli.show_pass import show_pass, steps_up_to
 
 if TYPE_CHECKING:
     from inlay.program.fold import Folds
@@ -26,6 +28,15 @@ def show(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of the terminal.")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option("--pass", help="Run the transforms up to this one and show what it changes.")
+    ] = None,
+    dump_to: Annotated[
+        Path | None,
+        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="With --pass: write each program here."),
+    ] = None,
+    files: ConfigOption = None,
+    settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
@@ -33,8 +44,14 @@ def show(
     """Show a model as a program: facts, repeated blocks, operators, bindings, and the folded source.
 
     Example: [bold]inlay show SmolLM2-135M-Instruct.Q4_1.gguf[/]
+
+    Example: [bold]inlay show MODEL --pass fuse_add_rms_norm[/]
     """
     with failing_kindly():
+        if only is not None:
+            steps = steps_up_to(only, model, files or (), settings or ())
+            show_pass(read_program(model, dtype, trust), steps, dump_to, full=full, as_json=as_json)
+            return
         program = read_program(model, dtype, trust)
         from inlay.program.fold import fold
         from inlay.program.folded import dump_folded

@@ -21,7 +21,7 @@ class RemarkKind(StrEnum):
 class Remark:
     """One JSON line. `reason` begins with a word from a small fixed set: another consumer, dtype, constant differs, …
 
-    >>> Remark(RemarkKind.MISSED, "match_rope", "match_rope", "another consumer: mul_7").to_json()["kind"]
+    >>> Remark(RemarkKind.MISSED, "match_rope", "match_rope", "another consumer: mul_7").to_json()["kind"].value
     'missed'
     """
 

@@ -1,0 +1,87 @@
+"""`inlay passes` and `inlay config`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from inlay.cli.console import failing_kindly, out, print_json
+
+ConfigOption = Annotated[
+    list[Path] | None, typer.Option("--config", help="A YAML file of settings; may be given several times.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="One setting: TRANSFORM.OPTION=VALUE; may be given several times.")
+]
+
+
+def passes(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """List the transforms, in the order a build runs them.
+
+    Example: [bold]inlay passes[/]
+    """
+    with failing_kindly():
+        from inlay.config import resolve
+        from inlay.transforms import configure, registry
+
+        steps = configure(resolve())
+        used = {step.transform.name for step in steps}
+        rows = [(type(step.transform), step.transform.options.enabled) for step in steps]
+        rows += [(cls, False) for name, cls in registry().items() if name not in used]
+        if as_json:
+            print_json(
+                [
+                    {
+                        "name": cls.name,
+                        "stage": cls.stage.value,
+                        "enabled": enabled,
+                        "numerics": cls.numerics.value,
+                        "summary": cls.summary(),
+                    }
+                    for cls, enabled in rows
+                ]
+            )
+            return
+        table = Table(box=None, pad_edge=False)
+        for column in ("transform", "stage", "", "numbers", "what it does"):
+            table.add_column(column, overflow="fold")
+        for cls, enabled in rows:
+            table.add_row(cls.name, cls.stage.value, "on" if enabled else "off", cls.numerics.value, cls.summary())
+        out.print(table)
+
+
+def config(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model id or architecture; picks the overlays.")] = "",
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Print the resolved configuration and where each value came from.
+
+    Example: [bold]inlay config --set match_rope.enabled=false[/]
+    """
+    with failing_kindly():
+        from inlay.config import resolve
+        from inlay.transforms import configure
+
+        resolved = resolve(architecture=model, model=model, files=files or (), settings=settings or ())
+        steps = configure(resolved)
+        origins = {entry.key: entry.options for entry in resolved.entries}
+        rows = [
+            (step.key, name, value, origins[step.key][name].origin if name in origins[step.key] else "built in")
+            for step in steps
+            for name, value in step.transform.options.model_dump().items()
+        ]
+        if as_json:
+            print_json([dict(zip(("transform", "option", "value", "from"), row, strict=True)) for row in rows])
+            return
+        table = Table(box=None, pad_edge=False)
+        for column in ("transform", "option", "value", "from"):
+            table.add_column(column, overflow="fold")
+        for key, name, value, origin in rows:
+            table.add_row(key, name, Text(repr(value)), Text(origin))
+        out.print(table)

@@ -1,0 +1,66 @@
+"""`inlay show MODEL --pass NAME`: before and after one transform."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from inlay.cli.console import err, out, print_json
+from inlay.cli.diff import print_diff
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from inlay.program.program import Program
+    from inlay.transforms.pipeline import Instrument, Step
+
+
+def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence[str]) -> list[Step]:
+    """The configured transforms up to the one in question, which runs even when it is off by default."""
+    from inlay.config import resolve
+    from inlay.errors import UsageError, nearest
+    from inlay.transforms import configure
+    from inlay.transforms.base import find
+
+    steps = configure(resolve(model=model, files=files, settings=settings))
+    keys = [step.key for step in steps]
+    if name not in keys:
+        find(name)
+        raise UsageError(f"{name} is not in the configuration.", nearest(name, keys) or "Add it with --config.")
+    wanted = steps[: keys.index(name) + 1]
+    last = wanted[-1].transform
+    last.options = last.options.model_copy(update={"enabled": True})
+    return wanted
+
+
+def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
+    """Run the steps; show what the last one changed, its summary, and why it missed."""
+    from inlay.program.diff import diff
+    from inlay.program.text import dump
+    from inlay.transforms import run
+    from inlay.transforms.instruments import Around, Dump
+
+    around = Around(steps[-1].key)
+    instruments: list[Instrument] = [around, *([Dump(dump_to)] if dump_to is not None else [])]
+    _, records = run(program, steps, instruments)
+    record = records[-1]
+    assert around.pair is not None
+    if as_json:
+        print_json([each.to_json() for each in records])
+    elif full:
+        for title, made in zip(("before", "after"), around.pair, strict=True):
+            typer.echo(f"# ---- {title} {record.key}")
+            typer.echo(dump(made), nl=False)
+    else:
+        found = diff(*around.pair)
+        print_diff(found, context=2)
+    for each in records:
+        err.print(each.summary, markup=False, soft_wrap=True)
+    for remark in record.remarks[:5]:
+        where = f" ({remark.source})" if remark.source else ""
+        text = f"  {remark.kind.value} {remark.nodes[0]}: {remark.matched} of {remark.of}: {remark.reason}{where}"
+        err.print(text, markup=False, soft_wrap=True)
+    if len(record.remarks) > 5:
+        out.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")

@@ -1,0 +1,125 @@
+"""Layers of configuration: default, overlays for a model, files, single settings. Later ones win, key by key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inlay.errors import UsageError, nearest, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+class _Match(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    architecture: list[str] = Field(default_factory=list)
+    model: list[str] = Field(default_factory=list)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    match: _Match | None = None
+    transforms: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and the layer it came from."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One transform in the order of the configuration; `key` is its name, with `#2` when it stands twice."""
+
+    key: str
+    options: dict[str, Setting]
+
+    @property
+    def name(self) -> str:
+        """The name of the transform."""
+        return self.key.partition("#")[0]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration of one build."""
+
+    entries: tuple[Entry, ...]
+
+
+def resolve(
+    *, architecture: str = "", model: str = "", files: Sequence[Path | str] = (), settings: Sequence[str] = ()
+) -> Resolved:
+    """Put the layers together.
+
+    >>> resolve(settings=["match_rope.enabled=false"]).entries[2].options["enabled"]
+    Setting(value=False, origin='--set match_rope.enabled=false')
+    """
+    options: dict[str, dict[str, Setting]] = {}
+    for origin, layer in _layers(architecture, model, files):
+        for key, values in layer.transforms.items():
+            place = options.setdefault(key, {})
+            place.update({name: Setting(value, origin) for name, value in (values or {}).items()})
+    for text in settings:
+        key, name, value = _parse_setting(text, options)
+        options[key][name] = Setting(value, f"--set {text}")
+    return Resolved(tuple(Entry(key, values) for key, values in options.items()))
+
+
+def _layers(architecture: str, model: str, files: Iterable[Path | str]) -> Iterator[tuple[str, _File]]:
+    here = resources.files("inlay.config")
+    yield "default.yaml", _read(here.joinpath("default.yaml").read_text(), "default.yaml")
+    overlays = here.joinpath("models")
+    found = sorted(overlays.iterdir(), key=lambda each: each.name) if overlays.is_dir() else []
+    for each in found:
+        if each.name.endswith(".yaml"):
+            layer = _read(each.read_text(), f"models/{each.name}")
+            if layer.match is not None and _applies(layer.match, architecture, model):
+                yield f"models/{each.name}", layer
+    for file in files:
+        try:
+            text = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"The configuration {file} cannot be read: {one_line(error)}.") from error
+        yield str(file), _read(text, str(file))
+
+
+def _applies(match: _Match, architecture: str, model: str) -> bool:
+    return architecture in match.architecture or any(fnmatch(model, pattern) for pattern in match.model)
+
+
+def _read(text: str, origin: str) -> _File:
+    try:
+        return _File.model_validate(yaml.safe_load(text) or {})
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{origin} is not YAML{where}: {getattr(error, 'problem', None) or error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        hint = nearest(str(first["loc"][-1]), _File.model_fields) if first["type"] == "extra_forbidden" else ""
+        raise UsageError(f"{origin}: {key}: {first['msg'].lower()}.", hint) from error
+
+
+def _parse_setting(text: str, known: dict[str, Any]) -> tuple[str, str, Any]:
+    path, equals, value = text.partition("=")
+    key, dot, name = path.strip().rpartition(".")
+    if not equals or not dot:
+        raise UsageError(f"{text!r} is not a setting.", "Write --set TRANSFORM.OPTION=VALUE.")
+    if key not in known:
+        raise UsageError(f"--set {text}: the configuration has no transform {key}.", nearest(key, known))
+    try:
+        return key, name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {text}: {value!r} is not a YAML value.") from error

@@ -1,0 +1,8 @@
+"""Canonical operators: what a program means, whatever the model's author wrote. Importing registers them.
+
+Each has a reference in plain torch (its CPU implementation and its decomposition are the same code) and a fake kernel.
+"""
+
+from inlay.ops import attention, gated, norm, rope
+
+__all__ = ["attention", "gated", "norm", "rope"]

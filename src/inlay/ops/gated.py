@@ -1,0 +1,24 @@
+"""Gated activations of feed-forward layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inlay.ops.define import canonical
+
+
+@canonical("swiglu")
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`
+
+    >>> swiglu(torch.zeros(2), torch.ones(2))
+    tensor([0., 0.])
+    """
+    return torch.nn.functional.silu(gate) * up
+
+
+@canonical("geglu")
+def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    """`gelu(gate) * up`"""
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up

@@ -1,0 +1,20 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inlay.ops.define import canonical
+
+
+@canonical("rope")
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x * cos + rotate_half(x) * sin`, the halves of the last axis rotated against each other.
+
+    >>> rope(torch.tensor([[1.0, 2.0]]), torch.zeros(2), torch.ones(2))
+    tensor([[-2.,  1.]])
+    """
+    half = x.shape[-1] // 2
+    rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos + rotated * sin

@@ -1,0 +1,188 @@
+"""Find the sites of a rule, resolve overlaps, replace, and keep every miss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from inlay.errors import ProgramError, one_line
+from inlay.program.graphs import MODULE, SOURCE, all_graphs
+from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
+from inlay.rewrite.trees import PATTERNS, Tree
+from inlay.rewrite.walker import Found, Walker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inlay.program.program import Program
+
+_WORTH_TELLING = 0.5
+"""A place that matched less of a pattern than this does not start like it."""
+
+
+@dataclass
+class Outcome:
+    """What a rule did to a program."""
+
+    sites: list[Site] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+
+def rewrite(program: Program, rule: Rule) -> Outcome:
+    """Apply a rule wherever it matches, in `program` itself and in its nested graphs."""
+    outcome = Outcome()
+    dtypes = {
+        value.dtype
+        for _, graph in all_graphs(program.graph)
+        for node in graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point()
+    }
+    alternatives = list(rule.alternatives(dtypes))
+    traces: dict[Any, fx.Graph] = {}
+    for _, graph in all_graphs(program.graph):
+        found, misses = _search(program, graph, rule, alternatives)
+        claimed: dict[fx.Node, Site] = {}
+        accepted: list[tuple[Site, Alternative]] = []
+        for site, alternative in found:
+            other = next((claimed[node] for node in site.nodes if node in claimed), None)
+            if other is not None:
+                reason = f"overlapped by the site at {other.outputs[0]}"
+                misses.append(Miss(site.outputs[0], site.outputs[0], reason, len(site.nodes), len(site.nodes)))
+                continue
+            claimed.update(dict.fromkeys(site.nodes, site))
+            accepted.append((site, alternative))
+        for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
+            _replace(site, rule, alternative, traces)
+            outcome.sites.append(site)
+        outcome.misses.extend(misses)
+    return outcome
+
+
+def _search(
+    program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
+) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    writes = [index for node, index in order.items() if _mutates(node)]
+    sites: dict[fx.Node, tuple[Site, Alternative]] = {}
+    misses: dict[fx.Node, Miss] = {}
+    for alternative in alternatives:
+        tree = PATTERNS.get(alternative.function, alternative.example)
+        walker = Walker(tree)
+        for root in graph.nodes:
+            if root.target is not tree.outputs[0].target or root in sites:
+                continue
+            result = walker.match(root)
+            if isinstance(result, Found):
+                site = _site(program, graph, tree, result, order)
+                miss = _refusal(site, rule, alternative, order, writes)
+                if miss is None:
+                    sites[root] = (site, alternative)
+                    misses.pop(root, None)
+                    continue
+            elif result.matched < max(2, tree.calls * _WORTH_TELLING):
+                continue
+            else:
+                miss = Miss(root, result.node or root, result.reason, result.matched, tree.calls)
+            if root not in misses or (miss.refused, miss.matched) > (misses[root].refused, misses[root].matched):
+                misses[root] = miss
+    # Where two sites overlap, the one that explains more wins, then the earlier one.
+    ordered = sorted(sites.values(), key=lambda pair: (-len(pair[0].nodes), order[pair[0].outputs[0]]))
+    return ordered, [miss for root, miss in misses.items() if root not in sites]
+
+
+def _site(program: Program, graph: fx.Graph, tree: Tree, found: Found, order: dict[fx.Node, int]) -> Site:
+    nodes = tuple(sorted(found.nodes.values(), key=order.__getitem__))
+    return Site(program, graph, found.values, nodes, tuple(found.nodes[call] for call in tree.outputs))
+
+
+def _refusal(
+    site: Site, rule: Rule, alternative: Alternative, order: dict[fx.Node, int], writes: list[int]
+) -> Miss | None:
+    """Why a matched site must be left alone, if it must."""
+    first, last = order[site.nodes[0]], order[site.nodes[-1]]
+    try:
+        between = [index for index in writes if first < index < last]
+        site.require(not between, "mutation between: something is written in place between the first and the last node")
+        for name, held in site.values.items():
+            expected = alternative.example.get(name)
+            if isinstance(expected, torch.Tensor):
+                site.require(isinstance(site.value(name), torch.Tensor), f"shape: {name} is not a tensor")
+            elif isinstance(expected, (int, float)):
+                site.require(not isinstance(held, fx.Node), f"constant differs: {name} is computed, not a constant")
+        _check_types(site, alternative)
+        rule.check(site)
+    except Refusal as refusal:
+        node = refusal.node or site.outputs[0]
+        return Miss(site.outputs[0], node, refusal.reason, len(site.nodes), len(site.nodes), refused=True)
+    return None
+
+
+def _arguments(site: Site, names: Iterable[str]) -> dict[str, Any]:
+    return {name: site.value(name) for name in names}
+
+
+def _check_types(site: Site, alternative: Alternative) -> None:
+    """The pattern, computed on the site's own inputs, must give what the site gives: else it matched by accident."""
+    try:
+        made = tree_leaves(alternative.function(**_arguments(site, alternative.example)))
+    except Exception as error:
+        raise Refusal(f"shape: the pattern cannot be computed here: {one_line(error)}", None) from error
+    for node, value in zip(site.outputs, made, strict=True):
+        held = node.meta["val"]
+        same = held.dtype == value.dtype and _text(held) == _text(value)
+        site.require(same, f"shape: the pattern gives {_text(value)}, {node} is {_text(held)}", node)
+
+
+def _text(value: torch.Tensor) -> str:
+    return f"{value.dtype}{[str(size) for size in value.shape]}"
+
+
+def _replace(site: Site, rule: Rule, alternative: Alternative, traces: dict[Any, fx.Graph]) -> None:
+    arguments = {**_arguments(site, alternative.example), **alternative.fixed}
+    key = tuple((name, _text(value) if isinstance(value, torch.Tensor) else value) for name, value in arguments.items())
+    if key not in traces:
+        traces[key] = _trace(rule, arguments)
+    trace = traces[key]
+    tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    last = site.nodes[-1]
+    placeholders = [node for node in trace.nodes if node.op == "placeholder"]
+    mapping: dict[fx.Node, Any] = {node: site.values[name] for node, name in zip(placeholders, tensors, strict=True)}
+    with site.graph.inserting_before(last):
+        for node in trace.nodes:
+            if node.op == "call_function":
+                mapping[node] = site.graph.node_copy(node, mapping.__getitem__)
+                kept = {"val": node.meta.get("val")}
+                source = site.outputs[0].meta
+                mapping[node].meta = kept | {name: source[name] for name in (SOURCE, MODULE) if name in source}
+    results = tree_leaves(next(iter(reversed(trace.nodes))).args[0])
+    for old, new in zip(site.outputs, results, strict=True):
+        old.replace_all_uses_with(mapping[new])
+    for node in reversed(site.nodes):
+        if node.users:
+            raise ProgramError(f"{rule.name}: {node} is still read after its replacement.")
+        site.graph.erase_node(node)
+
+
+def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
+    """The replacement as a graph over the site's own inputs."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    numbers = {name: value for name, value in arguments.items() if name not in tensors}
+
+    def run(*values: torch.Tensor) -> Any:
+        return rule.replacement(**dict(zip(tensors, values, strict=True)), **numbers)
+
+    try:
+        graph: fx.Graph = make_fx(run, pre_dispatch=True)(*tensors.values()).graph
+    except Exception as error:
+        raise ProgramError(f"The replacement of {rule.name} cannot be traced: {one_line(error)}.") from error
+    return graph
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)

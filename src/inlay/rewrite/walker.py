@@ -1,0 +1,174 @@
+"""Does a pattern tree match at a node? If not, how far did it get, and what is the first thing that differs?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.program.graphs import target_text
+from inlay.rewrite.schema import COMMUTATIVE, normalised
+from inlay.rewrite.trees import Call, Tree, Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass
+class Found:
+    """Which node each call of a pattern is, and what each variable stands for."""
+
+    nodes: dict[Call, fx.Node] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> Found:
+        """The same again, to go on differently from here."""
+        return Found(dict(self.nodes), dict(self.values))
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first disagreement on the way that got farthest."""
+
+    reason: str
+    node: fx.Node | None
+    matched: int
+
+
+class Walker:
+    """Walks one pattern over a graph from a node that may be its output."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.best = Mismatch("", None, -1)
+
+    def match(self, root: fx.Node) -> Found | Mismatch:
+        """Match the pattern's first output at `root`; further outputs are found from there."""
+        self.best = Mismatch("", None, -1)
+        for found in self._match(self.tree.outputs[0], root, Found()):
+            complete = self._other_outputs(found)
+            if complete is not None and self._check_consumers(complete):
+                return complete
+        return self.best
+
+    def _miss(self, reason: str, node: Any, found: Found) -> None:
+        if len(found.nodes) > self.best.matched:
+            self.best = Mismatch(reason, node if isinstance(node, fx.Node) else None, len(found.nodes))
+
+    def _match(self, pattern: Any, value: Any, found: Found) -> Iterator[Found]:
+        """Every way in which `pattern` can stand for `value`, given what was found before."""
+        if isinstance(pattern, Variable):
+            yield from self._match_variable(pattern, value, found)
+        elif isinstance(pattern, Call):
+            yield from self._match_call(pattern, value, found)
+        elif isinstance(pattern, list):
+            if not isinstance(value, (list, tuple)) or len(value) != len(pattern):
+                self._miss(f"constant differs: {pattern} expected, {value} found", value, found)
+                return
+            yield from self._match_all(list(zip(pattern, value, strict=True)), found)
+        elif _same_constant(pattern, value):
+            yield found
+        else:
+            self._miss(f"constant differs: {pattern} expected, {value} found", value, found)
+
+    def _match_variable(self, pattern: Variable, value: Any, found: Found) -> Iterator[Found]:
+        if pattern.name in found.values:
+            known = found.values[pattern.name]
+            if known is value or (not isinstance(value, fx.Node) and _same_constant(known, value)):
+                yield found
+            else:
+                self._miss(f"missing node: {pattern.name} is {known} in one place and {value} in another", value, found)
+            return
+        new = found.copy()
+        new.values[pattern.name] = value
+        yield new
+
+    def _match_call(self, pattern: Call, value: Any, found: Found) -> Iterator[Found]:
+        if pattern in found.nodes:
+            if found.nodes[pattern] is value:
+                yield found
+            else:
+                self._miss(f"missing node: {found.nodes[pattern]} expected, {value} found", value, found)
+            return
+        if not isinstance(value, fx.Node) or value.target is not pattern.target:
+            text = target_text(value.target) if isinstance(value, fx.Node) else repr(value)
+            self._miss(f"missing node: {target_text(pattern.target)} expected, {text} found", value, found)
+            return
+        if value in found.nodes.values():
+            self._miss(f"missing node: {value} stands for two nodes of the pattern", value, found)
+            return
+        new = found.copy()
+        new.nodes[pattern] = value
+        actual = dict(normalised(value))
+        for arguments in _orders(pattern):
+            pairs = [(expected, actual.get(name)) for name, expected in arguments]
+            yield from self._match_all(pairs, new)
+
+    def _match_all(self, pairs: list[tuple[Any, Any]], found: Found) -> Iterator[Found]:
+        if not pairs:
+            yield found
+            return
+        (pattern, value), *rest = pairs
+        for each in self._match(pattern, value, found):
+            yield from self._match_all(rest, each)
+
+    def _other_outputs(self, found: Found) -> Found | None:
+        for output in self.tree.outputs[1:]:
+            if output in found.nodes:
+                continue
+            candidates = {
+                user
+                for node in [*found.nodes.values(), *found.values.values()]
+                if isinstance(node, fx.Node)
+                for user in node.users
+            }
+            for node in sorted(candidates - set(found.nodes.values())):
+                complete = next(self._match(output, node, found), None)
+                if complete is not None:
+                    found = complete
+                    break
+            else:
+                return None
+        return found
+
+    def _check_consumers(self, found: Found) -> bool:
+        """Nothing outside may read a value that disappears."""
+        inside = set(found.nodes.values())
+        outputs = {found.nodes[call] for call in self.tree.outputs}
+        for node in inside - outputs:
+            for user in node.users:
+                if user not in inside:
+                    self._miss(f"another consumer: {node} is also read by {user}", node, found)
+                    return False
+        return True
+
+
+def _orders(pattern: Call) -> Iterator[tuple[tuple[str, Any], ...]]:
+    yield pattern.args
+    swapped = COMMUTATIVE.get(pattern.target)
+    values = dict(pattern.args)
+    if swapped and all(name in values for name in swapped) and _equal_weights(values):
+        one, two = swapped
+        yield tuple(
+            (name, values[two] if name == one else values[one] if name == two else value)
+            for name, value in pattern.args
+        )
+
+
+def _equal_weights(values: dict[str, Any]) -> bool:
+    """`add(a, b, alpha=2)` is not commutative."""
+    return bool(values.get("alpha", 1) == 1)
+
+
+def _same_constant(one: Any, two: Any) -> bool:
+    if isinstance(one, fx.Node) or isinstance(two, fx.Node):
+        return False
+    if isinstance(one, bool) or isinstance(two, bool):
+        return one is two
+    if isinstance(one, (int, float)) and isinstance(two, (int, float)):
+        return one == two
+    if isinstance(one, torch.dtype) or isinstance(two, torch.dtype):
+        return one is two
+    return type(one) is type(two) and one == two

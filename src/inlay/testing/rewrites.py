@@ -1,0 +1,147 @@
+"""`assert_rewrites` and `assert_untouched`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from inlay.capture import Example, capture
+from inlay.program.diff import diff
+from inlay.program.graphs import MODULE, SOURCE, all_nodes
+from inlay.program.text import dump
+from inlay.transforms.base import Applied, Numerics, Transform, find
+from inlay.transforms.pipeline import check_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from inlay.program.program import Program
+
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_ROUNDS = 3
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(*values)
+
+
+def program_of(
+    model: torch.nn.Module | Callable[..., Any],
+    args: Sequence[Any],
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    after: Sequence[str] = (),
+) -> Program:
+    """Capture a module or a plain function, and run the named transforms on it.
+
+    >>> program_of(lambda x: x.relu() + 1, [torch.ones(2)]).op_counts()
+    Counter({'aten.relu.default': 1, 'aten.add.Tensor': 1})
+    """
+    module = model if isinstance(model, torch.nn.Module) else _Calls(model)
+    program = capture(Example(module, tuple(args), axes=axes or {}))
+    for name in after:
+        program = find(name)().apply(program.copy()).program
+    return program
+
+
+def op_counts(program: Program) -> Mapping[str, int]:
+    """How often each operator is called."""
+    return program.op_counts()
+
+
+def assert_rewrites(
+    before: torch.nn.Module | Callable[..., Any],
+    transform: str | Transform,
+    expected: torch.nn.Module | Callable[..., Any] | None = None,
+    *,
+    args: Sequence[Any],
+    sites: int,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    after: Sequence[str] = (),
+) -> Program:
+    """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
+
+    Numbers are compared on random inputs of the shapes and dtypes of `args`: exactly when the transform says it is
+    exact. Metadata that is not a type or a source must not matter: the run is repeated without any.
+
+    >>> silu = torch.nn.functional.silu
+    >>> two = [torch.ones(3), torch.ones(3)]
+    >>> program = assert_rewrites(lambda g, u: silu(g) * u, "match_swiglu", args=two, sites=1)
+    """
+    program = program_of(before, args, axes, after)
+    applied = _apply(program, transform)
+    assert applied.sites == sites, (
+        f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no miss'}"
+    )
+    bare = program.copy()
+    for node in all_nodes(bare.graph):
+        node.meta = {key: node.meta[key] for key in ("val", SOURCE, MODULE) if key in node.meta}
+    assert dump(_apply(bare, transform).program) == dump(applied.program), "the result depends on hidden metadata"
+    if expected is not None:
+        found = diff(program_of(expected, args, axes), applied.program)
+        rows = "\n".join(f"{row.left!r} ≠ {row.right!r}" for row in found.hunks(0))
+        assert found.equal, f"expected ≠ result:\n{rows}"
+    _assert_same_numbers(program, applied.program, args, _numerics(transform))
+    return applied.program
+
+
+def assert_untouched(
+    before: torch.nn.Module | Callable[..., Any],
+    transform: str | Transform,
+    *,
+    args: Sequence[Any],
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    after: Sequence[str] = (),
+) -> None:
+    """The transform must not fire here, and must not change anything."""
+    program = program_of(before, args, axes, after)
+    applied = _apply(program, transform)
+    assert applied.sites == 0, f"{applied.sites} sites where none must be: {applied.places}"
+    assert dump(applied.program) == dump(program), "nothing matched, yet the program changed"
+
+
+def _instance(transform: str | Transform) -> Transform:
+    return find(transform)() if isinstance(transform, str) else transform
+
+
+def _numerics(transform: str | Transform) -> Numerics:
+    return _instance(transform).numerics
+
+
+def _apply(program: Program, transform: str | Transform) -> Applied:
+    applied = _instance(transform).apply(program.copy())
+    check_metadata(applied.program)
+    return applied
+
+
+def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], numerics: Numerics) -> None:
+    runs = before.module(), after.module()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_ROUNDS):
+        inputs = [_random_like(arg, generator) for arg in args]
+        with torch.no_grad():
+            one, two = (tree_leaves(run(*_copies(inputs))) for run in runs)
+        for left, right in zip(one, two, strict=True):
+            if not isinstance(left, torch.Tensor):
+                assert left == right
+                continue
+            assert left.dtype == right.dtype, f"{left.dtype} became {right.dtype}"
+            assert left.shape == right.shape
+            tolerance = 0.0 if numerics is Numerics.EXACT else _TOLERANCE.get(left.dtype, 0.0)
+            torch.testing.assert_close(right, left, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _random_like(arg: Any, generator: torch.Generator) -> Any:
+    if not isinstance(arg, torch.Tensor) or not arg.is_floating_point():
+        return arg
+    return torch.randn(arg.shape, generator=generator, dtype=torch.float64).to(arg.dtype)
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]

@@ -1,0 +1,77 @@
+"""Observers of a run. They look, count and write; a program passes through unchanged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inlay.errors import UsageError
+from inlay.program.folded import dump_folded
+from inlay.program.text import save, save_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program.program import Program
+    from inlay.transforms.base import Transform
+    from inlay.transforms.pipeline import Record
+
+
+@dataclass
+class Dump:
+    """Writes the program after each transform that ran: `NNN_stage_transform.py`, and `index.json` about all of them.
+
+    Files of others in the folder are left alone; a dump made before is written over.
+    """
+
+    folder: Path
+    count: int = 0
+    index: list[dict[str, object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"{self.folder} is a file.", "Name a folder for the dumps.")
+
+    def before(self, step: Transform, program: Program) -> None:
+        """The first program is dumped as it came."""
+        if self.count == 0:
+            self._write("capture", "program", program)
+
+    def after(self, step: Transform, program: Program, record: Record) -> None:
+        """Dump what ran; say of the rest why it did not."""
+        entry: dict[str, object] = {"transform": record.key, "stage": record.stage, "status": record.status}
+        if record.status == "ran" and record.sites:
+            entry["file"] = self._write(record.stage, record.key.replace("#", "_"), program)
+            entry["matches"] = record.sites
+        elif record.status == "ran":
+            entry["why"] = record.remarks[0].reason if record.remarks else "nothing in the program starts like it"
+        else:
+            entry["why"] = "enabled: false"
+        self.index.append(entry)
+        (self.folder / "index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+
+    def _write(self, stage: str, name: str, program: Program) -> str:
+        file = self.folder / f"{self.count:03d}_{stage}_{name}.py"
+        self.count += 1
+        save(program, file)
+        save_text(dump_folded(program), file.with_suffix(".folded.py"))
+        return file.name
+
+
+@dataclass
+class Around:
+    """Keeps the program before and after one transform, for showing what it did."""
+
+    key: str
+    pair: tuple[Program, Program] | None = None
+    _before: Program | None = None
+
+    def before(self, step: Transform, program: Program) -> None:
+        """Remember what goes in."""
+        self._before = program
+
+    def after(self, step: Transform, program: Program, record: Record) -> None:
+        """Keep the pair when it is the transform in question."""
+        if record.key == self.key and self._before is not None:
+            self.pair = (self._before, program)

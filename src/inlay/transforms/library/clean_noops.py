@@ -1,0 +1,104 @@
+"""Calls that hand on their operand unchanged are removed.
+
+x[:, 0:9223372036854775807], x + 0, x * 1.0, x.to(x.dtype), x.transpose(1, 2).transpose(1, 2)        x
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.program.graphs import all_graphs
+from inlay.rewrite.schema import normalised
+from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+
+aten = torch.ops.aten
+_END = 9223372036854775807
+
+
+@transform("clean_noops", stage=Stage.CLEAN, numerics=Numerics.EXACT)
+class CleanNoops(Transform):
+    """Slices of everything, additions of zero, products with one, casts to the same type: gone."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        x = torch.randn(2, 3, 8)
+        return [
+            Case("whole slice", lambda x: aten.slice.Tensor(x, 1, 0, _END).relu(), (x,)),
+            Case("zero and one", lambda x: ((x + 0) * 1.0 - 0).relu() / 1, (x,)),
+            Case("there and back", lambda x: x.transpose(1, 2).transpose(1, 2).relu(), (x,)),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        x = torch.randn(2, 3, 8)
+        return [
+            Case("part of an axis", lambda x: x[:, :2].relu(), (x,)),
+            Case("every second", lambda x: x[:, ::2].relu(), (x,)),
+            Case("one is added", lambda x: (x + 1) * 2.0, (x,)),
+            Case("addition widens", lambda x: x + 0.0, (torch.arange(4),)),
+            Case("two different transposes", lambda x: x.transpose(1, 2).transpose(0, 1).relu(), (x,)),
+            Case("a real cast", lambda x: x.to(torch.float64), (x,)),
+        ]
+
+    def apply(self, program: Program) -> Applied:
+        applied = Applied(program, 0)
+        for _, graph in all_graphs(program.graph):
+            for node in list(graph.nodes):
+                source = _unchanged(node)
+                if source is not None and _same_type(node, source) and not _is_returned(node, source):
+                    applied.places.append(node.name)
+                    node.replace_all_uses_with(source)
+                    graph.erase_node(node)
+                    applied.sites += 1
+            for node in reversed(list(graph.nodes)):
+                if node.target is aten.transpose.int and not node.users:
+                    graph.erase_node(node)
+        return applied
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The operand that a call hands on unchanged, if it does."""
+    if node.op != "call_function":
+        return None
+    given: dict[str, Any] = dict(normalised(node))
+    source = given.get("self")
+    if not isinstance(source, fx.Node):
+        return None
+    match node.target:
+        case aten.slice.Tensor:
+            whole = given["start"] in (0, None) and given["end"] in (_END, None) and given["step"] == 1
+            return source if whole else None
+        case aten.add.Tensor | aten.sub.Tensor:
+            return source if _is_number(given["other"], 0) else None
+        case aten.mul.Tensor | aten.div.Tensor:
+            return source if _is_number(given["other"], 1) else None
+        case aten._to_copy.default:
+            only_dtype = all(given[key] is None for key in given if key not in ("self", "dtype", "non_blocking"))
+            return source if only_dtype else None
+        case aten.transpose.int:
+            inner = dict(normalised(source)) if source.target is aten.transpose.int else {}
+            same = inner and {inner["dim0"], inner["dim1"]} == {given["dim0"], given["dim1"]}
+            return inner["self"] if same else None
+    return None
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return not isinstance(value, (fx.Node, bool)) and value == number
+
+
+def _same_type(node: fx.Node, source: fx.Node) -> bool:
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.dtype == after.dtype and [str(size) for size in before.shape] == [str(size) for size in after.shape]
+
+
+def _is_returned(node: fx.Node, source: fx.Node) -> bool:
+    """An output that is a copy of an input must stay a copy: a caller may write to either."""
+    return source.op == "placeholder" and any(user.op == "output" for user in node.users)

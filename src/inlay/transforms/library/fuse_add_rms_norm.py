@@ -1,0 +1,116 @@
+"""A residual addition followed by a norm becomes `inlay.add_rms_norm`; the sum stays available to its other readers.
+
+total = x + residual                                    normed, total = inlay.add_rms_norm(x, residual, …)
+normed = inlay.rms_norm(total, weight, eps, …)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.graphs import MODULE, SOURCE, all_graphs
+from inlay.rewrite import Miss
+from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+
+_NORM = torch.ops.inlay.rms_norm.default
+_ADD = torch.ops.aten.add.Tensor
+_FUSED = torch.ops.inlay.add_rms_norm.default
+
+
+@transform("fuse_add_rms_norm", stage=Stage.FUSE, numerics=Numerics.EXACT, anchors=("inlay.rms_norm.default",))
+class FuseAddRMSNorm(Transform):
+    """Residual add followed by RMS norm becomes one operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        x, residual, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.rand(8)
+        norm: Any = torch.ops.inlay.rms_norm
+
+        def plain(x: Tensor, r: Tensor, w: Tensor) -> Any:
+            return norm(x + r, w, 1e-5, 0.0, True)
+
+        def sum_is_read(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + r
+            early = total.relu()
+            return norm(total, w, 1e-5, 0.0, True) + early, total * 2
+
+        half = (x.bfloat16(), residual.bfloat16(), weight.bfloat16())
+        return [
+            Case("sum read by the norm alone", plain, (x, residual, weight)),
+            Case("sum read before and after", sum_is_read, (x, residual, weight)),
+            Case("bfloat16", sum_is_read, half),
+            Case("computed weight", lambda x, r, w: norm(x + r, w * 2, 1e-5, 0.0, True), (x, residual, weight)),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        x, residual, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.rand(8)
+        norm: Any = torch.ops.inlay.rms_norm
+
+        def scaled(x: Tensor, r: Tensor, w: Tensor) -> Any:
+            return norm(torch.add(x, r, alpha=2), w, 1e-5, 0.0, True)
+
+        return [
+            Case("broadcast addition", lambda x, r, w: norm(x + r, w, 1e-5, 0.0, True), (x, torch.randn(8), weight)),
+            Case("a constant is added", lambda x, r, w: norm(x + 1.0, w, 1e-5, 0.0, True) + r, (x, residual, weight)),
+            Case("scaled addition", scaled, (x, residual, weight)),
+            Case("other dtypes", lambda x, r, w: norm(x + r, w, 1e-5, 0.0, True), (x.bfloat16(), residual, weight)),
+            Case("a difference", lambda x, r, w: norm(x - r, w, 1e-5, 0.0, True), (x, residual, weight)),
+        ]
+
+    def apply(self, program: Program) -> Applied:
+        applied = Applied(program, 0)
+        for _, graph in all_graphs(program.graph):
+            for norm in list(graph.nodes):
+                if norm.target is _NORM:
+                    reason = self._refuse(norm)
+                    if reason:
+                        applied.misses.append(Miss(norm, norm, reason, 1, 2, refused=True))
+                    else:
+                        applied.places.append(norm.name)
+                        self._fuse(graph, norm)
+                        applied.sites += 1
+        return applied
+
+    def _refuse(self, norm: fx.Node) -> str:
+        """Why this norm cannot take its addition in, if it cannot."""
+        total = norm.args[0]
+        if not isinstance(total, fx.Node) or total.target is not _ADD:
+            return "missing node: the norm does not follow an addition"
+        if total.kwargs.get("alpha", 1) != 1 or len(total.args) != 2:
+            return "constant differs: the addition scales its second operand"
+        one, two = total.args
+        if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
+            return "missing node: a constant is added, not a residual"
+        left, right = one.meta["val"], two.meta["val"]
+        if left.dtype != right.dtype:
+            return f"dtype: {left.dtype} and {right.dtype} are added"
+        if left.shape != right.shape:
+            return "shape: the operands of the addition are broadcast"
+        return ""
+
+    def _fuse(self, graph: fx.Graph, norm: fx.Node) -> None:
+        total: Any = norm.args[0]
+        # At the place of the addition, not of the norm: other readers of the sum may stand before the norm.
+        # The weight is a parameter or computed before; where it is not, the norm's place is the only right one.
+        weight: Any = norm.args[1]
+        place = total if weight.op == "placeholder" else norm
+        early = any(user is not norm and user < norm for user in total.users)
+        with graph.inserting_before(place if place is total or not early else norm):
+            fused = graph.call_function(_FUSED, (*total.args, *norm.args[1:]))
+            parts = [graph.call_function(operator.getitem, (fused, index)) for index in (0, 1)]
+        values = (norm.meta["val"], total.meta["val"])
+        for node, value, source in ((fused, values, norm), (parts[0], values[0], norm), (parts[1], values[1], total)):
+            node.meta = {"val": value} | {key: source.meta[key] for key in (SOURCE, MODULE) if key in source.meta}
+        norm.replace_all_uses_with(parts[0])
+        graph.erase_node(norm)
+        total.replace_all_uses_with(parts[1])
+        graph.erase_node(total)

@@ -1,0 +1,70 @@
+"""Gated GELU becomes `inlay.geglu`.
+
+gelu(gate, approximate=…) * up        inlay.geglu(gate, up, approximate)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_geglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.gelu.default",))
+class MatchGeGLU(Rewrite):
+    """A GELU-gated product becomes one operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        gelu = torch.nn.functional.gelu
+        return [
+            Case("exact", lambda g, u: gelu(g) * u, (gate, up)),
+            Case("tanh", lambda g, u: u * gelu(g, approximate="tanh"), (gate, up)),
+            Case("bfloat16", lambda g, u: gelu(g) * u, (gate.bfloat16(), up.bfloat16())),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        gelu = torch.nn.functional.gelu
+
+        def shared(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            activated = gelu(g)
+            return activated * u, activated
+
+        return [
+            Case("another consumer", shared, (gate, up)),
+            Case("broadcast factor", lambda g, u: gelu(g) * u, (gate, torch.randn(8))),
+            Case("another dtype", lambda g, u: gelu(g) * u, (gate, up.double())),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"gate": torch.ones(2, 3, 7, dtype=dtype), "up": torch.ones(2, 3, 7, dtype=dtype)}
+
+    def pattern(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate) * up
+
+    def pattern_tanh(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    def fixed(self, pattern: str) -> Mapping[str, Any]:
+        return {"approximate": "tanh" if pattern == "pattern_tanh" else "none"}
+
+    def check(self, site: Site) -> None:
+        gate, up = site.value("gate"), site.value("up")
+        site.require(gate.dtype == up.dtype, f"dtype: the gate is {gate.dtype}, the other factor {up.dtype}")
+        site.require(gate.shape == up.shape, "shape: gate and factor differ, so this is no gated layer")
+
+    def replacement(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor:  # type: ignore[override]
+        result: Tensor = torch.ops.inlay.geglu(gate, up, approximate)
+        return result

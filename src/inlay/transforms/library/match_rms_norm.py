@@ -1,0 +1,93 @@
+"""Root-mean-square norms, however they are written, become `inlay.rms_norm`.
+
+wide = x.to(float32)                                    inlay.rms_norm(x, weight, eps, offset, cast_first)
+weight * (wide * rsqrt(mean(wide ** 2) + eps)).to(…)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_rms_norm", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.rsqrt.default",))
+class MatchRMSNorm(Rewrite):
+    """Root-mean-square norms, however they are written, become one operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        rule = cls()
+        x, weight = torch.randn(2, 3, 8), torch.rand(8)
+        half = (x.bfloat16(), weight.bfloat16())
+        return [
+            Case("one row a token", lambda x, w: rule.pattern(x, w, 1e-5), (x, weight)),
+            Case("bfloat16", lambda x, w: rule.pattern(x, w, 1e-6), half),
+            Case("weight before rounding", lambda x, w: rule.pattern_weight_first(x, w, 1e-6), half),
+            Case("stored less one", lambda x, w: rule.pattern_plus_one(x, w, 1e-6), half),
+            Case("factors the other way round", lambda x, w: _norm(x) * w, (x, weight)),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        x, weight = torch.randn(2, 3, 8), torch.rand(8)
+
+        def shared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return w * (x * scale), scale
+
+        def wrong_power(x: Tensor, w: Tensor) -> Tensor:
+            return w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5))
+
+        return [
+            Case("another consumer", shared, (x, weight)),
+            Case("other axis", lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), (x, weight)),
+            Case("wrong constant", wrong_power, (x, weight)),
+            Case("eps not constant", lambda x, w: w * _norm(x, w.sum()), (x, weight)),
+            Case("a weight of another shape", lambda x, w: w * _norm(x), (x, torch.rand(3, 1))),
+            Case("another dtype", lambda x, w: w * _norm(x), (x, weight.double())),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(2, 3, 7, dtype=dtype), "weight": torch.ones(7, dtype=dtype), "eps": 3.25e-5}
+
+    def pattern(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Llama: rounded to the input's dtype before the weight is applied."""
+        wide = x.to(torch.float32)
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def pattern_weight_first(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The weight is applied before rounding."""
+        wide = x.to(torch.float32)
+        return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+    def pattern_plus_one(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gemma: the weight is stored less one, and applied before rounding."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * (1.0 + weight.float())).type_as(x)
+
+    def fixed(self, pattern: str) -> Mapping[str, Any]:
+        return {"offset": float(pattern == "pattern_plus_one"), "cast_first": pattern == "pattern"}
+
+    def check(self, site: Site) -> None:
+        x, weight = site.value("x"), site.value("weight")
+        site.require(weight.dim() == 1 and weight.shape[0] == x.shape[-1], "shape: the weight is not one row of x")
+        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
+
+    def replacement(self, x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:  # type: ignore[override]
+        result: Tensor = torch.ops.inlay.rms_norm(x, weight, eps, offset, cast_first)
+        return result
+
+
+def _norm(x: Tensor, eps: Any = 1e-5) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

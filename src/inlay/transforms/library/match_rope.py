@@ -1,0 +1,78 @@
+"""Rotary position embedding becomes `inlay.rope`.
+
+x * cos + cat([-x[..., half:], x[..., :half]], -1) * sin        inlay.rope(x, cos, sin)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_rope", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.cos.default",))
+class MatchRoPE(Rewrite):
+    """Rotary position embedding, halves rotated against each other, becomes one operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        rule = cls()
+        x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
+        return [
+            Case("four axes", lambda x, c, s: rule.pattern(x, c, s, 4), (x, cos, sin)),
+            Case("three axes", lambda x, c, s: rule.pattern(x, c, s, 4), (x[0], cos, sin)),
+            Case("bfloat16", lambda x, c, s: rule.pattern(x, c, s, 4), (x.bfloat16(), cos.bfloat16(), sin.bfloat16())),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        rule = cls()
+        x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
+
+        def shared(x: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+            rotated = torch.cat([-x[..., 4:], x[..., :4]], -1)
+            return x * c + rotated * s, rotated
+
+        def other_sign(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.cat([x[..., 4:], -x[..., :4]], -1) * s
+
+        def two_sources(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.cat([-x[..., 4:], (x + 1)[..., :4]], -1) * s
+
+        def other_axis(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.cat([-x[:, 2:], x[:, :2]], 1) * s
+
+        return [
+            Case("another consumer", shared, (x, cos, sin)),
+            Case("the other half negated", other_sign, (x, cos, sin)),
+            Case("halves of two tensors", two_sources, (x, cos, sin)),
+            Case("other axis", other_axis, (torch.randn(2, 4, 5, 8), cos, sin)),
+            Case("not cut in halves", lambda x, c, s: rule.pattern(x, c, s, 3), (x, cos, sin)),
+            Case("a table of another dtype", lambda x, c, s: rule.pattern(x, c, s, 4), (x, cos.double(), sin)),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        table = torch.ones(5, 74, dtype=dtype)
+        return {"x": torch.ones(2, 3, 5, 74, dtype=dtype), "cos": table, "sin": table.clone(), "half": 37}
+
+    def pattern(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def check(self, site: Site) -> None:
+        x = site.value("x")
+        site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
+        for name in ("cos", "sin"):
+            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+
+    def replacement(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:  # type: ignore[override]
+        result: Tensor = torch.ops.inlay.rope(x, cos, sin)
+        return result

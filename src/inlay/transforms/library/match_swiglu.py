@@ -1,0 +1,65 @@
+"""Gated SiLU becomes `inlay.swiglu`.
+
+silu(gate) * up        inlay.swiglu(gate, up)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_swiglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.silu.default",))
+class MatchSwiGLU(Rewrite):
+    """A SiLU-gated product becomes one operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        silu = torch.nn.functional.silu
+        return [
+            Case("gate first", lambda g, u: silu(g) * u, (gate, up)),
+            Case("gate second", lambda g, u: u * silu(g), (gate, up)),
+            Case("bfloat16", lambda g, u: silu(g) * u, (gate.bfloat16(), up.bfloat16())),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        silu = torch.nn.functional.silu
+
+        def shared(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            activated = silu(g)
+            return activated * u, activated
+
+        return [
+            Case("another consumer", shared, (gate, up)),
+            Case("broadcast factor", lambda g, u: silu(g) * u, (gate, torch.randn(8))),
+            Case("another dtype", lambda g, u: silu(g) * u, (gate, up.double())),
+            Case("a constant factor", lambda g, u: silu(g) * 2.0 + u, (gate, up)),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"gate": torch.ones(2, 3, 7, dtype=dtype), "up": torch.ones(2, 3, 7, dtype=dtype)}
+
+    def pattern(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    def check(self, site: Site) -> None:
+        gate, up = site.value("gate"), site.value("up")
+        site.require(gate.dtype == up.dtype, f"dtype: the gate is {gate.dtype}, the other factor {up.dtype}")
+        site.require(gate.shape == up.shape, "shape: gate and factor differ, so this is no gated layer")
+
+    def replacement(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        result: Tensor = torch.ops.inlay.swiglu(gate, up)
+        return result

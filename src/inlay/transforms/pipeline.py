@@ -1,0 +1,226 @@
+"""The pipeline: each transform runs on a copy, which is swapped in when it and its checks succeed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from inlay.errors import ContractError, InlayError, TransformError, UsageError, nearest, one_line
+from inlay.program.graphs import all_nodes, target_text
+from inlay.program.remarks import Remark, RemarkKind
+from inlay.transforms.base import Applied, Options, Stage, Transform, find
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inlay.config import Resolved
+    from inlay.program.program import Program
+    from inlay.rewrite import Miss
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened to one transform of a run."""
+
+    key: str
+    transform: str
+    stage: str
+    status: str
+    """`ran`, `disabled`, or `skipped` (nothing for it to do)."""
+    sites: int = 0
+    seconds: float = 0.0
+    nodes: tuple[int, int] = (0, 0)
+    places: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = field(default=(), repr=False)
+
+    @property
+    def summary(self) -> str:
+        """The line people and scripts look for."""
+        if self.status != "ran":
+            return f"{self.key}: [SUMMARY] {self.status}"
+        before, after = self.nodes
+        return f"{self.key}: [SUMMARY] matches={self.sites} nodes={before}→{after} time={self.seconds:.2f}s"
+
+    def to_json(self) -> dict[str, Any]:
+        """The record for machines."""
+        remarks = [remark.to_json() for remark in self.remarks]
+        return {
+            "key": self.key,
+            "transform": self.transform,
+            "stage": self.stage,
+            "status": self.status,
+            "matches": self.sites,
+            "seconds": round(self.seconds, 4),
+            "nodes": list(self.nodes),
+            "remarks": remarks,
+        }
+
+
+class Instrument(Protocol):
+    """An observer. It sees each program before and after a transform and never changes it."""
+
+    def before(self, step: Transform, program: Program) -> None:
+        """A transform is about to run."""
+
+    def after(self, step: Transform, program: Program, record: Record) -> None:
+        """A transform ran, or was passed over; `program` is what goes on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A configured transform."""
+
+    key: str
+    transform: Transform
+
+
+def configure(resolved: Resolved) -> list[Step]:
+    """Typed options for every entry, in stage order; a misspelt name or option is an error with the nearest one."""
+    steps = []
+    for entry in resolved.entries:
+        cls = find(entry.name)
+        values = {name: setting.value for name, setting in entry.options.items()}
+        try:
+            options = cls.Options.model_validate(values)
+        except ValidationError as error:
+            raise _option_error(entry.key, cls.Options, error, entry.options) from error
+        if options.expect == "any" and not options.reason:
+            raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "Say why no count can be stated.")
+        steps.append(Step(entry.key, cls(options)))
+    order = list(Stage)
+    return sorted(steps, key=lambda step: order.index(step.transform.stage))
+
+
+def _option_error(key: str, known: type[Options], error: ValidationError, origins: Any) -> UsageError:
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    origin = f" (from {origins[name].origin})" if name in origins else ""
+    if first["type"] == "extra_forbidden":
+        return UsageError(f"{key} has no option {name}{origin}.", nearest(name, known.model_fields))
+    return UsageError(f"{key}.{name}{origin}: {first['msg'].lower()}.")
+
+
+def run(
+    program: Program, steps: Sequence[Step], instruments: Sequence[Instrument] = ()
+) -> tuple[Program, list[Record]]:
+    """Run the steps in order. On an error the program that went in is untouched."""
+    records: list[Record] = []
+    for step in steps:
+        for instrument in instruments:
+            instrument.before(step.transform, program)
+        program, record = _run_one(program, step, [each.key for each in records if each.status == "ran"])
+        records.append(record)
+        for instrument in instruments:
+            instrument.after(step.transform, program, record)
+    return program, records
+
+
+def _run_one(program: Program, step: Step, predecessors: list[str]) -> tuple[Program, Record]:
+    each = step.transform
+    record = Record(step.key, each.name, each.stage.value, "disabled")
+    if not each.options.enabled:
+        return program, record
+    start = time.perf_counter()
+    try:
+        applied = each.apply(program.copy())
+        check_metadata(applied.program)
+    except InlayError as error:
+        raise TransformError(_failed(step.key, predecessors, str(error))) from error
+    except Exception as error:
+        raise TransformError(_failed(step.key, predecessors, f"{type(error).__name__}: {one_line(error)}.")) from error
+    check_contract(step, program, applied)
+    nodes = (len(program), len(applied.program))
+    seconds = time.perf_counter() - start
+    remarks = tuple(_remark(step.transform, miss) for miss in applied.misses)
+    record = replace(
+        record,
+        status="ran",
+        sites=applied.sites,
+        seconds=seconds,
+        nodes=nodes,
+        places=tuple(applied.places),
+        remarks=remarks,
+    )
+    return applied.program if applied.sites else program, record
+
+
+def _failed(key: str, predecessors: list[str], problem: str) -> str:
+    after = f" after {', '.join(predecessors)}" if predecessors else ""
+    return f"The transform {key}{after} failed: {problem} The program is as it was before."
+
+
+def _remark(each: Transform, miss: Miss) -> Remark:
+    kind = RemarkKind.REFUSED if miss.refused else RemarkKind.MISSED
+    nodes = tuple(dict.fromkeys((miss.root.name, miss.node.name)))
+    return Remark(
+        kind, each.name, each.name, miss.reason, nodes=nodes, source=miss.source, matched=miss.matched, of=miss.of
+    )
+
+
+def check_metadata(program: Program) -> None:
+    """Every value has a type, every operand is computed before it is used."""
+    for node in all_nodes(program.graph):
+        if node.op == "call_function" and "val" not in node.meta:
+            raise TransformError(f"{node.name} ({target_text(node.target)}) has no type.")
+    program.graph.lint()
+
+
+def check_contract(step: Step, before: Program, applied: Applied) -> None:
+    """Anchors present and no site matched is an error, as is a count other than the stated one."""
+    expect = step.transform.options.expect
+    if expect == "any":
+        return
+    if expect is not None:
+        wanted = count_expected(expect, before)
+        if applied.sites != wanted:
+            raise ContractError(
+                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).", _best(applied)
+            )
+    elif not applied.sites:
+        anchors = [name for name in step.transform.anchors if before.op_counts().get(name)]
+        if anchors:
+            raise ContractError(
+                f"{step.key} matched nothing although the program has {', '.join(anchors)}.",
+                _best(applied) or "If that is right, set expect: any with a reason.",
+            )
+
+
+def _best(applied: Applied) -> str:
+    best = sorted(applied.misses, key=lambda miss: -miss.matched / max(miss.of, 1))[:3]
+    return " ".join(f"Nearest: {miss.root} ({miss.matched} of {miss.of} nodes): {miss.reason}." for miss in best)
+
+
+_OPERATORS: dict[type[Any], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def count_expected(expect: int | str, program: Program) -> int:
+    """A stated count, which may be an expression of the model's facts."""
+    facts = {name: fact.value for name, fact in program.facts.known()}
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in facts:
+                return facts[name]
+            case ast.Name(id=name):
+                raise UsageError(f"expect: {expect!r} names {name}, which is not known.", nearest(name, facts))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                result: int = _OPERATORS[type(op)](value(left), value(right))
+                return result
+        raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.")
+
+    try:
+        return value(ast.parse(str(expect), mode="eval").body)
+    except SyntaxError as error:
+        raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.") from error

@@ -1,0 +1,140 @@
+"""The engine: reasons, overlaps, nested graphs, mutation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from inlay.program.text import dump
+from inlay.rewrite import Rule, rewrite
+from inlay.testing import program_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+pytestmark = pytest.mark.fast
+
+
+class ReluTanh(Rule):
+    name = "relu_tanh"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(5, dtype=dtype)}
+
+    def pattern(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().tanh().relu()
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.relu().tanh()
+
+
+def _run(function: Any, *args: Any, rule: Rule | None = None) -> Any:
+    program = program_of(function, args)
+    return program, rewrite(program, rule or ReluTanh())
+
+
+def test_overlapping_sites_resolve_and_the_loser_is_told() -> None:
+    program, outcome = _run(lambda x: x.relu().tanh().relu().tanh().relu(), torch.randn(4))
+    assert len(outcome.sites) == 1
+    (miss,) = outcome.misses
+    assert miss.reason.startswith("overlapped by")
+    assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: (lambda y: (y.tanh().relu(), y))(x.relu()), "another consumer: relu"),
+        (lambda x: x.sigmoid().tanh().relu(), "missing node: aten.relu.default expected, aten.sigmoid.default found"),
+    ],
+)
+def test_reasons(function: Any, reason: str) -> None:
+    _, outcome = _run(function, torch.randn(4))
+    assert not outcome.sites
+    assert any(reason in miss.reason for miss in outcome.misses), [miss.reason for miss in outcome.misses]
+
+
+def test_refusals_are_kept() -> None:
+    class Refuses(ReluTanh):
+        def check(self, site: Site) -> None:
+            site.require(site.value("x").dim() == 2, "shape: only matrices")
+
+    program, outcome = _run(lambda x: x.relu().tanh().relu(), torch.randn(4), rule=Refuses())
+    assert not outcome.sites
+    assert [(miss.refused, miss.reason) for miss in outcome.misses] == [(True, "shape: only matrices")]
+    assert program.op_counts()["aten.relu.default"] == 2
+
+
+def test_mutation_in_between_is_refused() -> None:
+    @torch.library.custom_op("inlay_test::bump", mutates_args={"x"})
+    def bump(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    program = program_of(lambda x: x.relu().tanh().relu(), [torch.randn(4)])
+    tanh = next(node for node in program.graph.nodes if node.target is torch.ops.aten.tanh.default)
+    with program.graph.inserting_before(tanh):
+        node = program.graph.call_function(torch.ops.inlay_test.bump.default, (tanh.args[0],))
+        node.meta["val"] = None
+    outcome = rewrite(program, ReluTanh())
+    assert not outcome.sites
+    assert any("mutation between" in miss.reason or "another consumer" in miss.reason for miss in outcome.misses)
+
+
+def test_nested_graphs_are_rewritten() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.relu().tanh().relu(), lambda y: y.relu(), (x,))
+
+    program, outcome = _run(branches, torch.randn(4))
+    assert len(outcome.sites) == 1
+    x = torch.rand(4)
+    assert torch.equal(program.module()(x), x.relu().tanh())
+
+
+def test_a_pattern_that_gives_another_type_is_refused() -> None:
+    """The walker compares calls, not types: the pattern is computed on the site's own inputs to be sure."""
+
+    class Product(Rule):
+        name = "product"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(3, 5, dtype=dtype), "y": torch.ones(3, 5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (x.relu() * y).relu()
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y.relu() * x.relu()
+
+    program = program_of(lambda x, y: (x.relu() * y).relu(), [torch.randn(3, 5), torch.randn(3, 5)])
+    node = next(node for node in program.graph.nodes if node.name == "relu_1")
+    node.meta["val"] = node.meta["val"].double()
+    before = dump(program)
+    outcome = rewrite(program, Product())
+    assert not outcome.sites
+    assert any("the pattern gives" in miss.reason for miss in outcome.misses)
+    assert dump(program) == before
+
+
+def test_operands_of_commutative_operators_may_change_places() -> None:
+    class Sum(Rule):
+        name = "sum"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y + x
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.addcmul(x, x.tanh(), y)
+
+    for function in (lambda x, y: x + y * x.tanh(), lambda x, y: x + x.tanh() * y, lambda x, y: y * x.tanh() + x):
+        _, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Sum())
+        assert len(outcome.sites) == 1
+    for function in (lambda x, y: y + y * x.tanh(), lambda x, y: torch.add(x.tanh() * y, x, alpha=2)):
+        _, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Sum())
+        assert len(outcome.sites) == 0
