@@ -27,7 +27,8 @@ class Architecture:
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     folds: tuple[int, ...] = (4,)
-    deviations: int = 0
+    without_attention: int = 0
+    """How many layers have none."""
 
     def full_config(self) -> dict[str, Any]:
         return SMALL | self.config
@@ -81,5 +82,6 @@ ARCHITECTURES = (
         "lfm2",
         {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2, "block_multiple_of": 32},
         folds=(4, 2),
+        without_attention=4,
     ),
 )

@@ -10,16 +10,19 @@ import torch
 
 from architectures import ARCHITECTURES, Architecture
 from inlay.capture import capture
+from inlay.config import resolve
 from inlay.program.fold import fold
 from inlay.program.folded import dump_folded
 from inlay.program.parse import parse
 from inlay.program.text import dump
+from inlay.transforms import configure, run
 from models import random_model
 
 if TYPE_CHECKING:
     from inlay.program import Program
 
-DOC = Path(__file__).parents[2] / "docs" / "architectures.md"
+DOCS = Path(__file__).parents[2] / "docs"
+CAPTURED, MATCHED = DOCS / "architectures.md", DOCS / "matches.md"
 SHAPES = ((3, 21), (1, 1), (1, 40))
 """None of them is the shape used for capture, (2, 8); one is past every sliding window."""
 
@@ -46,7 +49,27 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
         "full text run as Python": _difference(eager, _run_text(program, text)),
         "folded text run as Python": _difference(eager, _run_folded(program, eager)),
     }
-    _compare_with_docs(architecture.model_type, row, update=request.config.getoption("--update-docs"))
+    update = request.config.getoption("--update-docs")
+    _compare_with_docs(CAPTURED, architecture.model_type, row, update=update)
+    canonical, records = run(program, configure(resolve()))
+    _difference(eager, _run(canonical))
+    sites = {record.key: record.sites for record in records}
+    norms = _count(canonical, "rms_norm", "layer_norm")
+    counts = {
+        "norms": f"{norms} of {norms + _count(canonical, 'rsqrt')}",
+        "add + norm": str(sites["fuse_add_rms_norm"]),
+        "attention": f"{_count(canonical, 'attention')} of {layers.value - architecture.without_attention}",
+        "rotary": str(sites["match_rope"] + sites["match_rope_interleaved"]),
+        "gated": str(sites["match_swiglu"] + sites["match_geglu"]),
+    }
+    _compare_with_docs(MATCHED, architecture.model_type, counts, update=update)
+    assert _count(canonical, "rsqrt") == 0, "every norm is matched"
+
+
+def _count(program: Program, *names: str) -> int:
+    """Calls of operators with one of these names, in any namespace; a fused norm is a norm."""
+    wanted = {*names, *(f"add_{name}" for name in names)}
+    return sum(count for name, count in program.op_counts().items() if name.split(".")[1] in wanted)
 
 
 def _difference(eager: Any, run: Any) -> str:
@@ -84,16 +107,16 @@ def _run_folded(program: Program, eager: Any) -> Any:
     return lambda ids: space["forward"](eager, ids)[0]
 
 
-def _compare_with_docs(name: str, row: dict[str, str], *, update: bool) -> None:
+def _compare_with_docs(page: Path, name: str, row: dict[str, str], *, update: bool) -> None:
     line = f"| {name} | " + " | ".join(row.values()) + " |"
-    lines = DOC.read_text().splitlines()
+    lines = page.read_text().splitlines()
     place = next((index for index, each in enumerate(lines) if each.startswith(f"| {name} |")), None)
     if update:
         if place is None:
             lines.append(line)
         else:
             lines[place] = line
-        DOC.write_text("\n".join(lines) + "\n")
+        page.write_text("\n".join(lines) + "\n")
     else:
-        assert place is not None, f"{DOC.name} lacks {name}; run pytest --update-docs"
+        assert place is not None, f"{page.name} lacks {name}; run pytest --update-docs"
         assert lines[place] == line

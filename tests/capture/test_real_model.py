@@ -44,6 +44,29 @@ def test_facts(smollm2_program: Program) -> None:
     assert [len(kind) for kind in fold(smollm2_program).kinds] == [30]
 
 
+def test_transforms(smollm2_program: Program) -> None:
+    from inlay.config import resolve
+    from inlay.transforms import configure, run
+
+    program, records = run(smollm2_program, configure(resolve()))
+    sites = {record.key: record.sites for record in records}
+    assert sites["match_rms_norm"] == 61
+    assert sites["fuse_add_rms_norm"] == 60
+    assert sites["match_attention"] == 30
+    assert sites["match_rope"] == 60, "30 pairs of query and key"
+    assert sites["match_swiglu"] == 30
+    for node in program.graph.nodes:
+        if node.target is torch.ops.inlay.attention.default:
+            query, key, value = (operand.meta["val"] for operand in node.args[:3])
+            assert (query.shape[1], key.shape[1], value.shape[1]) == (9, 3, 3), "heads are grouped, not repeated"
+            assert node.args[3] is None, "the mask is the causal flag"
+            assert node.args[5] is True
+    ids = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30]])
+    with torch.no_grad():
+        before, after = (each.module()(input_ids=ids)["logits"] for each in (smollm2_program, program))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
+
+
 def test_full_form_is_complete(smollm2_program: Program) -> None:
     text = dump(smollm2_program)
     calls = sum(node.op == "call_function" for node in smollm2_program.graph.nodes)

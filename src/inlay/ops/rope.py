@@ -18,3 +18,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * cos + rotated * sin
+
+
+@canonical("rope_interleaved")
+def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x * cos + rotate_pairs(x) * sin`: neighbours of the last axis are rotated against each other.
+
+    >>> rope_interleaved(torch.tensor([[1.0, 2.0]]), torch.zeros(2), torch.ones(2))
+    tensor([[-2.,  1.]])
+    """
+    rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos + rotated * sin

@@ -72,7 +72,7 @@ def _search(
     misses: dict[fx.Node, Miss] = {}
     for alternative in alternatives:
         tree = PATTERNS.get(alternative.function, alternative.example)
-        walker = Walker(tree)
+        walker = Walker(tree, rule.loose)
         for root in graph.nodes:
             if root.target is not tree.outputs[0].target or root in sites:
                 continue

@@ -86,6 +86,8 @@ class Rule:
     """
 
     name = ""
+    loose: frozenset[str] = frozenset()
+    """Arguments that are not compared, such as the `size` of views; `check` must then make sure of them."""
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         """Arguments to trace the patterns with, by name; a pattern takes those it names."""

@@ -40,8 +40,8 @@ class Mismatch:
 class Walker:
     """Walks one pattern over a graph from a node that may be its output."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, loose: frozenset[str] = frozenset()) -> None:
+        self.tree, self.loose = tree, loose
         self.best = Mismatch("", None, -1)
 
     def match(self, root: fx.Node) -> Found | Mismatch:
@@ -103,7 +103,7 @@ class Walker:
         new.nodes[pattern] = value
         actual = dict(normalised(value))
         for arguments in _orders(pattern):
-            pairs = [(expected, actual.get(name)) for name, expected in arguments]
+            pairs = [(expected, actual.get(name)) for name, expected in arguments if name not in self.loose]
             yield from self._match_all(pairs, new)
 
     def _match_all(self, pairs: list[tuple[Any, Any]], found: Found) -> Iterator[Found]:

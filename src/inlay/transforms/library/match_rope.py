@@ -31,6 +31,7 @@ class MatchRoPE(Rewrite):
             Case("four axes", lambda x, c, s: rule.pattern(x, c, s, 4), (x, cos, sin)),
             Case("three axes", lambda x, c, s: rule.pattern(x, c, s, 4), (x[0], cos, sin)),
             Case("bfloat16", lambda x, c, s: rule.pattern(x, c, s, 4), (x.bfloat16(), cos.bfloat16(), sin.bfloat16())),
+            Case("halves", lambda x, c, s: rule.pattern_halves(x, c[:, :4], s[:, :4], 4), (x, cos, sin)),
         ]
 
     @classmethod
@@ -57,22 +58,45 @@ class MatchRoPE(Rewrite):
             Case("halves of two tensors", two_sources, (x, cos, sin)),
             Case("other axis", other_axis, (torch.randn(2, 4, 5, 8), cos, sin)),
             Case("not cut in halves", lambda x, c, s: rule.pattern(x, c, s, 3), (x, cos, sin)),
+            Case("a table of one column", lambda x, c, s: rule.pattern(x, c[:, :1], s, 4), (x, cos, sin)),
             Case("a table of another dtype", lambda x, c, s: rule.pattern(x, c, s, 4), (x, cos.double(), sin)),
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         table = torch.ones(5, 74, dtype=dtype)
-        return {"x": torch.ones(2, 3, 5, 74, dtype=dtype), "cos": table, "sin": table.clone(), "half": 37}
+        halves = torch.ones(5, 37, dtype=dtype)
+        x = torch.ones(2, 3, 5, 74, dtype=dtype)
+        return {"x": x, "cos": table, "sin": table.clone(), "half": 37, "half_cos": halves, "half_sin": halves.clone()}
 
     def pattern(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+        """Both tables span the whole axis."""
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def pattern_halves(self, x: Tensor, half_cos: Tensor, half_sin: Tensor, half: int) -> Tensor:
+        """Tables for one half; the halves are computed apart."""
+        one, two = torch.split(x, half, -1)
+        return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
 
     def check(self, site: Site) -> None:
         x = site.value("x")
         site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
-        for name in ("cos", "sin"):
-            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+        for name in set(site.values) - {"x", "half"}:
+            table = site.value(name)
+            site.require(table.dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+            size = table.shape[-1] if table.dim() else 1
+            whole = size == (site.value("half") if name.startswith("half") else x.shape[-1])
+            site.require(whole, f"shape: {name} does not span the axis")
 
-    def replacement(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:  # type: ignore[override]
+    def replacement(  # type: ignore[override]
+        self,
+        x: Tensor,
+        half: int,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        half_cos: Tensor | None = None,
+        half_sin: Tensor | None = None,
+    ) -> Tensor:
+        if half_cos is not None and half_sin is not None:
+            cos, sin = torch.cat([half_cos, half_cos], -1), torch.cat([half_sin, half_sin], -1)
         result: Tensor = torch.ops.inlay.rope(x, cos, sin)
         return result

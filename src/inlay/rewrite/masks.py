@@ -1,0 +1,123 @@
+"""What a mask means: decided by computing it, where that decides it.
+
+A mask built from positions alone (aranges, constants, comparisons, logic) is a function of row and column in which only
+comparisons of `row`, `column`, `row - column` with the constants in it matter. Beyond twice the largest constant it has
+no new behaviour to show, so computing it up to there settles what it is. Anything else about it, an operator not listed
+or a value from outside, and the answer is: unknown, leave it as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+_KNOWN = {
+    *(aten.arange.default, aten.arange.start, aten.unsqueeze.default, aten.expand.default, aten.slice.Tensor),
+    *(aten.add.Tensor, aten.sub.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor),
+    *(aten.eq.Tensor, aten.ne.Scalar, aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor),
+    *(aten.new_ones.default, aten.ones.default, aten.zeros.default, aten.full.default, aten.view.default),
+    *(aten.index.Tensor, aten.diff.default, aten.cumsum.default, aten.where.ScalarOther, aten.where.self),
+    *(
+        aten.where.ScalarSelf,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.sym_size.int,
+        aten.lift_fresh_copy.default,
+    ),
+}
+_LARGEST = 2048
+_END = 9223372036854775807
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a mask hides: later positions, and those `window` steps back or more when it is not 0; or why not known."""
+
+    causal: bool
+    window: int = 0
+    reason: str = ""
+
+
+def meaning(mask: fx.Node) -> Meaning:
+    """Decide what `mask`, a `[batch, 1, rows, columns]` tensor, hides."""
+    needed = _ancestors(mask)
+    constants = [0]
+    for node in needed:
+        if node.op == "placeholder":
+            if node is mask or any(user.target is not aten.sym_size.int for user in node.users if user in needed):
+                return Meaning(False, reason=f"the mask depends on the values of {node}")
+        elif node.op != "call_function" or not _is_about_positions(node):
+            return Meaning(False, reason=f"the mask is computed with {node.target}, which is not about positions")
+        else:
+            numbers = [value for value in tree_leaves((node.args, dict(node.kwargs))) if type(value) is int]
+            constants += [abs(value) for value in numbers if value != _END]
+    largest = max(constants)
+    if largest > _LARGEST:
+        return Meaning(False, reason=f"the mask holds the constant {largest}, too large to compute it past twice that")
+    values = _compute(needed, mask, 2 * largest + 8)
+    if values is None:
+        return Meaning(False, reason="the mask cannot be computed from sizes alone")
+    return _compare(values)
+
+
+def _is_about_positions(node: fx.Node) -> bool:
+    return node.target in _KNOWN or isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        if each not in found:
+            found.add(each)
+            if each.target is not aten.sym_size.int:
+                todo.extend(each.all_input_nodes)
+    return sorted(found)
+
+
+def _compute(needed: list[fx.Node], mask: fx.Node, length: int) -> torch.Tensor | None:
+    """The mask for a batch of one and this many positions."""
+    rows = str(mask.meta["val"].shape[-2])
+    values: dict[fx.Node, Any] = {}
+    for node in needed:
+        if node.op == "placeholder":
+            continue
+        if node.target is aten.sym_size.int:
+            values[node] = length if str(node.meta["val"]) == rows else 1
+            continue
+        try:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:
+            return None
+        if node.target is aten.cumsum.default and bool(values[node].any()):
+            return None  # a sum over positions grows with them: no bound on where it changes
+    result = values[mask]
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _compare(values: torch.Tensor) -> Meaning:
+    if values.dim() != 4 or values.shape[0] != 1 or values.shape[1] != 1 or values.shape[2] != values.shape[3]:
+        return Meaning(
+            False, reason=f"the mask has shape {list(values.shape)} where one head of one sequence was expected"
+        )
+    seen = values[0, 0]
+    if seen.dtype != torch.bool:
+        hidden = torch.finfo(seen.dtype).min
+        if not bool(((seen == 0) | (seen == hidden) | (seen == float("-inf"))).all()):
+            return Meaning(False, reason="the mask adds values that neither show nor hide")
+        seen = seen == 0
+    length = seen.shape[0]
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    if torch.equal(seen, columns <= rows):
+        return Meaning(True)
+    window = int(seen[-1].sum())
+    if torch.equal(seen, (columns <= rows) & (columns > rows - window)):
+        return Meaning(True, window)
+    return Meaning(False, reason="the mask hides something else than later positions or a window")

@@ -1,0 +1,163 @@
+"""Attention becomes `inlay.attention`: grouped heads instead of repeated ones, causal and window instead of a mask.
+
+k = clone(expand(unsqueeze(k, 2), …)).view(…)                   inlay.attention(q, k, v, None, scale, causal=True, …)
+scaled_dot_product_attention(q, k, v, mask)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.graphs import MODULE, SOURCE, all_graphs
+from inlay.rewrite import Miss
+from inlay.rewrite.masks import Meaning, meaning
+from inlay.rewrite.schema import normalised
+from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+
+aten = torch.ops.aten
+_SDPA = aten.scaled_dot_product_attention.default
+_CANONICAL = torch.ops.inlay.attention.default
+
+
+@transform(
+    "match_attention",
+    stage=Stage.CANONICALIZE,
+    numerics=Numerics.ROUNDING,
+    anchors=("aten.scaled_dot_product_attention.default",),
+)
+class MatchAttention(Transform):
+    """Attention becomes one operator with grouped heads and a causal flag where the mask is one."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        query, key, added = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 5)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+
+        def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q, _repeat(k, 2), _repeat(v, 2), is_causal=True)
+
+        def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = torch.arange(5)
+            return sdpa(q, k, v, attn_mask=(places[None, :] <= places[:, None])[None, None])
+
+        return [
+            Case("repeated heads", grouped, (query, key, key)),
+            Case("same heads, no mask", lambda q, k, v: sdpa(q, k, v, scale=0.3), (query, query, query)),
+            Case(
+                "a mask from outside",
+                lambda q, k, m: sdpa(q, k, k, attn_mask=m),
+                (query, query, added),
+            ),
+            Case("a causal mask", masked, (query, query, query)),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return [
+            Case("three axes", lambda q, k: sdpa(q, k, k), (query[0], key[0])),
+            Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
+            Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
+        ]
+
+    def apply(self, program: Program) -> Applied:
+        applied = Applied(program, 0)
+        masks: dict[Any, Meaning] = {}
+        for _, graph in all_graphs(program.graph):
+            for node in list(graph.nodes):
+                if node.target not in (_SDPA, _CANONICAL):
+                    continue
+                reason = _refuse(node) if node.target is _SDPA else ""
+                arguments = _arguments(node, masks) if not reason else ()
+                if reason:
+                    applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
+                elif node.target is _SDPA or arguments != tuple(node.args):
+                    applied.places.append(node.name)
+                    _replace(graph, node, arguments)
+                    applied.sites += 1
+            graph.eliminate_dead_code()
+        return applied
+
+
+def _refuse(node: fx.Node) -> str:
+    given = dict(normalised(node))
+    query = given["query"].meta["val"]
+    if query.dim() != 4:
+        return f"shape: the query has {query.dim()} axes, not batch, heads, length, head"
+    if given["dropout_p"]:
+        return "constant differs: dropout is on"
+    if given["is_causal"] and given["attn_mask"] is not None:
+        return "constant differs: both a mask and the causal flag"
+    if given["is_causal"] and str(query.shape[2]) != str(given["key"].meta["val"].shape[2]):
+        return "shape: causal attention over another length than the query's"
+    return ""
+
+
+def _arguments(node: fx.Node, masks: dict[Any, Meaning]) -> tuple[Any, ...]:
+    """The arguments of the canonical operator for this node: heads not repeated, the mask as flags where it is one."""
+    given: dict[str, Any] = dict(normalised(node))
+    query, key, value = given["query"], given["key"], given["value"]
+    mask = given["attn_mask"] if node.target is _SDPA else given["mask"]
+    causal = bool(given["is_causal"] if node.target is _SDPA else given["causal"])
+    window = given.get("window", 0)
+    plain_key, plain_value = _unrepeated(key), _unrepeated(value)
+    if _heads(plain_key) == _heads(plain_value) and _heads(query) % _heads(plain_key) == 0:
+        key, value = plain_key, plain_value
+    if mask is not None and mask.meta["val"].dim() == 4:
+        if mask not in masks:
+            masks[mask] = meaning(mask)
+        if masks[mask].causal:
+            causal, window, mask = True, masks[mask].window, None
+    scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
+    return query, key, value, mask, float(scale), causal, window, given.get("softcap", 0.0)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(_CANONICAL, arguments)
+    new.meta = {name: node.meta[name] for name in ("val", SOURCE, MODULE) if name in node.meta}
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _heads(node: fx.Node) -> int:
+    return int(node.meta["val"].shape[1])
+
+
+def _unrepeated(node: fx.Node) -> fx.Node:
+    """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
+    steps: list[fx.Node] = []
+    at: Any = node
+    for targets in ({aten.view.default, aten._unsafe_view.default, aten.reshape.default}, {aten.clone.default, None}):
+        if at.target in targets:
+            steps.append(at)
+            at = at.args[0]
+        elif None not in targets:
+            return node
+    if at.target is not aten.expand.default:
+        return node
+    expanded, inner = at.meta["val"], at.args[0]
+    if inner.target is not aten.unsqueeze.default or dict(normalised(inner))["dim"] != -3 or expanded.dim() != 5:
+        return node
+    source: Any = inner.args[0]
+    before, after = source.meta["val"], node.meta["val"]
+    sizes = [str(size) for size in before.shape]
+    grown = [str(size) for size in expanded.shape]
+    if before.dim() != 4 or [*grown[:2], *grown[3:]] != sizes:
+        return node
+    if after.dim() != 4 or int(after.shape[1]) != int(expanded.shape[1]) * int(expanded.shape[2]):
+        return node
+    return source if [str(size) for size in after.shape[2:]] == sizes[2:] else node
+
+
+def _repeat(heads: Tensor, times: int) -> Tensor:
+    batch, count, length, size = heads.shape
+    return heads[:, :, None, :, :].expand(batch, count, times, length, size).reshape(batch, count * times, length, size)

@@ -1,0 +1,69 @@
+"""A layer norm written out becomes `aten.layer_norm`.
+
+mean = x.mean(-1, keepdim=True)                                        layer_norm(x, [size], weight, None, eps)
+weight * ((x - mean) * rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + eps))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_layer_norm", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
+class MatchLayerNorm(Rewrite):
+    """A layer norm that is written out becomes torch's own operator."""
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        rule = cls()
+        x, weight = torch.randn(2, 3, 8), torch.rand(8)
+        return [
+            Case("float32", lambda x, w: rule.pattern(x, w, 1e-5), (x, weight)),
+            Case("float32, four axes", lambda x, w: rule.pattern(x, w, 1e-5), (x[None], weight)),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        x, weight = torch.randn(2, 3, 8), torch.rand(8)
+
+        def two_means(x: Tensor, w: Tensor) -> Tensor:
+            centred = x - x.mean(-1, keepdim=True)
+            spread = (x - x.mean(1, keepdim=True)).pow(2).mean(-1, keepdim=True)
+            return w * (centred * torch.rsqrt(spread + 1e-5))
+
+        def mean_is_read(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            mean = x.mean(-1, keepdim=True)
+            return w * ((x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)), mean
+
+        return [
+            Case("centred by one mean, spread around another", two_means, (x, weight)),
+            Case("another consumer", mean_is_read, (x, weight)),
+            Case("a weight of another shape", lambda x, w: cls().pattern(x, w, 1e-5), (x, torch.rand(3, 1))),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(2, 3, 7, dtype=dtype), "weight": torch.ones(7, dtype=dtype), "eps": 3.25e-5}
+
+    def pattern(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.float32)
+        mean = wide.mean(-1, keepdim=True)
+        variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+        return (weight.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + eps))).to(x.dtype)
+
+    def check(self, site: Site) -> None:
+        x, weight = site.value("x"), site.value("weight")
+        site.require(weight.dim() == 1 and weight.shape[0] == x.shape[-1], "shape: the weight is not one row of x")
+        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
+
+    def replacement(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        return torch.nn.functional.layer_norm(x, (weight.shape[0],), weight, None, eps)

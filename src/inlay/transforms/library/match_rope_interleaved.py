@@ -1,0 +1,82 @@
+"""Rotary position embedding over neighbouring pairs becomes `inlay.rope_interleaved`.
+
+x * cos + stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin        inlay.rope_interleaved(x, cos, sin)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Site
+
+
+@transform("match_rope_interleaved", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT)
+class MatchRoPEInterleaved(Rewrite):
+    """Rotary position embedding, neighbours rotated against each other, becomes one operator."""
+
+    loose = frozenset({"size"})
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        rule = cls()
+        x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
+        return [
+            Case("four axes", rule.pattern, (x, cos, sin)),
+            Case("three axes", rule.pattern, (x[0], cos, sin)),
+            Case("bfloat16", rule.pattern, (x.bfloat16(), cos.bfloat16(), sin.bfloat16())),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        x, cos, sin = torch.randn(2, 3, 4, 4), torch.randn(4, 4), torch.randn(4, 4)
+
+        def other_sign(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.stack([x[..., 1::2], -x[..., ::2]], -1).flatten(-2) * s
+
+        def shared(x: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+            rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+            return x * c + rotated * s, rotated
+
+        def other_order(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -2).flatten(-2) * s
+
+        def flattened_otherwise(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(2, 1, 3, 4, 4) * s
+
+        return [
+            Case("the other neighbour negated", other_sign, (x, cos, sin)),
+            Case("another consumer", shared, (x, cos, sin)),
+            Case("halves, not pairs", other_order, (x, cos, sin)),
+            Case("flattened to another shape", flattened_otherwise, (x, cos, sin)),
+            Case("a table of another dtype", cls().pattern, (x, cos.double(), sin)),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        table = torch.ones(5, 6, dtype=dtype)
+        return {"x": torch.ones(2, 3, 5, 6, dtype=dtype), "cos": table, "sin": table.clone()}
+
+    def pattern(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
+
+    def check(self, site: Site) -> None:
+        x = site.value("x")
+        shape = [str(size) for size in x.shape]
+        for node in site.nodes:
+            if node.target is torch.ops.aten.view.default:
+                same = [str(size) for size in node.meta["val"].shape] == shape
+                site.require(same, "shape: the pairs are not flattened to x's shape", node)
+        for name in ("cos", "sin"):
+            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+
+    def replacement(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        result: Tensor = torch.ops.inlay.rope_interleaved(x, cos, sin)
+        return result
