@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from inlay.program import Binding, Bindings, Facts, Program, Role
-from inlay.program.program import Calling
+from inlay.program.program import Calling, Symbol
 from inlay.program.symbols import FakeValues
 from inlay.program.weights import InMemory
 
@@ -23,7 +23,7 @@ class Builder:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.fakes = FakeValues({"batch": (1, None)})
+        self.fakes = FakeValues([Symbol("batch", 1, None, 6)])
         self.value = self.fakes.tensor(torch.float32, ("batch", WIDTH))
         self.square = self.fakes.tensor(torch.float32, (WIDTH, WIDTH))
         self.rows: list[Binding] = []

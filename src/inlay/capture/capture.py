@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim
 
 from inlay.capture.model import Example, Model
+from inlay.capture.sizes import any_size
 from inlay.capture.source import open_model
 from inlay.errors import CaptureError, UsageError, nearest, one_line
 from inlay.program.exported import from_exported, source_line
@@ -50,7 +51,11 @@ def capture(
     module = example.module.eval()
     exported = _export(model, module, on_step)
     on_step("reading the program")
-    tensors: dict[str, TensorRef] = {name: InMemory(value) for name, value in exported.state_dict.items()}
+    written = set(exported.graph_signature.buffers_to_mutate.values())
+    # State is kept as it is now: the module it came from goes on living.
+    tensors: dict[str, TensorRef] = {
+        name: InMemory(value.clone() if name in written else value) for name, value in exported.state_dict.items()
+    }
     tensors |= {name: InMemory(value) for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     tensors |= dict(model.tensors)
     program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, example))
@@ -62,7 +67,7 @@ def capture(
 def _export(model: Model, module: torch.nn.Module, on_step: Callable[[str], None]) -> torch.export.ExportedProgram:
     example = model.example
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), any_size():
             warnings.simplefilter("ignore")
             on_step("exporting")
             exported = torch.export.export(
@@ -104,11 +109,15 @@ def _dynamic_shapes(example: Example, limits: Mapping[str, int]) -> dict[str, An
     for name in example.axes:
         if name not in given:
             raise UsageError(f"The axes name {name}, which is no input of the model.", nearest(name, given))
+        rank = given[name].dim() if isinstance(given[name], torch.Tensor) else 0
+        for axis in example.axes[name]:
+            if not 0 <= axis < rank:
+                raise UsageError(f"The axes name axis {axis} of {name}, which has {rank} axes.")
 
     def dims(name: str) -> Any:
         axes = example.axes.get(name, {})
         return {
-            axis: Dim.DYNAMIC(min=1, max=limits[label]) if label in limits else Dim.DYNAMIC
+            axis: Dim.DYNAMIC(min=1, max=limits[label]) if label in limits else Dim.DYNAMIC(min=1)
             for axis, label in axes.items()
         } or None
 

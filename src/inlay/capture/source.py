@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay.capture.model import Example, Model
+from inlay.capture.stored import index_folder
 from inlay.errors import ModelError, UsageError, nearest, one_line
 
 if TYPE_CHECKING:
     from inlay.capture.hf import HFOptions
 
-FORMS = (
-    "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, package.module:factory, "
-    "or a package made by inlay."
-)
+FORMS = "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, or package.module:factory."
 _ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?$")
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
@@ -29,16 +27,19 @@ def open_model(text: str, options: HFOptions | None = None) -> Model:
     Traceback (most recent call last):
     ...
     inlay.errors.ModelError: There is no file or folder no/such folder. MODEL is a Hugging Face folder or id \
-(org/name or org/name@revision), a GGUF file, package.module:factory, or a package made by inlay.
+(org/name or org/name@revision), a GGUF file, or package.module:factory.
     """
-    path = Path(text).expanduser()
-    if path.is_file():
-        return _open_file(path, options)
-    if path.is_dir():
-        return _open_folder(path, text, options)
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            return _open_file(path, options)
+        if path.is_dir():
+            return _open_folder(path, text, options)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{text[:80]} cannot be read: {one_line(error)}.", FORMS) from error
     if _FACTORY.match(text):
         return _open_factory(text)
-    if _ID.match(text) and not text.endswith((".gguf", ".safetensors", ".json")):
+    if _ID.match(text) and not text.endswith((".gguf", ".safetensors", ".json", ".py")):
         return _open_id(text, options)
     raise ModelError(f"There is no file or folder {text}.", FORMS)
 
@@ -98,16 +99,18 @@ def _open_factory(text: str) -> Model:
 
 
 def _example(text: str, made: Any) -> Example:
-    if isinstance(made, Example):
+    import torch
+
+    if isinstance(made, Example) and isinstance(made.module, torch.nn.Module):
         return made
-    if isinstance(made, tuple) and 2 <= len(made) <= 3:
+    if isinstance(made, tuple) and 2 <= len(made) <= 3 and isinstance(made[0], torch.nn.Module):
         module, args = made[0], made[1]
         axes = made[2] if len(made) == 3 else {}
         if isinstance(args, dict):
             return Example(module, (), args, axes)
         return Example(module, args if isinstance(args, tuple) else (args,), {}, axes)
     raise ModelError(
-        f"{text} returned a {type(made).__name__}.",
+        f"{text} returned a {type(made).__name__} without a torch.nn.Module in its first place.",
         "A factory returns inlay.Example(module, args, kwargs, axes) or a tuple (module, args[, axes]).",
     )
 
@@ -120,7 +123,8 @@ def _open_id(text: str, options: HFOptions | None) -> Model:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError("Hugging Face ids need the transformers package.", "pip install 'inlay[hf]'") from error
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    code = ["*.py"] if options is not None and options.trust_remote_code else []
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *code]
     arguments: dict[str, Any] = {"repo_id": repo, "revision": revision or None, "allow_patterns": wanted}
     try:
         folder = _snapshot(snapshot_download, arguments)
@@ -139,7 +143,7 @@ def _snapshot(download: Any, arguments: dict[str, Any]) -> Path:
     """From the local cache if it is there (no network needed), else from the hub."""
     try:
         cached = Path(download(**arguments, local_files_only=True))
-        if any(cached.glob("*.safetensors")):
+        if index_folder(cached):
             return cached
     except Exception:  # noqa: S110 - not cached: any reason leads to the same next step
         pass

@@ -65,7 +65,9 @@ def print_diff(found: Diff, context: int) -> None:
     changes = ", ".join(f"{count:+d} {name}" for name, count in found.operators.items())
     out.print(f"nodes {found.nodes[0]} → {found.nodes[1]}" + (f"; {changes}" if changes else ""))
     for sentence in found.bindings:
-        out.print(sentence)
+        out.print(sentence, markup=False)
+    if not found.bindings and not changes and not any(found.hunks(0)):
+        out.print("The text is the same; types or the order of operands differ.")
 
 
 def _without_equal_types(left: str, right: str) -> tuple[str, str]:

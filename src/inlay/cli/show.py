@@ -104,7 +104,7 @@ def _print_summary(program: Program, folds: Folds) -> None:
 
     facts = "  ".join(f"{name.replace('_', ' ')} [bold]{fact.value}[/]" for name, fact in program.facts.known())
     odd = [f"{name}: {fact.origin}" for name, fact in program.facts.known() if "(" in fact.origin]
-    out.print(f"[bold]{program.name}[/]  {program.facts.architecture}  {len(program)} nodes")
+    out.print(Text.assemble((program.name, "bold"), f"  {program.facts.architecture}  {len(program)} nodes"))
     if facts:
         out.print(facts + (f"  [yellow]{'; '.join(odd)}[/]" if odd else ""))
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -123,7 +123,7 @@ def _print_summary(program: Program, folds: Folds) -> None:
             origins = sorted({program.tensors[row.name].origin.partition("#")[0] for row in rows})
             where = ", ".join(origins[:2]) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
             values = f", {program.parameters_count():,} values" if role is Role.PARAMETER else ""
-            table.add_row(f"{role.value}s", f"{len(rows)}{values} from {where}")
+            table.add_row(f"{role.value}s", Text(f"{len(rows)}{values} from {where}"))
     for row in (*program.bindings.of(Role.INPUT), *program.bindings.outs):
         alias = f" in the storage of {row.alias.of} ({row.alias.why})" if row.alias else ""
         table.add_row(row.role.value, Text(f"{row.name}: {row.text}{alias}"))
@@ -135,6 +135,6 @@ def _print_summary(program: Program, folds: Folds) -> None:
 
 def _print_source(text: str) -> None:
     if out.is_terminal:
-        out.print(Syntax(text, "python", background_color="default", word_wrap=False))
+        out.print(Syntax(text, "python", background_color="default", word_wrap=True))
     else:
         typer.echo(text, nl=False)

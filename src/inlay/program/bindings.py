@@ -49,6 +49,8 @@ class Binding:
     shape: tuple[int | str, ...]
     alias: Alias | None = None
     persistent: bool = True
+    value: int | float | bool | str | None = None
+    """What a Python number or string was when the program was captured: it is part of the program."""
 
     @property
     def is_tensor(self) -> bool:

@@ -6,11 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from inlay.program.align import align
 from inlay.program.fold import Folds, fold_graph
 from inlay.program.folded import lines_to_compare
 from inlay.program.graphs import labels, operands
 from inlay.program.pause import collector_paused
+from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -132,7 +135,7 @@ def _rows(left: list[str], right: list[str]) -> Iterator[Row]:
 def _binding_changes(left: Program, right: Program) -> Iterator[str]:
     ours: dict[tuple[str, str], Any] = {(row.role.value, row.target): row for row in left.bindings}
     theirs = {(row.role.value, row.target): row for row in right.bindings}
-    for key in ours.keys() | theirs.keys():
+    for key in dict.fromkeys([*ours, *theirs]):
         one, two = ours.get(key), theirs.get(key)
         if one is None:
             yield f"{key[0]} {key[1]} is new"
@@ -140,5 +143,24 @@ def _binding_changes(left: Program, right: Program) -> Iterator[str]:
             yield f"{key[0]} {key[1]} is gone"
         elif (one.dtype, one.shape) != (two.dtype, two.shape):
             yield f"{key[0]} {key[1]} was {one.text} and is {two.text}"
-        elif one.alias != two.alias:
+        elif (one.alias is None) != (two.alias is None):
             yield f"{key[0]} {key[1]} lives in other storage"
+        elif one.value != two.value:
+            yield f"{key[0]} {key[1]} was {one.value!r} and is {two.value!r}"
+        elif not _same_values(left.tensors.get(one.name), right.tensors.get(two.name)):
+            yield f"{key[0]} {key[1]} has other values"
+    ranges = [{symbol.name: symbol.text for symbol in each.symbols.values()} for each in (left, right)]
+    for name in dict.fromkeys([*ranges[0], *ranges[1]]):
+        if ranges[0].get(name) != ranges[1].get(name):
+            yield f"the size {name} was {ranges[0].get(name, 'fixed')} and is {ranges[1].get(name, 'fixed')}"
+
+
+def _same_values(one: Any, two: Any) -> bool:
+    """Values that are in no checkpoint are part of the program; weights are not."""
+    if not isinstance(one, InMemory) or not isinstance(two, InMemory):
+        return True
+    left, right = one.tensor.detach(), two.tensor.detach()
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    pair = [each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]
+    return torch.equal(pair[0], pair[1])

@@ -16,12 +16,14 @@ from torch.export.graph_signature import (
     InputSpec,
     OutputKind,
     OutputSpec,
+    SymBoolArgument,
+    SymFloatArgument,
     SymIntArgument,
     TensorArgument,
 )
 from torch.utils import _pytree as pytree
 
-from inlay.errors import CaptureError
+from inlay.errors import CaptureError, ProgramError
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.facts import Facts
 from inlay.program.graphs import MODULE, SOURCE, Types, adopt, all_nodes, copy_graph, subgraphs
@@ -39,6 +41,7 @@ _ROLES = {
     InputKind.USER_INPUT: Role.INPUT,
 }
 _KINDS = {role: kind for kind, role in _ROLES.items()}
+_NUMBERS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
 
 
 def from_exported(
@@ -56,7 +59,7 @@ def from_exported(
     strip_metadata_asserts(graph)
     named, used = symbols or {}, _free_symbols(graph)
     table = {
-        str(raw): _symbol(str(raw), bounds, named)
+        str(raw): _symbol(str(raw), bounds, named, used[str(raw)][1])
         for raw, bounds in exported.range_constraints.items()
         if str(raw) in used
     }
@@ -81,11 +84,10 @@ def _drop_unused(graph: fx.Graph, bindings: Bindings) -> Bindings:
     return Bindings(tuple(row for row in bindings if row.name not in unused))
 
 
-def _symbol(raw: str, bounds: Any, named: Mapping[str, str]) -> Symbol:
-    # Export reports a lower bound of 2 for sizes it did not specialise to 0 or 1 and accepts 1 at run time.
+def _symbol(raw: str, bounds: Any, named: Mapping[str, str], example: int) -> Symbol:
     low, high = int(bounds.lower), bounds.upper
     known = getattr(high, "is_Integer", isinstance(high, int))
-    return Symbol(named.get(raw, raw), 1 if low == 2 else low, int(high) if known else None)
+    return Symbol(named.get(raw, raw), low, int(high) if known else None, example)
 
 
 def strip_metadata_asserts(graph: fx.Graph) -> None:
@@ -129,16 +131,18 @@ def source_line(trace: str | None) -> str:
 
 def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: Types, out_spec: Any) -> Bindings:
     rows: list[Binding] = []
-    by_target: dict[str, str] = {}
+    by_target: dict[tuple[bool, str], str] = {}
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     for spec in signature.input_specs:
         if spec.kind not in _ROLES:
             raise CaptureError(f"The model takes {spec.arg.name}, a {spec.kind.name.lower()}, which Inlay cannot bind.")
         role, target = _ROLES[spec.kind], spec.target or spec.arg.name
-        by_target[target] = spec.arg.name
+        by_target[role is Role.INPUT, target] = spec.arg.name
         dtype, shape = _type(placeholders[spec.arg.name].meta.get("val"), types)
         persistent = spec.persistent is not False and role is not Role.CONSTANT
-        rows.append(Binding(spec.arg.name, role, target, dtype, shape, persistent=persistent))
+        held = placeholders[spec.arg.name].meta.get("val")
+        value = held if isinstance(held, (int, float, bool, str)) else None
+        rows.append(Binding(spec.arg.name, role, target, dtype, shape, persistent=persistent, value=value))
     values = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(values, (tuple, list))
     paths = iter(output_names(out_spec))
@@ -149,7 +153,7 @@ def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: Types, ou
             target = next(paths)
         elif spec_.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             target = spec_.target or ""
-            alias = Alias(by_target[target], "mutated")
+            alias = Alias(by_target[spec_.kind is OutputKind.USER_INPUT_MUTATION, target], "mutated")
         else:
             raise CaptureError(f"The model returns a {spec_.kind.name.lower()}, which Inlay cannot bind.")
         name = f"{target}.out" if alias else target
@@ -188,12 +192,15 @@ def _key(key: Any) -> str:
 
 def to_exported(program: Program) -> ExportedProgram:
     """An ExportedProgram that computes `program`, with its weights bound."""
+    _refuse_clashes(program)
     graph = copy_graph(program.graph)
     root = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
     adopt(root.graph, dict(subgraphs(graph)))
-    values = {
-        row.target: program.tensors[row.name].read() for row in program.bindings.ins if row.name in program.tensors
-    }
+    held = program.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+    written = {row.name for row in program.bindings.state}
+    values = {row.target: program.tensors[row.name].read() for row in held}
+    # What the program writes to starts from the captured value each time, and is nobody else's.
+    values |= {row.target: values[row.target].clone() for row in held if row.name in written}
     persistent = {row.target for row in program.bindings.of(Role.PARAMETER, Role.BUFFER) if row.persistent}
     state = {target: value for target, value in values.items() if target in persistent}
     parameters = {row.target for row in program.bindings.of(Role.PARAMETER)}
@@ -221,6 +228,20 @@ def to_exported(program: Program) -> ExportedProgram:
         ],
         constants={target: value for target, value in values.items() if target not in persistent},
     )
+
+
+def _refuse_clashes(program: Program) -> None:
+    """torch's ExportedProgram.module() writes to the buffer where an argument of the same name is meant."""
+    inputs = {row.target for row in program.bindings.of(Role.INPUT)}
+    written = {row.target for row in program.bindings.state}
+    clash = inputs & written & {row.target for row in program.bindings.of(Role.BUFFER)}
+    if clash:
+        name = sorted(clash)[0]
+        raise ProgramError(
+            f"{name} is the name of an argument and of a buffer, and one of them is written to:"
+            " torch's ExportedProgram mixes them up.",
+            "Rename one of them in the model.",
+        )
 
 
 def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
@@ -252,31 +273,33 @@ def _argument(value: Any, name: str) -> Any:
     held = value.meta.get("val")
     if isinstance(held, torch.Tensor):
         return TensorArgument(name=value.name)
-    if isinstance(held, torch.SymInt):
-        return SymIntArgument(name=value.name)
+    for kind, argument in _NUMBERS.items():
+        if isinstance(held, kind):
+            return argument(name=value.name)
     return ConstantArgument(name=value.name, value=held)
 
 
 def _ranges(program: Program) -> dict[Any, Any]:
-    import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.value_ranges import ValueRanges
 
     free = _free_symbols(program.graph)
     return {
-        free.get(raw, sympy.Symbol(raw, integer=True)): ValueRanges(
-            2 if symbol.low == 1 else symbol.low, int_oo if symbol.high is None else symbol.high
-        )
+        free[raw][0]: ValueRanges(symbol.low, int_oo if symbol.high is None else symbol.high)
         for raw, symbol in program.symbols.items()
+        if raw in free
     }
 
 
-def _free_symbols(graph: fx.Graph) -> dict[str, Any]:
-    """The symbols that the types of a graph's nodes use, by name."""
-    free: dict[str, Any] = {}
+def _free_symbols(graph: fx.Graph) -> dict[str, tuple[Any, int]]:
+    """The symbols that the types of a graph's nodes use, by name, with the size each had at capture."""
+    free: dict[str, tuple[Any, int]] = {}
     for node in all_nodes(graph):
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, torch.Tensor) else (value,):
                 if isinstance(size, torch.SymInt):
-                    free.update({str(symbol): symbol for symbol in size.node.expr.free_symbols})
+                    for symbol in size.node.expr.free_symbols:
+                        hint = size.node.hint if size.node.expr == symbol else None
+                        known = free.get(str(symbol), (symbol, 0))[1]
+                        free[str(symbol)] = (symbol, known or int(hint or 0))
     return free

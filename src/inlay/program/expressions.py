@@ -85,7 +85,8 @@ def express(node: fx.Node, operand: Callable[[fx.Node], Text]) -> Text:
         sign, level = _INFIX[name]
         left, right = (_text(arg, operand) for arg in args)
         # `**` binds to the right, everything else to the left.
-        before, after = (level + 1, level) if sign == "**" else (level, level + 1)
+        # Comparisons would chain: `a < b == c` is not `(a < b) == c`.
+        before, after = (level + 1, level) if sign == "**" else (level, level + 1) if level else (1, 1)
         return Text(f"{left.inside(before)} {sign} {right.inside(after)}", level)
     if name == "aten.neg.default":
         return Text(f"-{_text(args[0], operand).inside(5)}", 5)
@@ -100,7 +101,7 @@ def express(node: fx.Node, operand: Callable[[fx.Node], Text]) -> Text:
     if name in _METHODS:
         method = _METHODS[name]
         rest = args[1:]
-        if method in _SPREAD and len(rest) == 1 and isinstance(rest[0], (list, tuple)):
+        if method in _SPREAD and len(rest) == 1 and isinstance(rest[0], (list, tuple)) and rest[0]:
             rest = tuple(rest[0])
         call = _arguments(rest, kwargs, operand)
         return Text(f"{_text(args[0], operand).inside(_POSTFIX)}.{method}({call})", _POSTFIX)

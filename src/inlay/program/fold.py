@@ -150,14 +150,16 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
     crossing = _crossing(nodes)
     signer = _Signer(nodes, string)
     groups: dict[Hashable, list[Occurrence]] = {}
+    known: set[bytes] = set()
     free = string.copy()
     for _ in range(_MOST_FOLDS):
         run = _best_run(free)
         if run is None:
             break
         start, end, period = run
-        stretches = _cut(string, crossing, start, end, period)
+        stretches = _cut(string, crossing, start, end, period, known)
         for begin, stop in stretches:
+            known.add(string[begin:stop].tobytes())
             occurrence, signature = signer.sign(begin, stop)
             groups.setdefault(signature, []).append(occurrence)
         _blank(free, stretches[0][0], stretches[-1][1])
@@ -237,13 +239,19 @@ def _runs(string: npt.NDArray[np.int64], period: int) -> Iterator[tuple[int, int
 
 
 def _cut(
-    string: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], start: int, end: int, period: int
+    string: npt.NDArray[np.int64],
+    crossing: npt.NDArray[np.int64],
+    start: int,
+    end: int,
+    period: int,
+    known: set[bytes],
 ) -> list[tuple[int, int]]:
-    """Cut a repeat into blocks: where the fewest values cross, then most blocks, then earliest."""
+    """Cut a repeat into blocks where the fewest values cross; like blocks seen before; most of them; earliest."""
 
-    def cost(phase: int) -> tuple[int, int, int]:
+    def cost(phase: int) -> tuple[int, bool, int, int]:
         count = (end - phase) // period
-        return int(crossing[phase : phase + count * period + 1 : period].max()), -count, phase
+        new = string[phase : phase + period].tobytes() not in known
+        return int(crossing[phase : phase + count * period + 1 : period].max()), new, -count, phase
 
     first = min(range(start, start + period), key=cost)
     count = (end - first) // period

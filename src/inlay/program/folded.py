@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from itertools import groupby, pairwise
-from textwrap import wrap
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +18,7 @@ from inlay.program.bindings import Role
 from inlay.program.expressions import Text, express
 from inlay.program.fold import Folds, Kind, Occurrence, fold
 from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands
+from inlay.program.layout import Line, free_name, loop_head, sequence_text, wrapped
 from inlay.program.literals import literal, namespace
 from inlay.program.paths import Owner, common_owner, path_text
 from inlay.program.pause import collector_paused
@@ -56,14 +55,6 @@ def lines_to_compare(program: Program, folds: Folds, names: Mapping[fx.Node, str
     return list(_Writer(program, folds, _UNLIMITED, _COMPARED_INLINE, names, types_only=True).lines())[1:]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One statement: its code, what stands behind it, and the node it computes."""
-
-    code: str
-    note: str = ""
-
-
 class _Writer:
     def __init__(
         self,
@@ -85,6 +76,8 @@ class _Writer:
         )
         self.file = files.most_common(1)[0][0] if files else ""
         self.constants = _shared_constants(program)
+        inputs = [row.name for row in program.bindings.of(Role.INPUT)]
+        self.root, self.layer = free_name("model", inputs), free_name("w", inputs)
         self.slots = {kind: _Slots(kind, self) for kind in folds.kinds}
 
     def lines(self) -> Iterator[str]:
@@ -95,21 +88,22 @@ class _Writer:
         targets = [node.target for node in all_nodes(self.program.graph) if node.op == "call_function"]
         for space in sorted({namespace(target) for target in targets} - {"torch"}):
             yield f"import {space}" if space in ("math", "operator", "builtins") else f"{space} = torch.ops.{space}"
-        if any(math.isinf(value) or math.isnan(value) for value in _floats(self.program.graph)):
+        if any(not math.isfinite(value) for value in _floats(self.program)):
             yield "from math import inf, nan"
         for name in dict.fromkeys(self.constants.values()):
             yield from _constant_lines(name, self.program.tensors[name].read(), self.width)
         for name, graph in list(all_graphs(self.program.graph))[1:]:
             parameters = [node.name for node in graph.nodes if node.op == "placeholder"]
-            yield from self._function(name, parameters, self._plain(graph))
+            yield from self._function(name, parameters, self._plain(graph, f"{name}__"))
         for kind in self.folds.kinds:
             yield from self._block(kind)
         inputs = [row.name for row in self.program.bindings.of(Role.INPUT)]
-        yield from self._function("forward", ["model", *inputs], self._forward())
+        yield from self._function("forward", [self.root, *inputs], self._forward())
 
     def _function(self, name: str, parameters: Sequence[str], body: Iterable[Line], note: str = "") -> Iterator[str]:
         yield ""
-        yield self._fit(Line(f"def {name}({', '.join(parameters)}):", note))
+        for line in wrapped(f"def {name}", f"({', '.join(parameters)})", self.width - 1, note):
+            yield self._fit(Line(f"{line.code}:" if line.code.endswith(")") else line.code, line.note))
         for line in body:
             yield self._fit(Line(f"    {line.code}", line.note))
 
@@ -142,13 +136,15 @@ class _Writer:
             row = self.rows.get(node.name)
             if row is None or row.role not in _IN_MODEL:
                 return self.constants.get(node.name, node.name)
-            return path_text("model", row)
+            return path_text(self.root, row)
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and (size := self.program.types.text(value)) in self.sizes:
             return size
         return self.renamed.get(node, node.name)
 
-    def _statements(self, nodes: Sequence[fx.Node], names: dict[fx.Node, Text], keep: set[fx.Node]) -> Iterator[Line]:
+    def _statements(
+        self, nodes: Sequence[fx.Node], names: dict[fx.Node, Text], keep: set[fx.Node], prefix: str = ""
+    ) -> Iterator[Line]:
         """Statements for `nodes`; values used once are inlined unless they are in `keep`."""
         scope = set(nodes)
         budget = self.width - 6
@@ -163,20 +159,20 @@ class _Writer:
 
         for node in nodes:
             if node.op == "get_attr":
-                names[node] = Text(str(node.target).replace(".", "_"))
+                names[node] = Text(prefix + str(node.target).replace(".", "_"))
                 continue
             text = express(node, operand)
             name = self._name(node)
             if stays(node, text):
                 names[node] = Text(name)
-                yield from _wrapped(f"{name} = ", text.text, budget, self._note(node))
+                yield from wrapped(f"{name} = ", text.text, budget, self._note(node))
             else:
                 names[node] = text
 
-    def _plain(self, graph: fx.Graph) -> Iterator[Line]:
+    def _plain(self, graph: fx.Graph, prefix: str) -> Iterator[Line]:
         names: dict[fx.Node, Text] = {node: Text(node.name) for node in graph.nodes if node.op == "placeholder"}
         body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        yield from self._statements(body, names, set())
+        yield from self._statements(body, names, set(), prefix)
         yield self._return(graph, names)
 
     def _return(self, graph: fx.Graph, names: Mapping[fx.Node, Text]) -> Line:
@@ -205,7 +201,7 @@ class _Writer:
         inside = {node for kind in self.folds.kinds for each in kind.occurrences for node in each.nodes}
         keep = {node for kind in self.folds.kinds for each in kind.occurrences for node in each.inputs}
         at = 0
-        for kind, occurrences in _unbroken(self.folds):
+        for kind, occurrences in self._runs():
             # Sizes computed in the midst of a block belong to no block: they are written before it.
             end = place[occurrences[-1].nodes[-1]] + 1
             yield from self._statements([node for node in body[at:end] if node not in inside], names, keep)
@@ -214,14 +210,21 @@ class _Writer:
         yield from self._statements(body[at:], names, keep)
         yield self._return(graph, names)
 
+    def _runs(self) -> Iterator[tuple[Kind, list[Occurrence]]]:
+        for kind, occurrences in _unbroken(self.folds):
+            if _is_loop(occurrences, self.slots[kind]):
+                yield kind, occurrences
+            else:
+                yield from ((kind, [each]) for each in occurrences)
+
     def _calls(self, kind: Kind, occurrences: Sequence[Occurrence], names: dict[fx.Node, Text]) -> Iterator[Line]:
         """Call a block once for each occurrence, in a loop over what differs between them."""
         slots = self.slots[kind]
         first, last = occurrences[0], occurrences[-1]
         outputs = {position: self._name(first.nodes[position]) for position in kind.outputs}
         loop = [slots.owners[each] for each in occurrences] if slots.owners else []
-        over = {"w": _layers_text(loop)} if loop else {}
-        arguments = ["w"] if loop else []
+        over = {self.layer: _layers_text(loop)} if loop else {}
+        arguments = [self.layer] if loop else []
         for index in range(len(first.inputs)):
             if slots.inner[index] not in slots.parameters:
                 continue
@@ -233,17 +236,17 @@ class _Writer:
             elif len(set(values)) == 1:
                 arguments.append(values[0])
             else:
-                over[f"{slots.inner[index]}_each"] = _sequence_text(values)
+                over[f"{slots.inner[index]}_each"] = sequence_text(values)
                 arguments.append(f"{slots.inner[index]}_each")
         if loop and len(occurrences) == 1:
             arguments[0] = loop[0].text
-        call = f"{', '.join(outputs.values())} = {self.kind_names[kind]}({', '.join(dict.fromkeys(arguments))})"
+        call = f"{', '.join(outputs.values())} = {self.kind_names[kind]}({', '.join(arguments)})"
         if len(occurrences) == 1:
             yield Line(call)
         else:
             source = next(iter(over.values())) if len(over) == 1 else f"zip({', '.join(over.values())})"
             head = f"for {', '.join(over)} in {source}:" if over else f"for _ in range({len(occurrences)}):"
-            yield from _loop_head(head, self.width - 6, f"× {len(occurrences)}")
+            yield from loop_head(head, self.width - 6, f"× {len(occurrences)}")
             yield Line(f"    {call}")
         names.update({last.nodes[position]: Text(name) for position, name in outputs.items()})
 
@@ -264,13 +267,33 @@ def _constant_lines(name: str, value: torch.Tensor, width: int) -> Iterator[str]
         yield f"{name} = ...  # {value.dtype} {tuple(value.shape)}: in the full form"
         return
     text = f"torch.tensor({literal(value.tolist())}, dtype={value.dtype})"
-    for line in _wrapped(f"{name} = ", text, width):
+    for line in wrapped(f"{name} = ", text, width):
         yield line.code
 
 
-def _floats(graph: fx.Graph) -> Iterator[float]:
-    for node in all_nodes(graph):
+def _floats(program: Program) -> Iterator[float]:
+    """Every float that the text may hold."""
+    for node in all_nodes(program.graph):
         yield from (value for value in tree_leaves((node.args, dict(node.kwargs))) if isinstance(value, float))
+    for row in program.bindings.of(Role.CONSTANT):
+        value = program.tensors[row.name].read()
+        if value.is_floating_point() and value.numel() <= _CONSTANT_UP_TO:
+            yield from value.reshape(-1).tolist()
+
+
+def _is_loop(occurrences: Sequence[Occurrence], slots: _Slots) -> bool:
+    """Whether a run can be written as a loop: each block is read by the next one alone, through the same slots."""
+    for before, after in pairwise(occurrences):
+        inside, following = set(before.nodes), set(after.nodes)
+        for node in before.outputs:
+            if any(user not in inside and user not in following for user in node.users):
+                return False
+        received = [index for index, node in enumerate(after.inputs) if node in inside]
+        if any(slots.carried(index, occurrences) is None for index in received):
+            return False
+    carried = [slots.carried(index, occurrences) for index in range(len(occurrences[0].inputs))]
+    positions = [position for position in carried if position is not None]
+    return len(positions) == len(set(positions))
 
 
 def _unbroken(folds: Folds) -> list[tuple[Kind, list[Occurrence]]]:
@@ -294,18 +317,20 @@ class _Slots:
             for index, row in enumerate(rows[0])
             if row is not None and row.role in _IN_MODEL and len({each[index] for each in rows}) > 1
         ]
-        found = common_owner([[row for index in weights if (row := each[index])] for each in rows])
+        found = common_owner([[row for index in weights if (row := each[index])] for each in rows], writer.root)
         self.owners: dict[Occurrence, Owner] = dict(zip(kind.occurrences, found, strict=True)) if found else {}
         self.inner: list[str] = []
-        self.parameters: list[str] = ["w"] if found else []
+        self.parameters: list[str] = [writer.layer] if found else []
         for index, node in enumerate(kind.occurrences[0].inputs):
             row = rows[0][index]
             if found and index in weights and row is not None:
-                self.inner.append(found[0].inside("w", row))
+                self.inner.append(found[0].inside(writer.layer, row))
             else:
                 name = node.name if row is not None and row.role in _IN_MODEL else writer._name(node)
                 self.inner.append(name)
-                if len({writer.constants.get(each.inputs[index].name, "") for each in kind.occurrences} - {""}) != 1:
+                constants = {writer.constants.get(each.inputs[index].name, "") for each in kind.occurrences}
+                if len(constants) != 1 or "" in constants:
+                    self.inner[-1] = name = free_name(name, self.parameters)
                     self.parameters.append(name)
 
     def carried(self, index: int, occurrences: Sequence[Occurrence]) -> int | None:
@@ -327,31 +352,11 @@ def _named(names: Mapping[fx.Node, Text], node: fx.Node, default: str) -> str:
     return names[node].text if node in names else default
 
 
-def _sequence_text(values: Sequence[str]) -> str:
-    """A tuple of names, repetitions written as such.
-
-    >>> _sequence_text(["a", "a", "b"] * 3 + ["a"])
-    '((a,) * 2 + (b,)) * 3 + (a,)'
-    """
-    length = len(values)
-    for period in range(1, length + 1):
-        if all(values[index] == values[index % period] for index in range(length)):
-            break
-    repeats, tail = divmod(length, period)
-    body = _runs_text(values[:period])
-    text = body if repeats == 1 else f"({body}) * {repeats}"
-    return f"{text} + {_runs_text(values[:tail])}" if tail else text
-
-
-def _runs_text(values: Sequence[str]) -> str:
-    parts = [(value, len(list(group))) for value, group in groupby(values)]
-    return " + ".join(f"({value},) * {count}" if count > 1 else f"({value},)" for value, count in parts)
-
-
 def _layers_text(owners: Sequence[Owner]) -> str:
     """The layers of a run, as a slice of their module list where they stand in one."""
     first, last = owners[0], owners[-1]
-    if first.base and first.base == last.base and last.number - first.number == len(owners) - 1:
+    one_list = first.base and all(owner.base == first.base for owner in owners)
+    if one_list and [owner.number for owner in owners] == list(range(first.number, last.number + 1)):
         return f"{first.base}[{first.number}:{last.number + 1}]"
     return f"({', '.join(owner.text for owner in owners)},)"
 
@@ -359,35 +364,3 @@ def _layers_text(owners: Sequence[Owner]) -> str:
 def _is_mutable(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def _wrapped(head: str, text: str, budget: int, note: str = "") -> Iterator[Line]:
-    """A statement on one line, or broken at spaces inside brackets where it would not fit."""
-    if len(head) + len(text) <= budget:
-        yield Line(head + text, note)
-        return
-    opening = _last_bracket(text) if text.endswith(")") else -1
-    before, inside, after = (text[: opening + 1], text[opening + 1 : -1], ")") if opening >= 0 else ("(", text, ")")
-    if len(head) + len(before) > budget:
-        before, inside = "(", text
-    yield Line(head + before, note)
-    for line in wrap(inside, max(budget - 4, 20), break_long_words=False, break_on_hyphens=False):
-        yield Line("    " + line)
-    yield Line(after)
-
-
-def _loop_head(head: str, budget: int, note: str) -> Iterator[Line]:
-    variables, _, source = head.removesuffix(":").partition(" in ")
-    *lines, last = _wrapped(f"{variables} in ", source, budget - 1, note)
-    yield from lines
-    yield Line(f"{last.code}:", last.note)
-
-
-def _last_bracket(text: str) -> int:
-    """Where the bracket opens that closes at the end of `text`."""
-    depth = 0
-    for index in range(len(text) - 1, -1, -1):
-        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return -1

@@ -152,13 +152,20 @@ def labels(graph: fx.Graph, types: Types) -> list[tuple[Any, ...]]:
     for node in graph.nodes:
         target: Any = target_text(node.target) if node.op == "call_function" else node.op
         if node.op == "get_attr" and node.target in modules:
-            target = ("graph", *labels(modules[node.target].graph, types))
+            inner = modules[node.target].graph
+            target = ("graph", *labels(inner, types), *_wiring(inner))
         elif node.op in ("get_attr", "call_module", "call_method"):
             target = (node.op, node.target)
         args = tuple(map(label_arg, node.args))
         kwargs = tuple((key, label_arg(node.kwargs[key])) for key in sorted(node.kwargs))
         result.append((target, args, kwargs, types.text(node.meta.get("val"))))
     return result
+
+
+def _wiring(graph: fx.Graph) -> list[tuple[int, ...]]:
+    """Which nodes each node reads, by position."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    return [tuple(place[each] for each in operands(node)) for node in graph.nodes]
 
 
 def _constant(arg: Any) -> Any:

@@ -29,6 +29,8 @@ def literal(value: Any, name: Callable[[fx.Node], str] = lambda node: node.name)
         return name(value)
     if isinstance(value, _TORCH_VALUES):
         return str(value)
+    if isinstance(value, torch._ops.OpOverload):
+        return target_text(value)
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     if isinstance(value, float) and not math.isfinite(value):
@@ -81,6 +83,8 @@ def parse_literal(node: ast.expr, names: Callable[[str], Any]) -> Any:
             found = getattr(torch, attribute, None)
             if isinstance(found, _TORCH_VALUES):
                 return found
+        case ast.Attribute(value=ast.Attribute(value=ast.Name())):
+            return find_target(ast.unparse(node))
         case ast.Call(
             func=ast.Attribute(value=ast.Name(id="torch"), attr="device"), args=[ast.Constant(value=str(text))]
         ):
@@ -127,17 +131,27 @@ def find_target(text: str) -> Any:
     found: Any = None
     if first == "higher_order" and len(rest) == 1:
         found = getattr(torch.ops.higher_order, rest[0], None)
+        found = found if isinstance(found, torch._ops.HigherOrderOperator) else None
     elif first in _FUNCTIONS:
         if len(rest) == 1 and rest[0] in _FUNCTIONS[first]:
             found = getattr(importlib.import_module(first), rest[0])
     elif len(rest) == 2 and rest[0] not in _REFUSED:
-        packet = getattr(getattr(torch.ops, first), rest[0], None)
-        found = getattr(packet, rest[1], None)
-        if packet is not None and found is None:
-            raise ProgramError(f"{first}.{rest[0]} has no overload {rest[1]}.", nearest(rest[1], packet.overloads()))
-    if not callable(found):
+        found = _overload(first, *rest)
+    if found is None:
         raise ProgramError(
             f"There is no operator {text} that a program may call.",
             "If a package registers it, import that package before the program is read.",
         )
     return found
+
+
+def _overload(space: str, name: str, overload: str) -> Any:
+    """An operator and nothing else: torch.ops also has attributes that load libraries and import modules."""
+    holder = getattr(torch.ops, space)
+    packet = getattr(holder, name, None) if isinstance(holder, torch._ops._OpNamespace) else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    known: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    if overload not in known:
+        raise ProgramError(f"{space}.{name} has no overload {overload}.", nearest(overload, known))
+    return getattr(packet, overload)

@@ -17,7 +17,7 @@ from inlay.program.graphs import MODULE, SOURCE, adopt
 from inlay.program.literals import find_target, parse_literal
 from inlay.program.pause import collector_paused
 from inlay.program.program import Calling, Program
-from inlay.program.symbols import FakeValues
+from inlay.program.symbols import FakeValues, symbols_of
 from inlay.program.text import FORMAT, MARK
 from inlay.program.weights import Absent, InMemory
 
@@ -39,7 +39,10 @@ def load(path: Path | str, tensors: Mapping[str, TensorRef] | None = None) -> Pr
     if beside.exists():
         from safetensors.torch import load_file
 
-        large = load_file(beside)
+        try:
+            large = load_file(beside)
+        except Exception as error:
+            raise ProgramError(f"{beside} is damaged: {one_line(error)}.", "Make the dump again.") from error
     return parse(text, tensors, large)
 
 
@@ -99,8 +102,10 @@ class _Reader:
     def program(self) -> Program:
         bindings = self._bindings()
         graph = self._graph("forward")
-        fakes = FakeValues(self.tables["SYMBOLS"])
-        values = [fakes.tensor(getattr(torch, row.dtype), row.shape) if row.is_tensor else None for row in bindings.ins]
+        fakes = FakeValues(symbols_of(self.tables["SYMBOLS"]))
+        values = [
+            fakes.tensor(getattr(torch, row.dtype), row.shape) if row.is_tensor else row.value for row in bindings.ins
+        ]
         fakes.propagate(graph, values)
         in_spec, out_spec, arg_names = self.tables["CALLING"]
         output_names = [row.name for row in bindings.outs if row.alias is None]
@@ -109,8 +114,8 @@ class _Reader:
 
     def _bindings(self) -> Bindings:
         rows = [
-            Binding(name, Role(role), target, dtype, tuple(shape), persistent=persistent)
-            for name, (role, target, dtype, shape, persistent) in self.tables["INPUTS"].items()
+            Binding(name, Role(role), target, dtype, tuple(shape), persistent=persistent, value=value)
+            for name, (role, target, dtype, shape, persistent, value) in self.tables["INPUTS"].items()
         ]
         for name, (target, dtype, shape, of, why) in self.tables["OUTPUTS"].items():
             alias = Alias(of, why) if of is not None else None
@@ -122,6 +127,10 @@ class _Reader:
         for row in bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
             if row.name in self.tables["CONSTANTS"]:
                 held = self.tables["CONSTANTS"][row.name]
+                if held is None and row.name not in self.large:
+                    raise ProgramError(
+                        f"The value of {row.target} is missing.", "Keep the .safetensors file of a dump beside it."
+                    )
                 value = self.large[row.name] if held is None else torch.tensor(held[0], dtype=held[1]).reshape(held[2])
                 refs[row.name] = InMemory(value)
             else:

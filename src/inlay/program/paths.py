@@ -29,16 +29,17 @@ class Owner:
     """The module that holds all weights of one occurrence of a block."""
 
     parts: tuple[str, ...]
+    root: str = "model"
 
     @property
     def text(self) -> str:
-        """The module as an attribute of `model`."""
-        return "model" + attribute_path(self.parts)
+        """The module as an attribute of the root."""
+        return self.root + attribute_path(self.parts)
 
     @property
     def base(self) -> str:
         """The list the module stands in, when it stands in one."""
-        return "model" + attribute_path(self.parts[:-1]) if self.parts[-1].isdigit() else ""
+        return self.root + attribute_path(self.parts[:-1]) if self.parts[-1].isdigit() else ""
 
     @property
     def number(self) -> int:
@@ -50,14 +51,14 @@ class Owner:
         return name + attribute_path(row.target.split(".")[len(self.parts) :])
 
 
-def common_owner(rows: Sequence[Sequence[Binding]]) -> list[Owner]:
+def common_owner(rows: Sequence[Sequence[Binding]], root: str = "model") -> list[Owner]:
     """For each occurrence the deepest module that holds all its weights; empty when they have nothing in common.
 
     All occurrences must use the same names inside their module, else a block could not name its weights.
     """
     if not rows or not rows[0]:
         return []
-    owners = [Owner(_shared_parts([row.target.split(".")[:-1] for row in each])) for each in rows]
+    owners = [Owner(_shared_parts([row.target.split(".")[:-1] for row in each]), root) for each in rows]
     insides = {tuple(owner.inside("w", row) for row in each) for owner, each in zip(owners, rows, strict=True)}
     distinct = len({owner.parts for owner in owners}) == len(owners)
     return owners if len(insides) == 1 and distinct and all(owner.parts for owner in owners) else []

@@ -27,6 +27,8 @@ class Symbol:
     name: str
     low: int
     high: int | None
+    example: int = 2
+    """The size at capture: types are computed with it again when a dump is read."""
 
     @property
     def text(self) -> str:

@@ -6,13 +6,16 @@ graphs directly.
 
 from __future__ import annotations
 
+import ast
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.program import Symbol
@@ -20,37 +23,56 @@ from inlay.program.program import Symbol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_FIRST_EXAMPLE = 101
+_ARITHMETIC: dict[type[Any], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 class FakeValues:
     """Makes fake tensors whose sizes are named symbols, and computes the values of a graph's nodes from them."""
 
-    def __init__(self, ranges: Mapping[str, tuple[int, int | None]]) -> None:
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
-        # Equal example sizes become one symbol, so each name gets a size of its own.
-        self._example = {name: _FIRST_EXAMPLE + 2 * index for index, name in enumerate(ranges)}
-        self._ranges = ranges
+    def __init__(self, symbols: Sequence[Symbol]) -> None:
+        env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        self._sizes: dict[str, Any] = {}
         self.symbols: dict[str, Symbol] = {}
-        """Raw symbol → name and range, for the sizes that were used."""
+        """Raw symbol → name and range."""
+        for symbol in symbols:
+            source = ConstantSource(f"__{symbol.name}")
+            raw = env.create_symbol(symbol.example, source, DimDynamic.DYNAMIC, None)
+            if symbol.high is not None:
+                env.constrain_symbol_range(raw, compiler_min=symbol.low, compiler_max=symbol.high)
+            self._sizes[symbol.name] = env.create_symintnode(raw, hint=symbol.example, source=source)
+            self.symbols[str(raw)] = symbol
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:
-        """A fake tensor with this dtype and shape."""
-        for size in shape:
-            if isinstance(size, str) and size not in self._example:
-                raise ProgramError(f"The size {size} of an input is not one of the symbols of the program.")
-        sizes = [self._example[size] if isinstance(size, str) else size for size in shape]
-        dynamic = [DimDynamic.DUCK if isinstance(size, str) else DimDynamic.STATIC for size in shape]
-        if all(kind is DimDynamic.STATIC for kind in dynamic):
-            with self.mode:
-                return torch.empty(sizes, dtype=dtype)
-        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-        fake = self.mode.from_tensor(torch.empty(sizes, dtype=dtype), symbolic_context=context)
-        sizes_now: list[Any] = list(fake.shape)
-        for size, name in zip(sizes_now, shape, strict=True):
-            if isinstance(name, str):
-                self.symbols[str(size.node.expr)] = Symbol(name, *self._ranges[name])
-        return fake
+        """A fake tensor with this dtype and shape; sizes are numbers, symbols or expressions of symbols."""
+        sizes = [self.size(size) for size in shape]
+        with self.mode:
+            return torch.empty(sizes, dtype=dtype)
+
+    def size(self, size: int | str) -> Any:
+        """A size as torch computes with it."""
+        if isinstance(size, int):
+            return size
+        try:
+            return self._evaluate(ast.parse(size, mode="eval").body)
+        except (SyntaxError, KeyError) as error:
+            raise ProgramError(f"The size {size} is not an expression of the symbols of the program.") from error
+
+    def _evaluate(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return self._sizes[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self._evaluate(left), self._evaluate(right))
+        raise KeyError(ast.unparse(node))
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[Any]) -> Any:
         """Set `meta["val"]` on every node of `graph`, nested graphs included; returns the outputs' values."""
@@ -86,3 +108,8 @@ class FakeValues:
             count = sum(node.op == "placeholder" for node in module.graph.nodes)
             if count <= len(operands):
                 self.propagate(module.graph, operands[:count])
+
+
+def symbols_of(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:
+    """The table of a dump as symbols."""
+    return [Symbol(name, low, high, example) for name, (low, high, example) in names.items()]

@@ -10,6 +10,7 @@ Called as Python, `forward` takes the bindings in order and computes the program
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from inlay.errors import ProgramError
+from inlay.errors import ProgramError, one_line
 from inlay.program.bindings import Role
 from inlay.program.graphs import MODULE, SOURCE, all_graphs, all_nodes, subgraphs, target_text
 from inlay.program.literals import literal, namespace, registered_by
@@ -50,28 +51,40 @@ def save(program: Program, path: Path | str) -> list[Path]:
     A file that is not a dump is never overwritten.
     """
     path = Path(path)
+    if path.is_dir() or not path.name:
+        raise ProgramError(f"{path} is a folder.", "Name a file.")
     beside = path.with_suffix(".safetensors")
     large = {row: value for row, value in _constants(program).items() if value.numel() > INLINE}
     for file in (path, beside) if large else (path,):
         _check_ours(file, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = [path]
-    if large:
-        from safetensors.torch import save_file
+    text = dump(program)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if large:
+            from safetensors.torch import save_file
 
-        save_file({name: value.contiguous() for name, value in large.items()}, beside, metadata={"inlay": path.name})
-        written.append(beside)
-    path.write_text(dump(program))
-    return written
+            tensors = {name: value.contiguous() for name, value in large.items()}
+            save_file(tensors, beside, metadata={"inlay": path.name})
+        path.write_text(text)
+    return [path, beside] if large else [path]
 
 
 def save_text(text: str, path: Path | str) -> Path:
     """Write a text form made elsewhere (the folded one), under the same rule."""
     path = Path(path)
     _check_ours(path, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {one_line(error)}.", "Choose another place.") from error
 
 
 def _check_ours(file: Path, dump_file: Path) -> None:
@@ -104,13 +117,15 @@ def _constants(program: Program) -> dict[str, torch.Tensor]:
 def _lines(program: Program) -> Iterator[str]:
     yield f"{MARK} {FORMAT}: {program.name}"
     targets = [node.target for node in all_nodes(program.graph) if node.op == "call_function"]
-    spaces = sorted({namespace(target) for target in targets})
+    spaces = sorted({namespace(target) for target in [*targets, *_operators_as_arguments(program)]})
     yield from _imports(targets, spaces)
     yield ""
-    yield f"SYMBOLS = {{{', '.join(f'{s.name!r}: ({s.low}, {s.high})' for s in program.symbols.values())}}}"
-    yield "INPUTS = {  # placeholder: (role, name in the model, dtype, shape, stored in checkpoints)"
+    symbols = ", ".join(f"{s.name!r}: ({s.low}, {s.high}, {s.example})" for s in program.symbols.values())
+    yield f"SYMBOLS = {{{symbols}}}  # name: (least, most, size at capture)"
+    yield "INPUTS = {  # placeholder: (role, name in the model, dtype, shape, stored in checkpoints, value if a number)"
     for row in program.bindings.ins:
-        yield f"    {row.name!r}: ({row.role.value!r}, {row.target!r}, {row.dtype!r}, {row.shape!r}, {row.persistent}),"
+        fields = (row.role.value, row.target, row.dtype, row.shape, row.persistent, row.value)
+        yield f"    {row.name!r}: {literal(fields)},"
     yield "}"
     yield "OUTPUTS = {  # name: (name in the model, dtype, shape, storage it lives in, why)"
     for row in program.bindings.outs:
@@ -129,6 +144,14 @@ def _lines(program: Program) -> Iterator[str]:
         yield ""
         yield ""
         yield from _function(program, name, graph, dict(_nested_names(name, graph)))
+
+
+def _operators_as_arguments(program: Program) -> Iterator[object]:
+    """Wrappers such as `auto_functionalized` are given the operator they wrap."""
+    for node in all_nodes(program.graph):
+        for value in pytree.tree_leaves((node.args, dict(node.kwargs))):
+            if isinstance(value, torch._ops.OpOverload):
+                yield value
 
 
 def _imports(targets: Sequence[object], spaces: list[str]) -> Iterator[str]:
