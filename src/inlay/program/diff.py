@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from inlay.program.align import align
-from inlay.program.fold import Folds, fold_graph
+from inlay.program.fold import Folds, Kind, fold_graph
 from inlay.program.folded import lines_to_compare
 from inlay.program.graphs import labels, operands
 from inlay.program.pause import collector_paused
@@ -71,10 +71,11 @@ class Diff:
 @collector_paused()
 def diff(left: Program, right: Program) -> Diff:
     """Compare two programs."""
-    sides = [_Side(left), _Side(right)]
-    pairs = align(sides[0].labels, sides[1].labels)
+    right_side = _Side(right)
+    shown = {node.name for kind in right_side.folds.kinds for node in kind.example.nodes}
+    sides = [_Side(left, shown), right_side]
     taken = {node.name for node in sides[0].nodes}
-    matched = {sides[1].nodes[j]: sides[0].nodes[i] for i, j in pairs}
+    matched = _matched(*sides)
     names = {node: matched[node].name if node in matched else _fresh(node.name, taken) for node in sides[1].nodes}
     texts = [lines_to_compare(left, sides[0].folds, {}), lines_to_compare(right, sides[1].folds, names)]
     operators = Counter(right.op_counts())
@@ -91,18 +92,53 @@ def diff(left: Program, right: Program) -> Diff:
 class _Side:
     """A program as the sequence of its nodes with each block once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, like: frozenset[str] | set[str] = frozenset()) -> None:
         every = list(program.graph.nodes)
         marks = labels(program.graph, program.types)
         self.all_nodes, self.all_labels = every, marks
-        self.folds: Folds = fold_graph(program.graph, marks)
-        hidden = {node for kind in self.folds.kinds for each in kind.occurrences[1:] for node in each.nodes}
+        folds = fold_graph(program.graph, marks)
+        # Of each kind, show the occurrence that the other side shows: a transform keeps the names of what it leaves.
+        self.folds: Folds = replace(folds, kinds=tuple(replace(kind, shown=_shown(kind, like)) for kind in folds.kinds))
+        shown = {node for kind in self.folds.kinds for node in kind.example.nodes}
+        hidden = {node for kind in self.folds.kinds for each in kind.occurrences for node in each.nodes} - shown
         self.nodes: list[fx.Node] = []
         self.labels: list[Hashable] = []
         for node, mark in zip(every, marks, strict=True):
             if node not in hidden and node.op not in ("placeholder", "output"):
                 self.nodes.append(node)
                 self.labels.append(mark)
+
+
+def _matched(left: _Side, right: _Side) -> dict[fx.Node, fx.Node]:
+    """Which node on the left each node on the right is.
+
+    A transform keeps the name of what it leaves alone: same name, same label, same operands by name is the same node.
+    The rest is aligned by labels, in order.
+    """
+    by_name = {node.name: (node, mark) for node, mark in zip(left.nodes, left.labels, strict=True)}
+    matched: dict[fx.Node, fx.Node] = {}
+    for node, mark in zip(right.nodes, right.labels, strict=True):
+        other, label = by_name.get(node.name, (None, None))
+        if other is not None and label == mark and _operand_names(other) == _operand_names(node):
+            matched[node] = other
+    taken = set(matched.values())
+    rest = [
+        [(node, mark) for node, mark in zip(side.nodes, side.labels, strict=True) if node not in done]
+        for side, done in ((left, taken), (right, matched.keys()))
+    ]
+    for i, j in align([mark for _, mark in rest[0]], [mark for _, mark in rest[1]]):
+        matched[rest[1][j][0]] = rest[0][i][0]
+    return matched
+
+
+def _operand_names(node: fx.Node) -> list[str]:
+    return [each.name for each in operands(node)]
+
+
+def _shown(kind: Kind, like: frozenset[str] | set[str]) -> int:
+    """The occurrence with most of these names; if none has any, the second: the first one is often special."""
+    shared = [sum(node.name in like for node in each.nodes) for each in kind.occurrences]
+    return shared.index(max(shared)) if any(shared) else min(1, len(kind) - 1)
 
 
 def _same_wiring(left: _Side, right: _Side) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from inlay.program.graphs import labels, operands
+from inlay.program.graphs import MODULE, labels, operands
 from inlay.program.pause import collector_paused
 
 if TYPE_CHECKING:
@@ -61,9 +61,16 @@ class Kind:
     """A block and everywhere it stands. All occurrences compute the same function of their inputs."""
 
     occurrences: tuple[Occurrence, ...]
+    shown: int = 0
+    """Which occurrence stands for all of them in text."""
 
     def __len__(self) -> int:
         return len(self.occurrences)
+
+    @property
+    def example(self) -> Occurrence:
+        """The occurrence that stands for all of them in text."""
+        return self.occurrences[self.shown]
 
     @property
     def size(self) -> int:
@@ -147,7 +154,7 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
     nodes = [every[index] for index in keep]
     ids: dict[Hashable, int] = {}
     string = np.array([ids.setdefault(node_labels[index], len(ids)) for index in keep], dtype=np.int64)
-    crossing = _crossing(nodes)
+    crossing, boundary = _crossing(nodes), _boundary(nodes)
     signer = _Signer(nodes, string)
     groups: dict[Hashable, list[Occurrence]] = {}
     known: set[bytes] = set()
@@ -157,7 +164,7 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
         if run is None:
             break
         start, end, period = run
-        stretches = _cut(string, crossing, start, end, period, known)
+        stretches = _cut(string, crossing, boundary, start, end, period, known)
         for begin, stop in stretches:
             known.add(string[begin:stop].tobytes())
             occurrence, signature = signer.sign(begin, stop)
@@ -189,14 +196,29 @@ def _blank(string: npt.NDArray[np.int64], start: int, stop: int) -> None:
 
 
 def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
-    """How many values are alive at the cut before each node."""
+    """How many tensors are alive at the cut before each node."""
     place = {node: index for index, node in enumerate(nodes)}
     change = np.zeros(len(nodes) + 2, dtype=np.int64)
     for index, node in enumerate(nodes):
         last = max((place.get(user, len(nodes)) for user in node.users), default=index)
-        change[index + 1] += 1
-        change[last + 1] -= 1
+        value = node.meta.get("val")
+        tensors = len(value) if isinstance(value, (list, tuple)) else 1
+        change[index + 1] += tensors
+        change[last + 1] -= tensors
     return np.cumsum(change)[: len(nodes) + 1]
+
+
+def _boundary(nodes: list[fx.Node]) -> npt.NDArray[np.bool_]:
+    """Whether a node comes from another layer's module than the one before it, going by the first index in its path."""
+    owners = [_numbered(str(node.meta.get(MODULE, ""))) for node in nodes]
+    differs = [bool(one and two and one != two) for one, two in pairwise(owners)]
+    return np.array([True, *differs, True], dtype=np.bool_)
+
+
+def _numbered(path: str) -> str:
+    parts = path.split(".")
+    place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if place is None else ".".join(parts[: place + 1])
 
 
 def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
@@ -241,17 +263,23 @@ def _runs(string: npt.NDArray[np.int64], period: int) -> Iterator[tuple[int, int
 def _cut(
     string: npt.NDArray[np.int64],
     crossing: npt.NDArray[np.int64],
+    boundary: npt.NDArray[np.bool_],
     start: int,
     end: int,
     period: int,
     known: set[bytes],
 ) -> list[tuple[int, int]]:
-    """Cut a repeat into blocks where the fewest values cross; like blocks seen before; most of them; earliest."""
+    """Cut a repeat into blocks where the fewest tensors cross.
 
-    def cost(phase: int) -> tuple[int, bool, int, int]:
+    Among such places, one where the modules change, then one that gives blocks seen before, then most blocks.
+    """
+
+    def cost(phase: int) -> tuple[int, bool, bool, int, int]:
         count = (end - phase) // period
+        cuts = slice(phase, phase + count * period + 1, period)
         new = string[phase : phase + period].tobytes() not in known
-        return int(crossing[phase : phase + count * period + 1 : period].max()), new, -count, phase
+        inside = not bool(boundary[cuts][:-1].all())
+        return int(crossing[cuts].max()), inside, new, -count, phase
 
     first = min(range(start, start + period), key=cost)
     count = (end - first) // period

@@ -183,7 +183,7 @@ class _Writer:
 
     def _block(self, kind: Kind) -> Iterator[str]:
         slots = self.slots[kind]
-        first = kind.occurrences[0]
+        first = kind.example
         names = {node: Text(slots.inner[index]) for index, node in enumerate(first.inputs)}
         outputs = [first.nodes[position] for position in kind.outputs]
         body = list(self._statements(first.nodes, names, set(outputs)))
@@ -221,7 +221,8 @@ class _Writer:
         """Call a block once for each occurrence, in a loop over what differs between them."""
         slots = self.slots[kind]
         first, last = occurrences[0], occurrences[-1]
-        outputs = {position: self._name(first.nodes[position]) for position in kind.outputs}
+        named = kind.example if len(occurrences) > 1 else first
+        outputs = {position: self._name(named.nodes[position]) for position in kind.outputs}
         loop = [slots.owners[each] for each in occurrences] if slots.owners else []
         over = {self.layer: _layers_text(loop)} if loop else {}
         arguments = [self.layer] if loop else []
@@ -321,12 +322,14 @@ class _Slots:
         self.owners: dict[Occurrence, Owner] = dict(zip(kind.occurrences, found, strict=True)) if found else {}
         self.inner: list[str] = []
         self.parameters: list[str] = [writer.layer] if found else []
-        for index, node in enumerate(kind.occurrences[0].inputs):
-            row = rows[0][index]
+        for index, node in enumerate(kind.example.inputs):
+            row = rows[kind.shown][index]
             if found and index in weights and row is not None:
-                self.inner.append(found[0].inside(writer.layer, row))
+                self.inner.append(found[kind.shown].inside(writer.layer, row))
             else:
                 name = node.name if row is not None and row.role in _IN_MODEL else writer._name(node)
+                if kind.shown and any(node in each.nodes for each in kind.occurrences):
+                    name = f"in_{index}"  # the output of a block that is not shown
                 self.inner.append(name)
                 constants = {writer.constants.get(each.inputs[index].name, "") for each in kind.occurrences}
                 if len(constants) != 1 or "" in constants:
