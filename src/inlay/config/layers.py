@@ -62,7 +62,8 @@ def resolve(
 ) -> Resolved:
     """Put the layers together.
 
-    >>> resolve(settings=["match_rope.enabled=false"]).entries[2].options["enabled"]
+    >>> entries = {entry.key: entry for entry in resolve(settings=["match_rope.enabled=false"]).entries}
+    >>> entries["match_rope"].options["enabled"]
     Setting(value=False, origin='--set match_rope.enabled=false')
     """
     options: dict[str, dict[str, Setting]] = {}

@@ -284,15 +284,15 @@ def _floats(program: Program) -> Iterator[float]:
 
 def _is_loop(occurrences: Sequence[Occurrence], slots: _Slots) -> bool:
     """Whether a run can be written as a loop: each block is read by the next one alone, through the same slots."""
+    carried = [slots.carried(index, occurrences) for index in range(len(occurrences[0].inputs))]
     for before, after in pairwise(occurrences):
         inside, following = set(before.nodes), set(after.nodes)
         for node in before.outputs:
             if any(user not in inside and user not in following for user in node.users):
                 return False
         received = [index for index, node in enumerate(after.inputs) if node in inside]
-        if any(slots.carried(index, occurrences) is None for index in received):
+        if any(carried[index] is None for index in received):
             return False
-    carried = [slots.carried(index, occurrences) for index in range(len(occurrences[0].inputs))]
     positions = [position for position in carried if position is not None]
     return len(positions) == len(set(positions))
 
@@ -320,6 +320,7 @@ class _Slots:
         ]
         found = common_owner([[row for index in weights if (row := each[index])] for each in rows], writer.root)
         self.owners: dict[Occurrence, Owner] = dict(zip(kind.occurrences, found, strict=True)) if found else {}
+        elsewhere = {node for each in kind.occurrences for node in each.nodes} if kind.shown else set()
         self.inner: list[str] = []
         self.parameters: list[str] = [writer.layer] if found else []
         for index, node in enumerate(kind.example.inputs):
@@ -328,7 +329,7 @@ class _Slots:
                 self.inner.append(found[kind.shown].inside(writer.layer, row))
             else:
                 name = node.name if row is not None and row.role in _IN_MODEL else writer._name(node)
-                if kind.shown and any(node in each.nodes for each in kind.occurrences):
+                if node in elsewhere:
                     name = f"in_{index}"  # the output of a block that is not shown
                 self.inner.append(name)
                 constants = {writer.constants.get(each.inputs[index].name, "") for each in kind.occurrences}
