@@ -16,7 +16,7 @@ PRIVATE = {
     "torch._dispatch": {"program/symbols.py"},
     "torch.fx.experimental.symbolic_shapes": {"program/symbols.py"},
     "torch._dynamo.source": {"program/symbols.py"},
-    "torch.fx.experimental._config": {"capture/sizes.py"},
+    "torch.fx.experimental._config": {"program/sizes.py"},
     "torch.fx.experimental.proxy_tensor": {"rewrite/engine.py"},
     "torch._library": {"program/literals.py"},
     "torch.utils._sympy": {"program/exported.py"},

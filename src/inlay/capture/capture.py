@@ -9,10 +9,10 @@ import torch
 from torch.export import Dim
 
 from inlay.capture.model import Example, Model
-from inlay.capture.sizes import any_size
 from inlay.capture.source import open_model
 from inlay.errors import CaptureError, UsageError, nearest, one_line
 from inlay.program.exported import from_exported, source_line
+from inlay.program.sizes import any_size
 from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:

@@ -211,7 +211,7 @@ def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
 def _boundary(nodes: list[fx.Node]) -> npt.NDArray[np.bool_]:
     """Whether a node comes from another layer's module than the one before it, going by the first index in its path."""
     owners = [_numbered(str(node.meta.get(MODULE, ""))) for node in nodes]
-    differs = [bool(one and two and one != two) for one, two in pairwise(owners)]
+    differs = [bool(two) and one != two for one, two in pairwise(owners)]
     return np.array([True, *differs, True], dtype=np.bool_)
 
 

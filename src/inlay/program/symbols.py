@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.program import Symbol
+from inlay.program.sizes import any_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ class FakeValues:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
                 self._propagate_nested(args)
                 try:
-                    with enable_python_dispatcher(), self.mode:
+                    with any_size(), enable_python_dispatcher(), self.mode:
                         node.meta["val"] = node.target(*args, **kwargs)
                 except Exception as error:
                     raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error
