@@ -74,6 +74,7 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
         (["show", "models:raises"], 3, "the factory is broken"),
         (["show", "models:data_dependent"], 4, "cannot be captured"),
         (["show", "--no-such-option"], 2, "No such option"),
+        (["show", "models:convolutions", "--dtype", "bfloat16"], 2, "makes its own module"),
         (["shw"], 2, "No such command"),
         (["diff", "models:convolutions", "architectures.py"], 5, "not a dump of Inlay"),
     ],

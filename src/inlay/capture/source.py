@@ -38,6 +38,10 @@ def open_model(text: str, options: HFOptions | None = None) -> Model:
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{text[:80]} cannot be read: {one_line(error)}.", FORMS) from error
     if _FACTORY.match(text):
+        if options is not None and options.dtype is not None:
+            raise UsageError(
+                f"A number format was asked for, but {text} makes its own module.", "Set it in the factory."
+            )
         return _open_factory(text)
     if _ID.match(text) and not text.endswith((".gguf", ".safetensors", ".json", ".py")):
         return _open_id(text, options)

@@ -44,8 +44,11 @@ def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
     with progress(5) as step:
         step("importing torch")
         if text.endswith(".py") and Path(text).is_file():
+            from inlay.errors import UsageError
             from inlay.program.parse import load
 
+            if dtype is not None:
+                raise UsageError(f"--dtype was given, but {text} is a dump, which has its types.", "Leave it out.")
             step("reading the dump")
             return load(text)
         import torch
