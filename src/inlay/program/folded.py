@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from inlay.program.bindings import Role
 from inlay.program.expressions import Text, express
 from inlay.program.fold import Folds, Kind, Occurrence, fold
-from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands
+from inlay.program.graphs import SOURCE, all_graphs, all_nodes, mutates, operands
 from inlay.program.layout import Line, free_name, loop_head, sequence_text, wrapped
 from inlay.program.literals import literal, namespace
 from inlay.program.paths import Owner, common_owner, path_text
@@ -155,7 +155,7 @@ class _Writer:
         def stays(node: fx.Node, text: Text) -> bool:
             users = list(node.users)
             once = len(users) == 1 and users[0] in scope and operands(users[0]).count(node) == 1
-            return not once or node in keep or len(text.text) > self.inline or _is_mutable(node)
+            return not once or node in keep or len(text.text) > self.inline or mutates(node)
 
         for node in nodes:
             if node.op == "get_attr":
@@ -363,8 +363,3 @@ def _layers_text(owners: Sequence[Owner]) -> str:
     if one_list and [owner.number for owner in owners] == list(range(first.number, last.number + 1)):
         return f"{first.base}[{first.number}:{last.number + 1}]"
     return f"({', '.join(owner.text for owner in owners)},)"
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)

@@ -75,6 +75,16 @@ def target_text(target: Any) -> str:
     return f"{'operator' if module == '_operator' else module}.{getattr(target, '__qualname__', repr(target))}"
 
 
+def mutates(node: fx.Node) -> bool:
+    """Whether a call writes to one of its operands.
+
+    >>> mutates(fx.Graph().call_function(torch.ops.aten.add_.Tensor, (1, 2)))
+    True
+    """
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
 def op_counts(graph: fx.Graph) -> Counter[str]:
     """How often each operator is called, nested graphs included, most frequent first.
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import MODULE, SOURCE, all_graphs
+from inlay.program.graphs import MODULE, SOURCE, all_graphs, mutates
 from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
 from inlay.rewrite.trees import PATTERNS, Tree
 from inlay.rewrite.walker import Found, Walker
@@ -67,7 +67,7 @@ def _search(
     program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
 ) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
     order = {node: index for index, node in enumerate(graph.nodes)}
-    writes = [index for node, index in order.items() if _mutates(node)]
+    writes = [index for node, index in order.items() if mutates(node)]
     sites: dict[fx.Node, tuple[Site, Alternative]] = {}
     misses: dict[fx.Node, Miss] = {}
     for alternative in alternatives:
@@ -181,8 +181,3 @@ def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
     except Exception as error:
         raise ProgramError(f"The replacement of {rule.name} cannot be traced: {one_line(error)}.") from error
     return graph
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
