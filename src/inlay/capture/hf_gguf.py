@@ -46,8 +46,8 @@ def read_config(header: GGUFFile) -> Any:
 class _ReaderView:
     """The checked header in the shape of gguf.GGUFReader.
 
-    transformers reads the file again by itself, tokenizer and all, and trusts every count in it. It gets the scalars and
-    short arrays of our header instead.
+    transformers reads the file again by itself, tokenizer and all, and trusts every count in it. It gets the scalars
+    and short arrays of our header instead.
     """
 
     def __init__(self, header: GGUFFile) -> None:
