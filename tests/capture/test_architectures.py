@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from architectures import ARCHITECTURES, Architecture
 from inlay.capture import capture
+from inlay.capture.hf import HFOptions
 from inlay.config import resolve
 from inlay.program.fold import fold
 from inlay.program.folded import dump_folded
@@ -60,10 +62,35 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
         "add + norm": str(sites["fuse_add_rms_norm"]),
         "attention": f"{_count(canonical, 'attention')} of {layers.value - architecture.without_attention}",
         "rotary": str(sites["match_rope"] + sites["match_rope_interleaved"]),
-        "gated": str(sites["match_swiglu"] + sites["match_geglu"]),
+        "gated": str(sites["match_swiglu"] + sites["match_geglu"] + sites["match_clamped_swiglu"]),
     }
     _compare_with_docs(MATCHED, architecture.model_type, counts, update=update)
     assert _count(canonical, "rsqrt") == 0, "every norm is matched"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.model_type)
+def test_half_precision(architecture: Architecture, tmp_path: Path) -> None:
+    """In bfloat16 the transforms find what they find in float32, and err no more than the eager model does."""
+    eager = random_model({"model_type": architecture.model_type, **architecture.full_config()})
+    half = copy.deepcopy(eager).to(torch.bfloat16)
+    half.save_pretrained(tmp_path)
+    program = capture(str(tmp_path), HFOptions(dtype=torch.bfloat16))
+    canonical, _ = run(program, configure(resolve()))
+    row = next(line for line in MATCHED.read_text().splitlines() if line.startswith(f"| {architecture.model_type} |"))
+    _, _, norms, fused, attention, *_ = (cell.strip() for cell in row.split("|"))
+    assert str(_count(canonical, "rms_norm", "layer_norm")) == norms.split()[0]
+    assert str(canonical.op_counts()["inlay.add_rms_norm.default"]) == fused
+    assert str(_count(canonical, "attention")) == attention.split()[0]
+    module = _run(canonical)
+    for shape in SHAPES:
+        ids = torch.randint(3, 256, shape, generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            exact = copy.deepcopy(half).float()(input_ids=ids, use_cache=False).logits
+            rounded = half(input_ids=ids, use_cache=False).logits.float()
+            actual = module(ids).float()
+        unit = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        assert (actual - exact).abs().mean() <= 1.25 * (rounded - exact).abs().mean() + unit / 16
+        assert (actual - exact).abs().max() <= 2 * (rounded - exact).abs().max() + unit
 
 
 def _count(program: Program, *names: str) -> int:

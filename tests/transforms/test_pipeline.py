@@ -174,3 +174,32 @@ def test_layers_and_their_origin(tmp_path: Path) -> None:
     assert options["match_rope"]["expect"].origin == "default.yaml"
     steps = configure(resolved)
     assert [step.key for step in steps][:2] == ["clean_noops", "clean_noops#2"]
+
+
+def test_another_name_of_a_transform(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("transforms: {fuse_norm: {enabled: false}}")
+    for resolved in (resolve(files=[file]), resolve(settings=["fuse_norm.enabled=false"])):
+        steps = {step.key: step.transform for step in configure(resolved)}
+        assert "fuse_norm" not in steps
+        assert not steps["fuse_add_rms_norm"].options.enabled
+    assert [entry.key for entry in resolve(files=[file]).entries] == [entry.key for entry in resolve().entries]
+
+
+def test_only_the_last_row_of_an_output() -> None:
+    def head(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": x.relu(), "scores": torch.nn.functional.linear(x.relu(), weight).tanh()}
+
+    before = program_of(head, [torch.randn(2, 5, 8), torch.randn(4, 8)])
+    settings = ["gather_last_logits.output=scores"]
+    after, records = run(before, configure(resolve(settings=settings)))
+    assert records[-1].sites == 1
+    assert after.bindings["scores"].shape == (2, 1, 4)
+    x, weight = torch.randn(2, 5, 8), torch.randn(4, 8)
+    one, two = before.module()(x, weight), after.module()(x, weight)
+    torch.testing.assert_close(two["scores"], one["scores"][:, -1:])
+    assert torch.equal(two["hidden"], one["hidden"])
+    text = dump(after)
+    assert text.index("aten.slice") < text.index("aten.linear")
+    with pytest.raises(TransformError, match="no output score\\. "):
+        run(before, configure(resolve(settings=["gather_last_logits.output=score"])))

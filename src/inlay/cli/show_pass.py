@@ -24,7 +24,8 @@ def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence
     from inlay.transforms import configure
     from inlay.transforms.base import find
 
-    steps = configure(resolve(model=model, files=files, settings=settings))
+    resolved = resolve(model=model, files=files, settings=settings)
+    steps, name = configure(resolved), resolved.aliases.get(name, name)
     keys = [step.key for step in steps]
     if name not in keys:
         find(name)

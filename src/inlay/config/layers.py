@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
@@ -26,6 +26,7 @@ class _Match(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
     match: _Match | None = None
+    aliases: dict[str, str] = Field(default_factory=dict)
     transforms: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
 
 
@@ -55,6 +56,8 @@ class Resolved:
     """The configuration of one build."""
 
     entries: tuple[Entry, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Another name of a transform → its name."""
 
 
 def resolve(
@@ -67,14 +70,16 @@ def resolve(
     Setting(value=False, origin='--set match_rope.enabled=false')
     """
     options: dict[str, dict[str, Setting]] = {}
+    aliases: dict[str, str] = {}
     for origin, layer in _layers(architecture, model, files):
+        aliases.update(layer.aliases)
         for key, values in layer.transforms.items():
-            place = options.setdefault(key, {})
+            place = options.setdefault(aliases.get(key, key), {})
             place.update({name: Setting(value, origin) for name, value in (values or {}).items()})
     for text in settings:
-        key, name, value = _parse_setting(text, options)
+        key, name, value = _parse_setting(text, options, aliases)
         options[key][name] = Setting(value, f"--set {text}")
-    return Resolved(tuple(Entry(key, values) for key, values in options.items()))
+    return Resolved(tuple(Entry(key, values) for key, values in options.items()), aliases)
 
 
 def _layers(architecture: str, model: str, files: Iterable[Path | str]) -> Iterator[tuple[str, _File]]:
@@ -113,9 +118,10 @@ def _read(text: str, origin: str) -> _File:
         raise UsageError(f"{origin}: {key}: {first['msg'].lower()}.", hint) from error
 
 
-def _parse_setting(text: str, known: dict[str, Any]) -> tuple[str, str, Any]:
+def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) -> tuple[str, str, Any]:
     path, equals, value = text.partition("=")
     key, dot, name = path.strip().rpartition(".")
+    key = aliases.get(key, key)
     if not equals or not dot:
         raise UsageError(f"{text!r} is not a setting.", "Write --set TRANSFORM.OPTION=VALUE.")
     if key not in known:

@@ -18,31 +18,60 @@ def attention(
     causal: bool,
     window: int,
     softcap: float,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with grouped heads: `query` may have a multiple of the heads of `key` and `value`.
 
     Shapes are `[batch, heads, length, head]`. `causal` hides later positions, `window` (when not 0) those that many
     steps back or more; `mask` is boolean (true: seen) or added. `softcap` (when not 0) bounds scores by a tanh.
+    `slopes`, of any shape, one a head, adds slope times position of the key (ALiBi); `sinks`, one a head, is a score
+    that takes its share of the softmax and leads nowhere.
 
     >>> zeros = torch.zeros(1, 2, 3, 2)
     >>> attention(torch.zeros(1, 4, 3, 2), zeros, zeros + 1, None, 1.0, True, 0, 0.0).shape
     torch.Size([1, 4, 3, 2])
+    >>> attention(zeros, zeros, zeros + 1, None, 1.0, True, 0, 0.0, sinks=torch.zeros(2))[0, 0]
+    tensor([[0.5000, 0.5000],
+            [0.6667, 0.6667],
+            [0.7500, 0.7500]])
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (_repeated(each, groups) for each in (key, value))
     if causal:
         mask = _causal(query, key, window)
-    if not softcap:
+    if slopes is not None:
+        mask = _plus_slopes(mask, slopes, query, key)
+    if not softcap and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        added = (
-            torch.where(mask, 0.0, torch.finfo(scores.dtype).min).to(scores.dtype) if mask.dtype == torch.bool else mask
-        )
-        scores = scores + added
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        scores = scores + _added(mask, scores.dtype)
+    if sinks is None:
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    else:
+        weights = _softmax_with_sinks(scores, sinks)
     return torch.matmul(weights, value)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores."""
+    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if mask.dtype == torch.bool else mask
+
+
+def _plus_slopes(mask: Tensor | None, slopes: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    positions = torch.arange(key.shape[2], device=key.device)
+    bias = (slopes.reshape(1, -1, 1, 1) * positions).to(query.dtype)
+    return bias if mask is None else bias + _added(mask, query.dtype)
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    batch, heads, rows, _ = scores.shape
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(batch, heads, rows, 1)], -1)
+    scores = scores - scores.max(-1, keepdim=True).values
+    return torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
 
 
 def _repeated(heads: Tensor, groups: int) -> Tensor:

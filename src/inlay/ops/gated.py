@@ -22,3 +22,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     """`gelu(gate) * up`"""
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+@canonical("clamped_swiglu")
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, the gate at most `limit`, up within it on both sides.
+
+    >>> clamped_swiglu(torch.tensor([9.0]), torch.tensor([-9.0]), 1.0, 1.0)
+    tensor([0.])
+    """
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))

@@ -85,6 +85,30 @@ def mutates(node: fx.Node) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
+def written_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """The first call after `first` and before `last` that writes in place, whatever it writes to."""
+    at = first.next
+    while at is not last and at.op != "root":
+        if mutates(at):
+            return at
+        at = at.next
+    return None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call hands on the storage of an operand, or may.
+
+    >>> graph = fx.Graph()
+    >>> is_view(graph.call_function(torch.ops.aten.expand.default, (graph.placeholder("x"), [2, 2])))
+    True
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.op == "call_function"
+    returned = any(each.alias_info is not None for each in schema.returns)
+    return returned or node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+
+
 def op_counts(graph: fx.Graph) -> Counter[str]:
     """How often each operator is called, nested graphs included, most frequent first.
 

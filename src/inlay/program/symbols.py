@@ -7,7 +7,9 @@ graphs directly.
 from __future__ import annotations
 
 import ast
+import logging
 import operator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from inlay.program.program import Symbol
 from inlay.program.sizes import any_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _ARITHMETIC: dict[type[Any], Any] = {
     ast.Add: operator.add,
@@ -31,6 +33,21 @@ _ARITHMETIC: dict[type[Any], Any] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+@contextmanager
+def symbolic_sizes() -> Iterator[None]:
+    """Within this context every operator can be computed on fake tensors with symbolic sizes, one of them 1 or not.
+
+    What cannot be computed raises, and torch does not print a traceback of its own besides.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with any_size(), enable_python_dispatcher():
+            yield
+    finally:
+        log.disabled = before
 
 
 class FakeValues:
@@ -94,7 +111,7 @@ class FakeValues:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
                 self._propagate_nested(args)
                 try:
-                    with any_size(), enable_python_dispatcher(), self.mode:
+                    with symbolic_sizes(), self.mode:
                         node.meta["val"] = node.target(*args, **kwargs)
                 except Exception as error:
                     raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.graphs import MODULE, SOURCE, all_graphs, mutates
+from inlay.program.symbols import symbolic_sizes
 from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
 from inlay.rewrite.trees import PATTERNS, Tree
 from inlay.rewrite.walker import Found, Walker
@@ -129,7 +130,8 @@ def _arguments(site: Site, names: Iterable[str]) -> dict[str, Any]:
 def _check_types(site: Site, alternative: Alternative) -> None:
     """The pattern, computed on the site's own inputs, must give what the site gives: else it matched by accident."""
     try:
-        made = tree_leaves(alternative.function(**_arguments(site, alternative.example)))
+        with symbolic_sizes():
+            made = tree_leaves(alternative.function(**_arguments(site, alternative.example)))
     except Exception as error:
         raise Refusal(f"shape: the pattern cannot be computed here: {one_line(error)}", None) from error
     for node, value in zip(site.outputs, made, strict=True):
@@ -177,7 +179,9 @@ def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
         return rule.replacement(**dict(zip(tensors, values, strict=True)), **numbers)
 
     try:
-        graph: fx.Graph = make_fx(run, pre_dispatch=True)(*tensors.values()).graph
+        with symbolic_sizes():
+            # Two arguments that are one value here may be two at the next site: each gets a tensor of its own.
+            graph: fx.Graph = make_fx(run, pre_dispatch=True)(*(value.detach() for value in tensors.values())).graph
     except Exception as error:
         raise ProgramError(f"The replacement of {rule.name} cannot be traced: {one_line(error)}.") from error
     return graph

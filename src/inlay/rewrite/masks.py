@@ -15,6 +15,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from inlay.program.graphs import written_between
+
 aten = torch.ops.aten
 _KNOWN = {
     *(aten.arange.default, aten.arange.start, aten.unsqueeze.default, aten.expand.default, aten.slice.Tensor),
@@ -43,26 +45,41 @@ class Meaning:
     reason: str = ""
 
 
-def meaning(mask: fx.Node) -> Meaning:
-    """Decide what `mask`, a `[batch, 1, rows, columns]` tensor, hides."""
+def meaning(mask: fx.Node, reader: fx.Node) -> Meaning:
+    """Decide what `mask`, a `[batch, 1, rows, columns]` tensor that `reader` is about to read, hides."""
+    calls = [node for node in _ancestors(mask) if node.op == "call_function"]
+    if calls and written_between(calls[0], reader) is not None:
+        return Meaning(False, reason="something is written in place while the mask is made")
+    values = _values(mask, str(mask.meta["val"].shape[-2]))
+    return _compare(values) if isinstance(values, torch.Tensor) else Meaning(False, reason=values)
+
+
+def counts_up(node: fx.Node) -> bool:
+    """Is this 0, 1, 2, … along its last axis, whatever its length, and has it no other axis?"""
+    values = _values(node, str(node.meta["val"].shape[-1]))
+    if not isinstance(values, torch.Tensor):
+        return False
+    return torch.equal(values.flatten(), torch.arange(values.shape[-1]))
+
+
+def _values(mask: fx.Node, length: str) -> torch.Tensor | str:
+    """What a function of positions is, computed as far as it can have anything new to show; or why it cannot be."""
     needed = _ancestors(mask)
     constants = [0]
     for node in needed:
         if node.op == "placeholder":
             if node is mask or any(user.target is not aten.sym_size.int for user in node.users if user in needed):
-                return Meaning(False, reason=f"the mask depends on the values of {node}")
+                return f"the mask depends on the values of {node}"
         elif node.op != "call_function" or not _is_about_positions(node):
-            return Meaning(False, reason=f"the mask is computed with {node.target}, which is not about positions")
+            return f"the mask is computed with {node.target}, which is not about positions"
         else:
             numbers = [value for value in tree_leaves((node.args, dict(node.kwargs))) if type(value) is int]
             constants += [abs(value) for value in numbers if value != _END]
     largest = max(constants)
     if largest > _LARGEST:
-        return Meaning(False, reason=f"the mask holds the constant {largest}, too large to compute it past twice that")
-    values = _compute(needed, mask, 2 * largest + 8)
-    if values is None:
-        return Meaning(False, reason="the mask cannot be computed from sizes alone")
-    return _compare(values)
+        return f"the mask holds the constant {largest}, too large to compute it past twice that"
+    values = _compute(needed, mask, length, 2 * largest + 8)
+    return "the mask cannot be computed from sizes alone" if values is None else values
 
 
 def _is_about_positions(node: fx.Node) -> bool:
@@ -81,15 +98,14 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
     return sorted(found)
 
 
-def _compute(needed: list[fx.Node], mask: fx.Node, length: int) -> torch.Tensor | None:
-    """The mask for a batch of one and this many positions."""
-    rows = str(mask.meta["val"].shape[-2])
+def _compute(needed: list[fx.Node], mask: fx.Node, symbol: str, length: int) -> torch.Tensor | None:
+    """The mask for a batch of one and this many positions; `symbol` is what their number is called."""
     values: dict[fx.Node, Any] = {}
     for node in needed:
         if node.op == "placeholder":
             continue
         if node.target is aten.sym_size.int:
-            values[node] = length if str(node.meta["val"]) == rows else 1
+            values[node] = length if str(node.meta["val"]) == symbol else 1
             continue
         try:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)

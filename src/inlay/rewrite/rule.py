@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Patterns are traced in these: a model in half precision casts where one in full precision does not."""
 
 
@@ -82,7 +82,8 @@ class Rule:
     """What a rewrite consists of. `pattern` and every `pattern_…` method is one alternative.
 
     `examples` gives arguments to trace a pattern with; numbers in it must be values that occur nowhere else in the
-    pattern, because that is how they are recognised.
+    pattern, because that is how they are recognised. Sizes are odd primes, one for each size that is free, and
+    products of them: the fuzzer puts other sizes in their places.
     """
 
     name = ""

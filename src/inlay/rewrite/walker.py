@@ -134,8 +134,12 @@ class Walker:
         return found
 
     def _check_consumers(self, found: Found) -> bool:
-        """Nothing outside may read a value that disappears."""
+        """Nothing outside, and no argument of the replacement, may be a value that disappears."""
         inside = set(found.nodes.values())
+        for name, value in found.values.items():
+            if isinstance(value, fx.Node) and value in inside:
+                self._miss(f"another consumer: {value} is both {name} and inside the pattern", value, found)
+                return False
         outputs = {found.nodes[call] for call in self.tree.outputs}
         for node in inside - outputs:
             for user in node.users:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import all_graphs
+from inlay.program.graphs import all_graphs, is_view, written_between
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -44,6 +44,8 @@ class CleanNoops(Transform):
             Case("addition widens", lambda x: x + 0.0, (torch.arange(4),)),
             Case("two different transposes", lambda x: x.transpose(1, 2).transpose(0, 1).relu(), (x,)),
             Case("a real cast", lambda x: x.to(torch.float64), (x,)),
+            Case("a copy is returned", lambda x: x + 0, (x,)),
+            Case("a view of a copy is returned", lambda x: (x * 1).transpose(0, 1), (x,)),
         ]
 
     def apply(self, program: Program) -> Applied:
@@ -51,7 +53,7 @@ class CleanNoops(Transform):
         for _, graph in all_graphs(program.graph):
             for node in list(graph.nodes):
                 source = _unchanged(node)
-                if source is not None and _same_type(node, source) and not _is_returned(node, source):
+                if source is not None and _same_type(node, source) and not _must_stay(node, source):
                     applied.places.append(node.name)
                     node.replace_all_uses_with(source)
                     graph.erase_node(node)
@@ -99,6 +101,17 @@ def _same_type(node: fx.Node, source: fx.Node) -> bool:
     return before.dtype == after.dtype and [str(size) for size in before.shape] == [str(size) for size in after.shape]
 
 
-def _is_returned(node: fx.Node, source: fx.Node) -> bool:
-    """An output that is a copy of an input must stay a copy: a caller may write to either."""
-    return source.op == "placeholder" and any(user.op == "output" for user in node.users)
+def _must_stay(node: fx.Node, source: fx.Node) -> bool:
+    """A copy stays where somebody may see that it is one: it is returned, as it is or as a view, or something is
+    written in place after it. A view of everything stays where it would make an input an output."""
+    if is_view(node):
+        return source.op == "placeholder" and any(user.op == "output" for user in node.users)
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if is_view(user) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return written_between(node, node.graph.output_node()) is not None

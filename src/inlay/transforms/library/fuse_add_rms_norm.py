@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import MODULE, SOURCE, all_graphs
+from inlay.program.graphs import MODULE, SOURCE, all_graphs, written_between
 from inlay.rewrite import Miss
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -58,7 +58,12 @@ class FuseAddRMSNorm(Transform):
         def scaled(x: Tensor, r: Tensor, w: Tensor) -> Any:
             return norm(torch.add(x, r, alpha=2), w, 1e-5, 0.0, True)
 
+        def weight_comes_late(x: Tensor, r: Tensor, w: Tensor) -> Any:
+            total = x + r
+            return norm(total, w * total.mean(), 1e-5, 0.0, True)
+
         return [
+            Case("sum is read before the weight is there", weight_comes_late, (x, residual, weight)),
             Case("broadcast addition", lambda x, r, w: norm(x + r, w, 1e-5, 0.0, True), (x, torch.randn(8), weight)),
             Case("a constant is added", lambda x, r, w: norm(x + 1.0, w, 1e-5, 0.0, True) + r, (x, residual, weight)),
             Case("scaled addition", scaled, (x, residual, weight)),
@@ -95,16 +100,16 @@ class FuseAddRMSNorm(Transform):
             return f"dtype: {left.dtype} and {right.dtype} are added"
         if left.shape != right.shape:
             return "shape: the operands of the addition are broadcast"
+        if (write := written_between(total, norm)) is not None:
+            return f"mutation between: {write} writes in place between the addition and the norm"
+        if not _known_at(norm.args[1], total) and any(user < norm for user in total.users):
+            return "another consumer: the sum is read before the weight is there"
         return ""
 
     def _fuse(self, graph: fx.Graph, norm: fx.Node) -> None:
         total: Any = norm.args[0]
-        # At the place of the addition, not of the norm: other readers of the sum may stand before the norm.
-        # The weight is a parameter or computed before; where it is not, the norm's place is the only right one.
-        weight: Any = norm.args[1]
-        place = total if weight.op == "placeholder" else norm
-        early = any(user is not norm and user < norm for user in total.users)
-        with graph.inserting_before(place if place is total or not early else norm):
+        # At the place of the addition, because others may read the sum before the norm; unless the weight comes later.
+        with graph.inserting_before(total if _known_at(norm.args[1], total) else norm):
             fused = graph.call_function(_FUSED, (*total.args, *norm.args[1:]))
             parts = [graph.call_function(operator.getitem, (fused, index)) for index in (0, 1)]
         values = (norm.meta["val"], total.meta["val"])
@@ -114,3 +119,7 @@ class FuseAddRMSNorm(Transform):
         graph.erase_node(norm)
         total.replace_all_uses_with(parts[1])
         graph.erase_node(total)
+
+
+def _known_at(value: Any, node: fx.Node) -> bool:
+    return not isinstance(value, fx.Node) or value < node

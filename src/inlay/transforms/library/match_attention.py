@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import MODULE, SOURCE, all_graphs
-from inlay.rewrite import Miss
+from inlay.program.graphs import MODULE, SOURCE, all_graphs, written_between
+from inlay.rewrite import Miss, alibi
 from inlay.rewrite.masks import Meaning, meaning
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
@@ -79,7 +79,7 @@ class MatchAttention(Transform):
                 arguments = _arguments(node, masks) if not reason else ()
                 if reason:
                     applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
-                elif node.target is _SDPA or arguments != tuple(node.args):
+                elif node.target is _SDPA or arguments != tuple(value for _, value in normalised(node)):
                     applied.places.append(node.name)
                     _replace(graph, node, arguments)
                     applied.sites += 1
@@ -108,16 +108,33 @@ def _arguments(node: fx.Node, masks: dict[Any, Meaning]) -> tuple[Any, ...]:
     mask = given["attn_mask"] if node.target is _SDPA else given["mask"]
     causal = bool(given["is_causal"] if node.target is _SDPA else given["causal"])
     window = given.get("window", 0)
-    plain_key, plain_value = _unrepeated(key), _unrepeated(value)
+    plain_key, plain_value = (_unrepeated(each, node) for each in (key, value))
     if _heads(plain_key) == _heads(plain_value) and _heads(query) % _heads(plain_key) == 0:
         key, value = plain_key, plain_value
+    slopes = given.get("slopes")
+    if mask is not None and slopes is None and not given.get("softcap", 0.0):
+        slopes, mask = _without_slopes(mask, node)
     if mask is not None and mask.meta["val"].dim() == 4:
         if mask not in masks:
-            masks[mask] = meaning(mask)
+            masks[mask] = meaning(mask, node)
         if masks[mask].causal:
             causal, window, mask = True, masks[mask].window, None
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
-    return query, key, value, mask, float(scale), causal, window, given.get("softcap", 0.0)
+    flags = (float(scale), causal, window, given.get("softcap", 0.0))
+    return query, key, value, mask, *flags, slopes, given.get("sinks")
+
+
+def _without_slopes(mask: fx.Node, attention: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The slopes in what is added to the scores, one a head, and the rest of it."""
+    dtype = attention.meta["val"].dtype
+    sides = [mask.args, tuple(reversed(mask.args))] if mask.target is aten.add.Tensor and len(mask.args) == 2 else []
+    for bias, rest in sides:
+        if not isinstance(bias, fx.Node) or not isinstance(rest, fx.Node) or bias.meta["val"].dtype != dtype:
+            continue
+        factor = alibi.slopes(bias)
+        if factor is not None and written_between(factor, attention) is None:
+            return factor, rest
+    return None, mask
 
 
 def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None:
@@ -132,7 +149,7 @@ def _heads(node: fx.Node) -> int:
     return int(node.meta["val"].shape[1])
 
 
-def _unrepeated(node: fx.Node) -> fx.Node:
+def _unrepeated(node: fx.Node, attention: fx.Node) -> fx.Node:
     """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
     steps: list[fx.Node] = []
     at: Any = node
@@ -155,7 +172,8 @@ def _unrepeated(node: fx.Node) -> fx.Node:
         return node
     if after.dim() != 4 or int(after.shape[1]) != int(expanded.shape[1]) * int(expanded.shape[2]):
         return node
-    return source if [str(size) for size in after.shape[2:]] == sizes[2:] else node
+    same = [str(size) for size in after.shape[2:]] == sizes[2:]
+    return source if same and written_between(inner, attention) is None else node
 
 
 def _repeat(heads: Tensor, times: int) -> Tensor:

@@ -49,7 +49,7 @@ class MatchGeGLU(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        return {"gate": torch.ones(2, 3, 7, dtype=dtype), "up": torch.ones(2, 3, 7, dtype=dtype)}
+        return {"gate": torch.ones(3, 5, 7, dtype=dtype), "up": torch.ones(3, 5, 7, dtype=dtype)}
 
     def pattern(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.gelu(gate) * up

@@ -52,7 +52,7 @@ class MatchLayerNorm(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        return {"x": torch.ones(2, 3, 7, dtype=dtype), "weight": torch.ones(7, dtype=dtype), "eps": 3.25e-5}
+        return {"x": torch.ones(3, 5, 7, dtype=dtype), "weight": torch.ones(7, dtype=dtype), "eps": 3.25e-5}
 
     def pattern(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.float32)

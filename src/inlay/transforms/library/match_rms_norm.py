@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from inlay.rewrite import Site
 
 
-@transform("match_rms_norm", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.rsqrt.default",))
+@transform(
+    "match_rms_norm",
+    stage=Stage.CANONICALIZE,
+    numerics=Numerics.EXACT,
+    anchors=("aten.rsqrt.default", "aten.rms_norm.default"),
+)
 class MatchRMSNorm(Rewrite):
     """Root-mean-square norms, however they are written, become one operator."""
 
@@ -35,6 +41,9 @@ class MatchRMSNorm(Rewrite):
             Case("weight before rounding", lambda x, w: rule.pattern_weight_first(x, w, 1e-6), half),
             Case("stored less one", lambda x, w: rule.pattern_plus_one(x, w, 1e-6), half),
             Case("factors the other way round", lambda x, w: _norm(x) * w, (x, weight)),
+            Case("torch's own", lambda x, w: functional.rms_norm(x, (8,), w, 1e-6), half),
+            Case("torch's own, its own eps", lambda x, w: functional.rms_norm(x, (8,), w), (x, weight)),
+            Case("float16", lambda x, w: rule.pattern(x, w, 1e-5), (x.half(), weight.half())),
         ]
 
     @classmethod
@@ -55,10 +64,13 @@ class MatchRMSNorm(Rewrite):
             Case("eps not constant", lambda x, w: w * _norm(x, w.sum()), (x, weight)),
             Case("a weight of another shape", lambda x, w: w * _norm(x), (x, torch.rand(3, 1))),
             Case("another dtype", lambda x, w: w * _norm(x), (x, weight.double())),
+            Case("torch's own over two axes", lambda x, w: functional.rms_norm(x, (3, 8), w), (x, torch.rand(3, 8))),
+            Case("torch's own without a weight", lambda x, w: functional.rms_norm(x, (8,)) + w, (x, weight)),
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        return {"x": torch.ones(2, 3, 7, dtype=dtype), "weight": torch.ones(7, dtype=dtype), "eps": 3.25e-5}
+        x, weight = torch.ones(3, 5, 37, dtype=dtype), torch.ones(37, dtype=dtype)
+        return {"x": x, "weight": weight, "eps": 3.25e-5, "size": 37}
 
     def pattern(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Llama: rounded to the input's dtype before the weight is applied."""
@@ -76,6 +88,14 @@ class MatchRMSNorm(Rewrite):
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (normed * (1.0 + weight.float())).type_as(x)
 
+    def pattern_torch(self, x: Tensor, weight: Tensor, eps: float, size: int) -> Tensor:
+        """torch's own operator, which applies the weight before rounding."""
+        return functional.rms_norm(x, (size,), weight, eps)
+
+    def pattern_torch_eps(self, x: Tensor, weight: Tensor, size: int) -> Tensor:
+        """torch's own operator with its own eps: that of the type it computes in."""
+        return functional.rms_norm(x, (size,), weight)
+
     def fixed(self, pattern: str) -> Mapping[str, Any]:
         return {"offset": float(pattern == "pattern_plus_one"), "cast_first": pattern == "pattern"}
 
@@ -84,7 +104,11 @@ class MatchRMSNorm(Rewrite):
         site.require(weight.dim() == 1 and weight.shape[0] == x.shape[-1], "shape: the weight is not one row of x")
         site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
 
-    def replacement(self, x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:  # type: ignore[override]
+    def replacement(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor, offset: float, cast_first: bool, eps: float | None = None, size: int = 0
+    ) -> Tensor:
+        if eps is None:
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
         result: Tensor = torch.ops.inlay.rms_norm(x, weight, eps, offset, cast_first)
         return result
 

@@ -32,6 +32,7 @@ class MatchRoPE(Rewrite):
             Case("three axes", lambda x, c, s: rule.pattern(x, c, s, 4), (x[0], cos, sin)),
             Case("bfloat16", lambda x, c, s: rule.pattern(x, c, s, 4), (x.bfloat16(), cos.bfloat16(), sin.bfloat16())),
             Case("halves", lambda x, c, s: rule.pattern_halves(x, c[:, :4], s[:, :4], 4), (x, cos, sin)),
+            Case("pairs in, halves out", lambda x, c, s: rule.pattern_pairs(x, c[:, :4], s[:, :4]), (x, cos, sin)),
         ]
 
     @classmethod
@@ -63,9 +64,9 @@ class MatchRoPE(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        table = torch.ones(5, 74, dtype=dtype)
-        halves = torch.ones(5, 37, dtype=dtype)
-        x = torch.ones(2, 3, 5, 74, dtype=dtype)
+        table = torch.ones(7, 74, dtype=dtype)
+        halves = torch.ones(7, 37, dtype=dtype)
+        x = torch.ones(3, 5, 7, 74, dtype=dtype)
         return {"x": x, "cos": table, "sin": table.clone(), "half": 37, "half_cos": halves, "half_sin": halves.clone()}
 
     def pattern(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
@@ -77,25 +78,37 @@ class MatchRoPE(Rewrite):
         one, two = torch.split(x, half, -1)
         return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
 
+    def pattern_pairs(self, x: Tensor, half_cos: Tensor, half_sin: Tensor) -> Tensor:
+        """Neighbours are rotated against each other and put into halves."""
+        one, two = x[..., ::2], x[..., 1::2]
+        return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
+
+    def fixed(self, pattern: str) -> Mapping[str, Any]:
+        return {"pairs": pattern == "pattern_pairs"}
+
     def check(self, site: Site) -> None:
         x = site.value("x")
-        site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
-        for name in set(site.values) - {"x", "half"}:
+        if "half" in site.values:
+            site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
+        for name in sorted(set(site.values) - {"x", "half"}):
             table = site.value(name)
             site.require(table.dtype == x.dtype, f"dtype: {name} is not of x's dtype")
             size = table.shape[-1] if table.dim() else 1
-            whole = size == (site.value("half") if name.startswith("half") else x.shape[-1])
+            whole = size == (x.shape[-1] // 2 if name.startswith("half") else x.shape[-1])
             site.require(whole, f"shape: {name} does not span the axis")
 
     def replacement(  # type: ignore[override]
         self,
         x: Tensor,
-        half: int,
+        pairs: bool,
+        half: int = 0,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
         half_cos: Tensor | None = None,
         half_sin: Tensor | None = None,
     ) -> Tensor:
+        if pairs:
+            x = torch.cat([x[..., ::2], x[..., 1::2]], -1)
         if half_cos is not None and half_sin is not None:
             cos, sin = torch.cat([half_cos, half_cos], -1), torch.cat([half_sin, half_sin], -1)
         result: Tensor = torch.ops.inlay.rope(x, cos, sin)

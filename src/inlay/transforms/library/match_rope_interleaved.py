@@ -61,8 +61,8 @@ class MatchRoPEInterleaved(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        table = torch.ones(5, 6, dtype=dtype)
-        return {"x": torch.ones(2, 3, 5, 6, dtype=dtype), "cos": table, "sin": table.clone()}
+        table = torch.ones(7, 22, dtype=dtype)
+        return {"x": torch.ones(3, 5, 7, 22, dtype=dtype), "cos": table, "sin": table.clone()}
 
     def pattern(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin

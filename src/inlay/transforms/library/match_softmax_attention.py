@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
@@ -22,17 +22,33 @@ if TYPE_CHECKING:
 
 @transform("match_softmax_attention", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
 class MatchSoftmaxAttention(Rewrite):
-    """Attention written out with a softmax, soft-capped or not, becomes one operator."""
+    """Attention written out with a softmax, soft-capped, biased or with sinks, becomes one operator."""
+
+    loose = frozenset({"size"})
 
     @classmethod
     def fires(cls) -> list[Case]:
         rule = cls()
         q, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 5)
+        rows = [torch.randn(2, 5, 4, 8).transpose(1, 2) for _ in range(3)]
         half = [each.bfloat16() for each in (q, q, q, mask)]
         return [
             Case("added mask", lambda q, k, v, m: rule.pattern(q, k, v, m, 0.3), (q, q, q, mask)),
             Case("soft-capped", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), (q, q, q, mask)),
             Case("bfloat16", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), tuple(half)),
+            Case(
+                "sinks", lambda q, k, v, m, s: rule.pattern_sinks(q, k, v, m, 0.3, s), (q, q, q, mask, torch.randn(4))
+            ),
+            Case(
+                "sinks, bfloat16",
+                lambda q, k, v, m, s: rule.pattern_sinks(q, k, v, m, 0.3, s),
+                (*half, half[0][0, :, 0, 0]),
+            ),
+            Case(
+                "a bias",
+                lambda q, k, v, m, b: rule.pattern_bias(q, k, v, m, 0.3, b),
+                (*rows, mask, torch.randn(8, 1, 5)),
+            ),
         ]
 
     @classmethod
@@ -57,9 +73,13 @@ class MatchSoftmaxAttention(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        heads = torch.ones(2, 3, 5, 7, dtype=dtype)
-        mask = torch.ones(2, 1, 5, 5, dtype=dtype)
-        return {"q": heads, "k": heads.clone(), "v": heads.clone(), "mask": mask, "scale": 0.3125, "softcap": 37.0}
+        rows = torch.ones(3, 7, 5, 11, dtype=dtype).transpose(1, 2)
+        columns = torch.ones(3, 13, 5, 11, dtype=dtype).transpose(1, 2)
+        return {
+            **{"q": rows, "k": columns, "v": columns.clone(), "mask": torch.ones(3, 1, 7, 13, dtype=dtype)},
+            **{"scale": 0.3125, "softcap": 37.0},
+            **{"sinks": torch.ones(5, dtype=dtype), "bias": torch.ones(15, 1, 13, dtype=dtype)},
+        }
 
     def pattern(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
@@ -70,8 +90,20 @@ class MatchSoftmaxAttention(Rewrite):
         scores = torch.tanh(scores / softcap) * softcap + mask
         return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone(), v)
 
-    def fixed(self, pattern: str) -> Mapping[str, Any]:
-        return {} if pattern == "pattern_softcap" else {"softcap": 0.0}
+    def pattern_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+        """One more score a head takes part in the softmax and is dropped."""
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1].clone(), v)
+
+    def pattern_bias(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor) -> Tensor:
+        """Batch and heads are one axis, and a bias is added to the product."""
+        batch, heads, rows, size = q.shape
+        q, k, v = (each.reshape(batch * heads, -1, size) for each in (q, k, v))
+        scores = torch.baddbmm(bias, q, k.transpose(-1, -2), beta=1.0, alpha=scale).view(batch, heads, rows, -1) + mask
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone()
+        return torch.bmm(weights.view(batch * heads, rows, -1), v).view(batch, heads, rows, size)
 
     def check(self, site: Site) -> None:
         q, k, v = (site.value(name) for name in "qkv")
@@ -79,9 +111,54 @@ class MatchSoftmaxAttention(Rewrite):
         site.require(q.dtype == k.dtype == v.dtype == site.value("mask").dtype, "dtype: operands differ in dtype")
         same = str(q.shape[1]) == str(k.shape[1]) == str(v.shape[1])
         site.require(same, "shape: query, key and value have different numbers of heads")
+        if "sinks" in site.values:
+            self._check_sinks(site)
+        if "bias" in site.values:
+            self._check_bias(site)
+
+    def _check_sinks(self, site: Site) -> None:
+        q, sinks = site.value("q"), site.value("sinks")
+        site.require(_sizes(sinks) == [str(q.shape[1])], "shape: there is not one sink a head")
+        site.require(sinks.dtype == q.dtype, "dtype: the sinks are of another dtype")
+        for node, sizes in _views(site):
+            site.require(sizes == ["1", str(q.shape[1]), "1", "1"], "axis: the sinks are not one a head", node)
+
+    def _check_bias(self, site: Site) -> None:
+        """The views take batch and heads together and apart again. A view's last size follows from the others."""
+        batch, heads, rows, _ = site.value("q").shape
+        together = str(batch * heads)
+        allowed = (
+            [str(batch), str(heads), str(rows)],
+            [together, str(rows)],
+            [together, str(site.value("k").shape[2])],
+        )
+        bias = site.value("bias")
+        site.require(bias.dtype == site.value("q").dtype, "dtype: the bias is of another dtype")
+        site.require(bias.dim() == 3 and str(bias.shape[0]) == together, "shape: the bias is not one a head")
+        for node, sizes in _views(site):
+            site.require(sizes[:-1] in allowed, "axis: batch and heads are not taken together", node)
 
     def replacement(  # type: ignore[override]
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap)
+        if bias is not None:
+            mask = bias.reshape(q.shape[0], q.shape[1], *bias.shape[1:]) + mask
+        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, None, sinks)
         return result
+
+
+def _sizes(value: Tensor) -> list[str]:
+    return [str(size) for size in value.shape]
+
+
+def _views(site: Site) -> list[tuple[fx.Node, list[str]]]:
+    views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    return [(node, _sizes(node.meta["val"])) for node in site.nodes if node.target in views]

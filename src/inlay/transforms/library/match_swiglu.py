@@ -50,7 +50,7 @@ class MatchSwiGLU(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        return {"gate": torch.ones(2, 3, 7, dtype=dtype), "up": torch.ones(2, 3, 7, dtype=dtype)}
+        return {"gate": torch.ones(3, 5, 7, dtype=dtype), "up": torch.ones(3, 5, 7, dtype=dtype)}
 
     def pattern(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up

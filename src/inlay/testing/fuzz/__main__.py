@@ -1,0 +1,108 @@
+"""`python -m inlay.testing.fuzz`"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from inlay.cli.console import err, failing_kindly, out
+from inlay.errors import UsageError
+from inlay.testing.fuzz.check import Break, Tally, check
+from inlay.testing.fuzz.grow import grow
+from inlay.testing.fuzz.reduce import reduced, script
+from inlay.testing.fuzz.templates import Templates
+from inlay.transforms.base import find, registry
+
+_MOST_FAILURES = 5
+
+
+def fuzz(
+    graphs: Annotated[int, typer.Option("--graphs", help="How many graphs to grow, about five places each.")] = 200,
+    seed: Annotated[int, typer.Option("--seed", help="Where to start; the same seed grows the same graphs.")] = 0,
+    only: Annotated[list[str] | None, typer.Option("--pass", help="Places of this transform only; repeatable.")] = None,
+    folder: Annotated[Path, typer.Option("-o", "--output", help="Where scripts of failures are written.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Grow random graphs around the patterns of every transform, run them all, and compare numbers.
+
+    Example: [bold]python -m inlay.testing.fuzz --graphs 1000 --seed 7[/]
+    """
+    with failing_kindly():
+        for name in only or ():
+            find(name)
+        report = run(graphs, seed, only or [], folder)
+        if as_json:
+            typer.echo(json.dumps(report, indent=2))
+        else:
+            _print(report)
+        if report["failures"]:
+            raise UsageError(f"{len(report['failures'])} failure(s).", "Run the scripts named above.")
+
+
+def run(graphs: int, seed: int, only: list[str], folder: Path = Path()) -> dict[str, Any]:
+    """Grow and check; what was counted."""
+    templates = Templates(only, variants=2 + graphs // 2000)
+    tally, drawn = Tally(), Counter[str]()
+    failures: list[dict[str, str]] = []
+    places, start = 0, time.perf_counter()
+
+    def draw(rng: random.Random) -> Any:
+        template = templates.draw(rng)
+        drawn[template.transform] += 1
+        return template
+
+    with Progress(console=err, transient=True) as progress:
+        task = progress.add_task("growing", total=graphs)
+        for index in range(graphs):
+            rng = random.Random(f"{seed}/{index}")
+            program, inputs, count = grow(rng, draw)
+            places += count
+            found = check(program, inputs, (), tally)
+            if found is not None:
+                failures.append(_write(found, seed, index, folder))
+                if len(failures) >= _MOST_FAILURES:
+                    break
+            progress.update(task, advance=1)
+    return {
+        "graphs": graphs,
+        "seed": seed,
+        "places": places,
+        "seconds": round(time.perf_counter() - start, 1),
+        "transforms": {
+            name: {"drawn": drawn[name], "fired": tally.fired[name], "refused or missed": tally.refused[name]}
+            for name in registry()
+        },
+        "failures": failures,
+    }
+
+
+def _write(found: Break, seed: int, index: int, folder: Path) -> dict[str, str]:
+    small = reduced(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"fuzz_{small.transform}_{seed}_{index}.py"
+    file.write_text(script(small, f"python -m inlay.testing.fuzz --seed {seed}, graph {index}"))
+    err.print(f"{small.transform}: {small.problem} → {file}", markup=False, soft_wrap=True)
+    return {"transform": small.transform, "problem": small.problem, "script": str(file)}
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("transform", "drawn", "fired", "refused or missed"):
+        table.add_column(column, justify="left" if column == "transform" else "right")
+    for name, counts in report["transforms"].items():
+        table.add_row(name, *(f"{value:,}" for value in counts.values()))
+    out.print(table)
+    out.print(f"{report['places']:,} places in {report['graphs']:,} graphs, {report['seconds']} s, ", end="")
+    out.print(f"{len(report['failures'])} failure(s)")
+
+
+if __name__ == "__main__":
+    typer.run(fuzz)
