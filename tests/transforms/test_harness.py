@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import operator
+from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+
+from inlay.program.bindings import Role
+from inlay.rewrite import rewrite
 from inlay.testing import assert_rewrites, assert_untouched, program_of
+from inlay.testing.fuzz.check import Tally, check
+from inlay.testing.fuzz.grow import as_program
 from inlay.transforms import Case, registry
-from inlay.transforms.base import Transform, find
+from inlay.transforms.base import Rewrite, Transform, find
+
+if TYPE_CHECKING:
+    from inlay.program import Program
 
 FIRES = [(name, case) for name, cls in registry().items() for case in cls.fires()]
 LEAVES = [(name, case) for name, cls in registry().items() for case in cls.leaves()]
@@ -35,3 +46,75 @@ def test_fires(name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), LEAVES, ids=_id)
 def test_leaves_alone(name: str, case: Case) -> None:
     assert_untouched(case.function, name, args=case.args, after=case.after)
+
+
+def _rewrites() -> list[tuple[str, Case]]:
+    return [(name, cls.fires()[0]) for name, cls in registry().items() if issubclass(cls, Rewrite)]
+
+
+@pytest.mark.parametrize(("name", "case"), _rewrites(), ids=_id)
+def test_a_value_inside_that_is_read_outside(name: str, case: Case) -> None:
+    """Every node inside the pattern, one after the other, gets another consumer."""
+    program = program_of(case.function, case.args, after=case.after)
+    site = rewrite(program.copy(), find(name)()).sites[0]  # type: ignore[arg-type]
+    for node in site.nodes[:-1]:
+        spoiled = program.copy()
+        _also_return(spoiled, node.name, torch.ops.aten.neg.default)
+        outcome = rewrite(spoiled, find(name)())  # type: ignore[arg-type]
+        assert not outcome.sites, node.name
+        assert any(miss.reason.startswith("another consumer") for miss in outcome.misses)
+
+
+@pytest.mark.parametrize(("name", "case"), _rewrites(), ids=_id)
+def test_a_result_with_mixed_consumers(name: str, case: Case) -> None:
+    """What the pattern computes may be read by several, in several ways."""
+    program = program_of(case.function, case.args, after=case.after)
+    last = rewrite(program.copy(), find(name)()).sites[0].nodes[-1].name  # type: ignore[arg-type]
+    _also_return(program, last, torch.ops.aten.neg.default)
+    _also_return(program, last, torch.ops.aten.sum.default)
+    assert check(as_program(program.graph), _inputs(program, case), [name]) is None
+    assert len(rewrite(program, find(name)()).sites) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "case"), FIRES, ids=_id)
+def test_something_is_written_in_between(name: str, case: Case) -> None:
+    """After every call in turn, an input and then the call's own result is written in place."""
+    program = program_of(case.function, case.args, after=case.after)
+    inputs = _inputs(program, case)
+    calls = [node.name for node in program.graph.nodes if node.op == "call_function"]
+    fired = set()
+    for name_of_call in calls:
+        for written in (next(iter(program.graph.nodes)).name, name_of_call):
+            spoiled = program.copy()
+            by_name = {node.name: node for node in spoiled.graph.nodes}
+            value = by_name[written].meta["val"]
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or 0 in value.stride():
+                continue
+            with spoiled.graph.inserting_after(by_name[name_of_call]):
+                node = spoiled.graph.call_function(torch.ops.aten.add_.Tensor, (by_name[written], 0.5))
+            node.meta["val"] = value
+            tally = Tally()
+            assert check(as_program(spoiled.graph), inputs, [name], tally) is None
+            fired.add(tally.fired[name])
+    assert 0 in fired or len(calls) == 1 or not issubclass(registry()[name], Rewrite), "transforms may adapt, rules not"
+
+
+def _inputs(program: Program, case: Case) -> dict[str, torch.Tensor]:
+    given = iter(case.args)
+    return {
+        row.name: next(given) if row.role is Role.INPUT else program.tensors[row.name].read()
+        for row in program.bindings.ins
+    }
+
+
+def _also_return(program: Program, name: str, target: Any) -> None:
+    output = program.graph.output_node()
+    node = next(each for each in program.graph.nodes if each.name == name)
+    value = node.meta["val"]
+    with program.graph.inserting_before(output):
+        if not isinstance(value, torch.Tensor):
+            node = program.graph.call_function(operator.getitem, (node, 0))
+            value = node.meta["val"] = value[0]
+        more = program.graph.call_function(target, (node,))
+    more.meta["val"] = target(value)
+    output.args = ((*output.args[0], more),)

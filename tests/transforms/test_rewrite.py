@@ -141,3 +141,65 @@ def test_operands_of_commutative_operators_may_change_places() -> None:
     for function in (lambda x, y: y + y * x.tanh(), lambda x, y: torch.add(x.tanh() * y, x, alpha=2)):
         _, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Sum())
         assert len(outcome.sites) == 0
+
+
+def test_a_site_that_reads_another_site() -> None:
+    class Gate(Rule):
+        name = "gate"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y * x.tanh()
+
+    program, outcome = _run(lambda x, y: (x.tanh() * y).tanh() * x, torch.randn(4), torch.randn(4), rule=Gate())
+    assert len(outcome.sites) == 2
+    x, y = torch.rand(4), torch.rand(4)
+    assert torch.equal(program.module()(x, y), (x.tanh() * y).tanh() * x)
+
+
+def test_one_value_for_two_arguments() -> None:
+    """The trace of a replacement is kept for sites of the same types: it must not remember that two were one."""
+
+    class Product(Rule):
+        name = "product"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.relu() * y.tanh()
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y.tanh() * x.relu()
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.relu() * x.tanh(), x.relu() * y.tanh()
+
+    program, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Product())
+    assert len(outcome.sites) == 2
+    x, y = torch.randn(4), torch.randn(4)
+    for one, two in zip(program.module()(x, y), function(x, y), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_value_inside_the_pattern_is_no_argument() -> None:
+    class Square(Rule):
+        name = "square"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y * x.tanh()
+
+    _, outcome = _run(lambda x: (lambda y: y * y)(x.tanh()), torch.randn(4), rule=Square())
+    assert not outcome.sites
+    assert any("is both y and inside the pattern" in miss.reason for miss in outcome.misses)

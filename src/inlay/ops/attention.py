@@ -69,7 +69,7 @@ def _plus_slopes(mask: Tensor | None, slopes: Tensor, query: Tensor, key: Tensor
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
     batch, heads, rows, _ = scores.shape
-    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(batch, heads, rows, 1)], -1)
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(batch, heads, rows, 1)], -1)
     scores = scores - scores.max(-1, keepdim=True).values
     return torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
 

@@ -48,6 +48,7 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
     for _, graph in all_graphs(program.graph):
         found, misses = _search(program, graph, rule, alternatives)
         claimed: dict[fx.Node, Site] = {}
+        replaced: dict[fx.Node, fx.Node] = {}
         accepted: list[tuple[Site, Alternative]] = []
         for site, alternative in found:
             other = next((claimed[node] for node in site.nodes if node in claimed), None)
@@ -58,7 +59,7 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
             claimed.update(dict.fromkeys(site.nodes, site))
             accepted.append((site, alternative))
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
-            _replace(site, rule, alternative, traces)
+            _replace(site, rule, alternative, traces, replaced)
             outcome.sites.append(site)
         outcome.misses.extend(misses)
     return outcome
@@ -144,7 +145,14 @@ def _text(value: torch.Tensor) -> str:
     return f"{value.dtype}{[str(size) for size in value.shape]}"
 
 
-def _replace(site: Site, rule: Rule, alternative: Alternative, traces: dict[Any, fx.Graph]) -> None:
+def _replace(
+    site: Site,
+    rule: Rule,
+    alternative: Alternative,
+    traces: dict[Any, fx.Graph],
+    replaced: dict[fx.Node, fx.Node],
+) -> None:
+    """Put the replacement in; `replaced` knows what became of the outputs of sites before, which this one may read."""
     arguments = {**_arguments(site, alternative.example), **alternative.fixed}
     key = tuple((name, _text(value) if isinstance(value, torch.Tensor) else value) for name, value in arguments.items())
     if key not in traces:
@@ -153,7 +161,8 @@ def _replace(site: Site, rule: Rule, alternative: Alternative, traces: dict[Any,
     tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     last = site.nodes[-1]
     placeholders = [node for node in trace.nodes if node.op == "placeholder"]
-    mapping: dict[fx.Node, Any] = {node: site.values[name] for node, name in zip(placeholders, tensors, strict=True)}
+    read = [site.values[name] for name in tensors]
+    mapping: dict[fx.Node, Any] = dict(zip(placeholders, (replaced.get(node, node) for node in read), strict=True))
     with site.graph.inserting_before(last):
         for node in trace.nodes:
             if node.op == "call_function":
@@ -164,6 +173,7 @@ def _replace(site: Site, rule: Rule, alternative: Alternative, traces: dict[Any,
     results = tree_leaves(next(iter(reversed(trace.nodes))).args[0])
     for old, new in zip(site.outputs, results, strict=True):
         old.replace_all_uses_with(mapping[new])
+        replaced[old] = mapping[new]
     for node in reversed(site.nodes):
         if node.users:
             raise ProgramError(f"{rule.name}: {node} is still read after its replacement.")

@@ -45,7 +45,7 @@ def check(
     """Run the transforms one after the other, each on what the one before made; the first that breaks something."""
     try:
         expected, shared, _ = compute(program, inputs)
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return None  # the program itself cannot be computed: nothing to compare
     for name in transforms or registry():
         transform = find(name)()
@@ -61,7 +61,7 @@ def check(
             continue
         try:
             actual, sharing, wrong = compute(applied.program, inputs)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             return Break(name, program, inputs, f"the result cannot be computed: {error}")
         problem = wrong or differs(expected, actual, transform.numerics)
         if not problem and not sharing <= shared:

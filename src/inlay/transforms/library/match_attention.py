@@ -65,6 +65,7 @@ class MatchAttention(Transform):
         return [
             Case("three axes", lambda q, k: sdpa(q, k, k), (query[0], key[0])),
             Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
+            Case("causal over another length", lambda q, k: sdpa(q, k, k, is_causal=True), (query[:, :, :3], key)),
             Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
         ]
 

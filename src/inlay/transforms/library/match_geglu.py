@@ -46,6 +46,7 @@ class MatchGeGLU(Rewrite):
             Case("another consumer", shared, (gate, up)),
             Case("broadcast factor", lambda g, u: gelu(g) * u, (gate, torch.randn(8))),
             Case("another dtype", lambda g, u: gelu(g) * u, (gate, up.double())),
+            Case("a constant factor", lambda g, u: gelu(g) * 2.0 + u, (gate, up)),
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:

@@ -45,9 +45,25 @@ class MatchLayerNorm(Rewrite):
             mean = x.mean(-1, keepdim=True)
             return w * ((x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)), mean
 
+        def plain(x: Tensor, w: Tensor) -> Tensor:
+            mean = x.mean(-1, keepdim=True)
+            return w * ((x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5))
+
+        def other_axis(x: Tensor, w: Tensor) -> Tensor:
+            centred = x - x.mean(1, keepdim=True)
+            return w * (centred * torch.rsqrt(centred.pow(2).mean(1, keepdim=True) + 1e-5))
+
+        def wrong_power(x: Tensor, w: Tensor) -> Tensor:
+            mean = x.mean(-1, keepdim=True)
+            return w * ((x - mean) * torch.rsqrt((x - mean).pow(4).mean(-1, keepdim=True) + 1e-5))
+
         return [
             Case("centred by one mean, spread around another", two_means, (x, weight)),
             Case("another consumer", mean_is_read, (x, weight)),
+            Case("other axis", other_axis, (x, weight)),
+            Case("wrong constant", wrong_power, (x, weight)),
+            Case("eps not constant", lambda x, w: cls().pattern(x, w, w.sum()), (x, weight)),
+            Case("another dtype", plain, (x, weight.double())),
             Case("a weight of another shape", lambda x, w: cls().pattern(x, w, 1e-5), (x, torch.rand(3, 1))),
         ]
 

@@ -46,6 +46,9 @@ class MatchRoPEInterleaved(Rewrite):
             rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
             return x * c + rotated * s, rotated
 
+        def same_twice(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.stack([-x[..., ::2], x[..., ::2]], -1).flatten(-2) * s
+
         def other_order(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
             return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -2).flatten(-2) * s
 
@@ -55,6 +58,7 @@ class MatchRoPEInterleaved(Rewrite):
         return [
             Case("the other neighbour negated", other_sign, (x, cos, sin)),
             Case("another consumer", shared, (x, cos, sin)),
+            Case("the same neighbour twice", same_twice, (x, cos, sin)),
             Case("halves, not pairs", other_order, (x, cos, sin)),
             Case("flattened to another shape", flattened_otherwise, (x, cos, sin)),
             Case("a table of another dtype", cls().pattern, (x, cos.double(), sin)),

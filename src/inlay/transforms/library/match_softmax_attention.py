@@ -55,6 +55,24 @@ class MatchSoftmaxAttention(Rewrite):
     def leaves(cls) -> list[Case]:
         q, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 5)
 
+        rule, rows = cls(), torch.randn(2, 5, 4, 8).transpose(1, 2)
+
+        def drops_first(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + m
+            scores = torch.cat([scores, s.reshape(1, -1, 1, 1).expand(2, -1, 5, -1)], -1)
+            scores = scores - scores.max(-1, keepdim=True).values
+            return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., 1:].clone(), v)
+
+        def sink_a_row(q: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            scores = torch.matmul(q, q.transpose(2, 3)) * 0.3 + m
+            scores = torch.cat([scores, s.reshape(1, 1, -1, 1).expand(2, 5, -1, -1)], -1)
+            scores = scores - scores.max(-1, keepdim=True).values
+            return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1].clone(), q)
+
+        def three_axes(q: Tensor, m: Tensor) -> Tensor:
+            scores = torch.matmul(q, q.transpose(1, 2)) * 0.3 + m
+            return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).clone(), q)
+
         def shared(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
             weights = torch.softmax(q @ k.transpose(2, 3) * 0.3 + m, -1, dtype=torch.float32).clone()
             return weights @ v, weights
@@ -70,6 +88,18 @@ class MatchSoftmaxAttention(Rewrite):
             Case("weights are returned", shared, (q, q, q, mask)),
             Case("softmax over rows", other_axis, (q, q, q, mask)),
             Case("capped by two different numbers", other_bound, (q, q, q, mask)),
+            Case("a mask of another dtype", lambda q, m: rule.pattern(q, q, q, m, 0.3), (q, mask.double())),
+            Case("a computed scale", lambda q, m: rule.pattern(q, q, q, m, m.mean()), (q, mask)),
+            Case("the wrong score dropped", drops_first, (q, q, q, mask, torch.randn(4))),
+            Case("a sink a row", sink_a_row, (torch.randn(2, 5, 5, 8), mask, torch.randn(5))),
+            Case("a mask with more rows", lambda q, m: rule.pattern(q[:, :, :1], q, q, m, 0.3), (q, mask)),
+            Case("three axes", three_axes, (q[0], mask[0])),
+            Case("values of one head", lambda q, v, m: rule.pattern(q, q, v, m, 0.3), (q, q[:, :1], mask)),
+            Case(
+                "one bias for all",
+                lambda r, m, b: rule.pattern_bias(r, r, r, m, 0.3, b),
+                (rows, mask, torch.randn(1, 1, 5)),
+            ),
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
@@ -109,19 +139,20 @@ class MatchSoftmaxAttention(Rewrite):
         q, k, v = (site.value(name) for name in "qkv")
         site.require(all(each.dim() == 4 for each in (q, k, v)), "shape: not batch, heads, length, head")
         site.require(q.dtype == k.dtype == v.dtype == site.value("mask").dtype, "dtype: operands differ in dtype")
-        same = str(q.shape[1]) == str(k.shape[1]) == str(v.shape[1])
-        site.require(same, "shape: query, key and value have different numbers of heads")
+        same = _sizes(q)[:2] == _sizes(k)[:2] == _sizes(v)[:2]
+        site.require(same, "shape: query, key and value differ in batch or heads")
+        mask, scores = _sizes(site.value("mask")), [*_sizes(q)[:3], _sizes(k)[2]]
+        fits = len(mask) <= 4 and all(one in ("1", two) for one, two in zip(mask[::-1], scores[::-1], strict=False))
+        site.require(fits, "shape: the mask is larger than the scores")
         if "sinks" in site.values:
             self._check_sinks(site)
         if "bias" in site.values:
             self._check_bias(site)
 
     def _check_sinks(self, site: Site) -> None:
-        q, sinks = site.value("q"), site.value("sinks")
-        site.require(_sizes(sinks) == [str(q.shape[1])], "shape: there is not one sink a head")
-        site.require(sinks.dtype == q.dtype, "dtype: the sinks are of another dtype")
+        heads = str(site.value("q").shape[1])
         for node, sizes in _views(site):
-            site.require(sizes == ["1", str(q.shape[1]), "1", "1"], "axis: the sinks are not one a head", node)
+            site.require(sizes == ["1", heads, "1", "1"], "axis: the sinks are not one a head", node)
 
     def _check_bias(self, site: Site) -> None:
         """The views take batch and heads together and apart again. A view's last size follows from the others."""
@@ -133,7 +164,6 @@ class MatchSoftmaxAttention(Rewrite):
             [together, str(site.value("k").shape[2])],
         )
         bias = site.value("bias")
-        site.require(bias.dtype == site.value("q").dtype, "dtype: the bias is of another dtype")
         site.require(bias.dim() == 3 and str(bias.shape[0]) == together, "shape: the bias is not one a head")
         for node, sizes in _views(site):
             site.require(sizes[:-1] in allowed, "axis: batch and heads are not taken together", node)
