@@ -64,6 +64,8 @@ class MatchAttention(Transform):
         sdpa = torch.nn.functional.scaled_dot_product_attention
         return [
             Case("three axes", lambda q, k: sdpa(q, k, k), (query[0], key[0])),
+            Case("values of one head", lambda q, k: sdpa(q, k, k[:, :1]), (query, key)),
+            Case("keys of one sequence", lambda q, k: sdpa(q, k[:1], k[:1]), (query, key)),
             Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
             Case("causal over another length", lambda q, k: sdpa(q, k, k, is_causal=True), (query[:, :, :3], key)),
             Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
@@ -93,6 +95,11 @@ def _refuse(node: fx.Node) -> str:
     query = given["query"].meta["val"]
     if query.dim() != 4:
         return f"shape: the query has {query.dim()} axes, not batch, heads, length, head"
+    key, value = given["key"].meta["val"], given["value"].meta["val"]
+    if _sizes(key)[:3] != _sizes(value)[:3]:
+        return "shape: key and value differ in batch, heads or length"
+    if _sizes(query)[0] != _sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
+        return "shape: the heads of the query are not groups of those of the key"
     if given["dropout_p"]:
         return "constant differs: dropout is on"
     if given["is_causal"] and given["attn_mask"] is not None:
@@ -144,6 +151,10 @@ def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None
     new.meta = {name: node.meta[name] for name in ("val", SOURCE, MODULE) if name in node.meta}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
+
+
+def _sizes(value: Tensor) -> list[str]:
+    return [str(size) for size in value.shape]
 
 
 def _heads(node: fx.Node) -> int:
