@@ -17,7 +17,7 @@ PRIVATE = {
     "torch.fx.experimental.symbolic_shapes": {"program/symbols.py"},
     "torch._dynamo.source": {"program/symbols.py"},
     "torch.fx.experimental._config": {"program/sizes.py"},
-    "torch.fx.experimental.proxy_tensor": {"rewrite/engine.py"},
+    "torch.fx.experimental.proxy_tensor": {"program/trace.py"},
     "torch._library": {"program/literals.py"},
     "torch.utils._sympy": {"program/exported.py"},
     "torch._inductor": {"rewrite/trees.py"},
