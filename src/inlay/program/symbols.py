@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from inlay.program.program import Symbol
 from inlay.program.sizes import any_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _ARITHMETIC: dict[type[Any], Any] = {
     ast.Add: operator.add,
@@ -53,10 +54,20 @@ class FakeValues:
     @classmethod
     def of(cls, graph: fx.Graph) -> FakeValues:
         """Computes on with the values a graph's placeholders have: their sizes stay the symbols they are."""
+        return cls.with_values(node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+
+    @classmethod
+    def with_values(cls, values: Iterable[Any]) -> FakeValues:
+        """Computes on with these values."""
         made = cls([])
-        values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
         made.mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), made.mode)
         return made
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within this context torch computes with fake values, and sizes stay symbols."""
+        with enable_python_dispatcher(), self.mode:
+            yield
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:
         """A fake tensor with this dtype and shape; sizes are numbers, symbols or expressions of symbols."""
@@ -102,7 +113,7 @@ class FakeValues:
         self._propagate_nested(args)
         target: Any = node.target
         try:
-            with any_size(), enable_python_dispatcher(), self.mode:
+            with any_size(), self.computing():
                 return target(*args, **kwargs)
         except Exception as error:
             raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error

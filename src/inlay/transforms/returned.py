@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import TransformError, one_line
-from inlay.program.graphs import MODULE, SOURCE, Types, all_graphs, mutates, operands, subgraphs, target_text
+from inlay.program.graphs import MODULE, SOURCE, Types, all_graphs, operands, owner, subgraphs, target_text, written
 from inlay.program.sizes import any_size
 from inlay.program.symbols import FakeValues
 from inlay.program.trace import traced
@@ -113,7 +113,7 @@ def _lowered(node: fx.Node, fakes: FakeValues) -> fx.Node:
 
     name = target_text(node.target)
     try:
-        with any_size(), fakes.mode:
+        with any_size(), fakes.computing():
             trace = traced(call, [each.meta["val"] for each in inputs]).graph
     except Exception as error:
         raise TransformError(f"{node.name} ({name}) cannot be traced to operators: {one_line(error)}.") from error
@@ -154,31 +154,12 @@ def same_boundary(graph: fx.Graph, before: Program) -> None:
             raise TransformError(f"The output {row.name} is {texts[0]}, and was {texts[1]}.")
     state = {row.name for row in before.bindings.state}
     for node in graph.nodes:
-        if node.op == "call_function" and mutates(node):
-            for written in _written(node):
-                if written.op == "placeholder" and written.name not in state:
-                    raise TransformError(
-                        f"{node.name} ({target_text(node.target)}) writes to {written.name}, which the program"
-                        " only reads."
-                    )
+        for held in map(owner, written(node)):
+            if held.op == "placeholder" and held.name not in state:
+                raise TransformError(
+                    f"{node.name} ({target_text(node.target)}) writes to {held.name}, which the program only reads."
+                )
 
 
 def _type(value: Any, types: Types) -> str:
     return types.text(value.meta.get("val")) if isinstance(value, fx.Node) else repr(value)
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage a call writes to, seen through views."""
-    target: Any = node.target
-    arguments = target._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-    names = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [_base(each) for name in names for each in tree_leaves(given.get(name)) if isinstance(each, fx.Node)]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    schema = getattr(node.target, "_schema", None)
-    views = schema is not None and any(each.alias_info is not None for each in schema.returns)
-    if not (views or node.target is operator.getitem) or not operands(node):
-        return node
-    return _base(operands(node)[0])
