@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from inlay.compile import Compiled, inlay
-from inlay.compile.pieces import program_of_piece
+from inlay.compile.pieces import piece_of
 from inlay.errors import CaptureError
 from inlay.program.symbols import FakeValues
 from models import LLAMA, random_model
@@ -141,6 +141,31 @@ def test_values_returned_are_those_from_before_a_write() -> None:
     assert seen[0].program is not None
 
 
+@pytest.mark.parametrize("below", ["eager", "inductor"])
+def test_a_written_input_that_is_returned(below: str) -> None:
+    """It is the input itself, not a copy: whoever writes to it later writes to both."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            counted = self.count.add_(1)
+            return F.silu(x) * (counted + x), counted
+
+    plain, model = Counts(), Counts()
+    fast, seen = _compiled(model, below=below)
+    for _ in range(3):
+        with torch.no_grad():
+            (got, held), (want, _) = fast(torch.ones(3)), plain(torch.ones(3))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(model.count, plain.count, rtol=0, atol=0)
+    held.add_(10)
+    assert model.count.tolist() == [13.0] * 3
+    assert _matches(seen[0]) == {"match_swiglu": 1}
+
+
 def _overlapping(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a.add_(1)
     return F.silu(b) * b
@@ -172,7 +197,21 @@ def test_a_view_of_what_is_written_runs_as_it_came() -> None:
     view = fast(a, a.clone())
     view.add_(5)
     assert a.tolist() == [6.0, 1.0], "the result still is a part of the input"
-    assert "shares memory with an input that is written to" in seen[0].notes[0]
+    assert "is a part of an input that is written to" in seen[0].notes[0]
+
+
+def test_outputs_that_share_memory() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = x * 2
+        part = whole[0]
+        part.add_(1)
+        return whole, part
+
+    fast, seen = _compiled(model)
+    whole, part = fast(torch.ones(2))
+    part.add_(5)
+    assert whole.tolist() == [8.0, 2.0]
+    assert "share memory written to" in seen[0].notes[0]
 
 
 def test_changing_a_shape_in_place() -> None:
@@ -186,7 +225,7 @@ def test_changing_a_shape_in_place() -> None:
     x.meta["example_value"] = FakeValues([]).tensor(torch.float32, (2, 3))
     graph.output((graph.call_method("relu", (graph.call_method("t_", (x,)),)),))
     with pytest.raises(CaptureError, match=r"aten.t_.default changes the shape of an input in place"):
-        program_of_piece(fx.GraphModule(torch.nn.Module(), graph))
+        piece_of(fx.GraphModule(torch.nn.Module(), graph))
 
 
 # --- pieces

@@ -32,8 +32,11 @@ def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Call
     return compiled  # type: ignore[no-any-return]
 
 
-def runnable(program: Program) -> fx.GraphModule:
-    """The program as a module that takes its flat inputs, writes to those it mutates, and returns its flat outputs."""
+def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
+    """The program as a module that takes its flat inputs, writes to those it mutates, and returns its flat outputs.
+
+    `same` says for every value to return which input it is; None takes the program's next output.
+    """
     graph = copy_graph(program.graph)
     root = graph.owning_module or torch.nn.Module()
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -47,7 +50,9 @@ def runnable(program: Program) -> fx.GraphModule:
         for (row, _), value in zip(pairs, kept, strict=True):
             if row.alias is not None:
                 graph.call_function(torch.ops.aten.copy_.default, (placeholders[row.alias.of], value))
-    output.args = (tuple(value for (row, _), value in zip(pairs, kept, strict=True) if row.alias is None),)
+    inputs = [placeholders[row.name] for row in program.bindings.of(Role.INPUT)]
+    computed = iter([value for (row, _), value in zip(pairs, kept, strict=True) if row.alias is None])
+    output.args = (tuple(next(computed) if each is None else inputs[each] for each in same),)
     for row in program.bindings.of(Role.CONSTANT):
         root.register_buffer(row.name, program.tensors[row.name].read(), persistent=False)
         node = placeholders[row.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 
-def program_of_piece(module: fx.GraphModule) -> Program:
+@dataclass(frozen=True)
+class Piece:
+    """A program, and what a program cannot say: which outputs of the piece are inputs that it wrote to."""
+
+    program: Program
+    same: tuple[int | None, ...]
+    """For every output of the piece: the position of the input that it is; None where the program computes it."""
+
+
+def piece_of(module: fx.GraphModule) -> Piece:
     """A piece of a model as a program; every parameter is an input.
 
     It is traced in Dynamo's own shape environment: what tracing or a transform assumes of a size becomes one of
@@ -34,8 +44,10 @@ def program_of_piece(module: fx.GraphModule) -> Program:
         with fakes.computing(), fx.traceback.preserve_node_meta():
             trace = traced(_Constants(module).run, values)
         _drop_modes(trace.graph)
-        _refuse_shared_memory(trace.graph)
-        return functional_program(trace, fakes, "piece")
+        changed = _written_inputs(trace.graph)
+        _refuse_shared_outputs(trace.graph)
+        same = _take_inputs_out(trace.graph, changed)
+        return Piece(functional_program(trace, fakes, "piece"), same)
     except CaptureError:
         raise
     except Exception as error:
@@ -71,26 +83,59 @@ def _drop_modes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _refuse_shared_memory(graph: fx.Graph) -> None:
-    """Functional form loses who shares memory with whom: that is only right where nobody can tell."""
-    inputs: dict[Any, list[str]] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
-            inputs.setdefault(_storage(node), []).append(node.name)
-    changed = set()
+def _written_inputs(graph: fx.Graph) -> dict[Any, int]:
+    """The storage of each input that is written to, and its position. Functional form loses who shares memory with
+    whom: where that could be noticed, there is none."""
+    inputs: dict[Any, list[int]] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        if isinstance(node.meta["val"], torch.Tensor):
+            inputs.setdefault(_storage(node), []).append(position)
+    changed: dict[Any, int] = {}
     for node in all_nodes(graph):
-        touched = {_storage(each) for each in written(node)} & set(inputs)
-        if touched and torch.Tag.inplace_view in node.target.tags:
-            raise CaptureError(f"{target_text(node.target)} changes the shape of an input in place.")
-        changed |= touched
-    for storage in changed:
-        if len(inputs[storage]) > 1:
-            raise CaptureError(f"{' and '.join(inputs[storage])} share memory that is written to.")
-    for value in tree_leaves(next(iter(reversed(graph.nodes))).args[0]):
-        if isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor) and _storage(value) in changed:
-            raise CaptureError(f"{value.name} is returned and shares memory with an input that is written to.")
+        for storage in {_storage(each) for each in written(node)} & set(inputs):
+            if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                raise CaptureError(f"{target_text(node.target)} changes the shape of an input in place.")
+            if len(inputs[storage]) > 1:
+                names = " and ".join(placeholders[position].name for position in inputs[storage])
+                raise CaptureError(f"{names} share memory that is written to.")
+            changed[storage] = inputs[storage][0]
+    return changed
+
+
+def _refuse_shared_outputs(graph: fx.Graph) -> None:
+    """Two outputs in one memory that was written to may come apart in functional form."""
+    changed = {_storage(each) for node in all_nodes(graph) for each in written(node)}
+    values = [each for each in tree_leaves(next(iter(reversed(graph.nodes))).args[0]) if isinstance(each, fx.Node)]
+    held: dict[Any, fx.Node] = {}
+    for value in dict.fromkeys(values):
+        storage = _storage(value)
+        if storage in held and storage in changed:
+            raise CaptureError(f"{held[storage].name} and {value.name} are returned and share memory written to.")
+        if storage is not None:
+            held[storage] = value
+
+
+def _take_inputs_out(graph: fx.Graph, changed: dict[Any, int]) -> tuple[int | None, ...]:
+    """An output that is a whole input, written to before, is returned by whoever runs the piece."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(iter(reversed(graph.nodes)))
+    values, same = tree_leaves(output.args[0]), list[int | None]()
+    for value in values:
+        is_tensor = isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+        position = changed.get(_storage(value)) if is_tensor else None
+        if position is not None and _layout(value) != _layout(placeholders[position]):
+            raise CaptureError(f"{value.name} is returned and is a part of an input that is written to.")
+        same.append(position)
+    output.args = (tuple(value for value, position in zip(values, same, strict=True) if position is None),)
+    return tuple(same)
 
 
 def _storage(node: fx.Node) -> Any:
     value = node.meta["val"]
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _layout(node: fx.Node) -> tuple[str, ...]:
+    value = node.meta["val"]
+    return str(value.dtype), str(value.shape), str(value.stride()), str(value.storage_offset())

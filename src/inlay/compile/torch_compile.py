@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.compile.below import BELOW, run_below, runnable
-from inlay.compile.pieces import program_of_piece
+from inlay.compile.pieces import piece_of
 from inlay.config import resolve
 from inlay.errors import CaptureError, UsageError, nearest
 from inlay.transforms import Record, Transform, configure, run
@@ -74,12 +74,12 @@ def inlay(
         )
     steps = configure(resolve(files=chosen.config, settings=chosen.set))
     try:
-        program = program_of_piece(module)
+        piece = piece_of(module)
     except CaptureError as error:
         made = Compiled(None, notes=(f"A piece runs as it came: {error}",))
     else:
-        made = _transform(program, steps)
-        module = runnable(made.program) if made.program is not None else module
+        result, made = _transform(piece.program, steps)
+        module = runnable(result, piece.same)
     _tell(made, chosen)
     return run_below(chosen.below, module, inputs)
 
@@ -99,10 +99,10 @@ def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
     return chosen
 
 
-def _transform(program: Program, steps: list[Step]) -> Compiled:
+def _transform(program: Program, steps: list[Step]) -> tuple[Program, Compiled]:
     unmet = _Unmet(frozenset(step.key for step in steps if step.transform.options.expect is None))
     result, records = run(program, [_without_contract(step) for step in steps], [unmet])
-    return Compiled(result, tuple(records), tuple(unmet.notes))
+    return result, Compiled(result, tuple(records), tuple(unmet.notes))
 
 
 def _without_contract(step: Step) -> Step:
