@@ -17,7 +17,7 @@ from inlay.testing import program_of
 from inlay.transforms import Case, Numerics, registry
 from inlay.transforms.base import find
 from inlay.transforms.plain import graph_pass
-from pass_sources import AUTODEPLOY, AutoDeploy, imported, run_foreign
+from pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,6 +158,20 @@ def test_skip_lists_every_path() -> None:
     assert "no_such_package.one (ModuleNotFoundError" in str(skip.value)
     assert "no_such_package.two (ModuleNotFoundError" in str(skip.value)
     assert "torch.fx" not in str(skip.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a failing pass fails the test")
+def test_expected_failures_say_why() -> None:
+    program = program_of(torch.relu, [torch.ones(2)])
+
+    def needs_a_gpu(gm: fx.GraphModule) -> None:
+        raise RuntimeError("no CUDA device")
+
+    with pytest.raises(pytest.xfail.Exception, match="without a GPU: .*no CUDA device"):
+        run_foreign(program, needs_a_gpu)
+    _, record = run_foreign(program, lambda gm: gm)
+    with pytest.raises(pytest.xfail.Exception, match="nothing recognised: another spelling"):
+        expect_match(record, "another spelling")
 
 
 def test_autodeploy_calling_convention(monkeypatch: pytest.MonkeyPatch) -> None:

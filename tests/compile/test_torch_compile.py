@@ -14,9 +14,11 @@ import torch
 from torch import fx
 
 from inlay.compile import Compiled, inlay
+from inlay.compile.below import runnable
 from inlay.compile.pieces import piece_of
 from inlay.errors import CaptureError
 from inlay.program.symbols import FakeValues
+from inlay.testing import program_of
 from models import LLAMA, random_model
 
 if TYPE_CHECKING:
@@ -139,6 +141,24 @@ def test_values_returned_are_those_from_before_a_write() -> None:
     assert torch.equal(fast(a, b), torch.tensor([4.0, 6.0]))
     assert (a.tolist(), b.tolist()) == ([3.0, 4.0], [1.0, 2.0])
     assert seen[0].program is not None
+
+
+def test_writes_read_what_was_there_before() -> None:
+    """A program whose new values are its inputs, the other way round: no write may be seen by the next."""
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        b.add_(1)
+        return a * b
+
+    program = program_of(both, [torch.ones(2), torch.ones(2)])
+    a, b = (node for node in program.graph.nodes if node.op == "placeholder")
+    output = next(iter(reversed(program.graph.nodes)))
+    assert [row.alias.of for row in program.bindings.outs if row.alias] == [a.name, b.name]
+    output.args = ((b, a, b),)
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    (returned,) = runnable(program, [None])(one, two)
+    assert (one.tolist(), two.tolist(), returned.tolist()) == ([3.0, 4.0], [1.0, 2.0], [3.0, 4.0])
 
 
 @pytest.mark.parametrize("below", ["eager", "inductor"])
