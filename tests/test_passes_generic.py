@@ -167,7 +167,7 @@ def test_expected_failures_say_why() -> None:
     def needs_a_gpu(gm: fx.GraphModule) -> None:
         raise RuntimeError("no CUDA device")
 
-    with pytest.raises(pytest.xfail.Exception, match="without a GPU: .*no CUDA device"):
+    with pytest.raises(pytest.xfail.Exception, match=r"without a GPU: .*no CUDA device"):
         run_foreign(program, needs_a_gpu)
     _, record = run_foreign(program, lambda gm: gm)
     with pytest.raises(pytest.xfail.Exception, match="nothing recognised: another spelling"):
