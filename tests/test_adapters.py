@@ -88,3 +88,57 @@ def test_exported_program_can_be_built() -> None:
     again = torch.export.load(buffer).module()
     audio = torch.randn(3, 1, 40)
     assert torch.equal(again(audio), convolutions().module(audio))
+
+
+def test_tracer() -> None:
+    """program/trace.py: operators made of others stay whole, in-place ones are seen."""
+    from inlay.program.trace import traced
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight).add_(1)
+
+    graph = traced(step, [torch.ones(2, 3), torch.ones(4, 3)]).graph
+    aten = torch.ops.aten
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [
+        aten.linear.default,
+        aten.add_.Tensor,
+    ]
+
+
+def test_in_place_graph_becomes_functional() -> None:
+    """program/functional.py: what is written to is an output; sizes stay in the shape environment they came from."""
+    from inlay.program import Symbol
+    from inlay.program.functional import functional_program
+    from inlay.program.symbols import FakeValues
+    from inlay.program.trace import traced
+
+    fakes = FakeValues([Symbol("rows", 1, None, 4)])
+    values = [fakes.tensor(torch.float32, ("rows", 3)), fakes.tensor(torch.float32, ("rows", 3))]
+
+    def step(x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor]:
+        cache.add_(x)
+        return (cache * torch.tensor([1.0, 2.0, 3.0]),)
+
+    with fakes.computing():
+        module = traced(step, values)
+    program = functional_program(module, fakes, "piece")
+    assert [(row.name, row.alias.of if row.alias else None) for row in program.bindings.outs] == [
+        ("cache_1.out", "cache_1"),
+        ("output.0", None),
+    ]
+    assert not any(name.endswith("_") for name in (each.split(".")[1] for each in program.op_counts()))
+    held = {node.meta["val"].fake_mode.shape_env for node in program.graph.nodes if node.name in ("x_1", "cache_1")}
+    assert held == {fakes.mode.shape_env}
+    cache = torch.ones(2, 3)
+    (made,) = program.module()(torch.ones(2, 3), cache)
+    assert torch.equal(made, torch.tensor([[2.0, 4.0, 6.0]] * 2))
+    assert torch.equal(cache, torch.full((2, 3), 2.0))
+
+
+def test_inductor_takes_decompositions() -> None:
+    """compile/below.py"""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert "decompositions" in inspect.signature(compile_fx).parameters
+    assert torch.ops.aten.silu.default in select_decomp_table()

@@ -29,7 +29,13 @@ def show(
         Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of the terminal.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option("--pass", help="Run the transforms up to this one and show what it changes.")
+        str | None,
+        typer.Option(
+            "--pass",
+            metavar="NAME | package.module:callable",
+            help="Run the transforms up to NAME and show what it changes; or someone else's pass, alone, on the"
+            " program as it was captured.",
+        ),
     ] = None,
     dump_to: Annotated[
         Path | None,
@@ -46,6 +52,8 @@ def show(
     Example: [bold]inlay show SmolLM2-135M-Instruct.Q4_1.gguf[/]
 
     Example: [bold]inlay show MODEL --pass fuse_add_rms_norm[/]
+
+    Example: [bold]inlay show MODEL --pass my_passes:relu_to_gelu[/]
     """
     with failing_kindly():
         if only is not None:

@@ -18,12 +18,23 @@ if TYPE_CHECKING:
 
 
 def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence[str]) -> list[Step]:
-    """The configured transforms up to the one in question, which runs even when it is off by default."""
+    """The configured transforms up to the one in question, which runs even when it is off by default.
+
+    Someone else's pass (`package.module:callable`) runs alone, on the program as it was captured.
+    """
     from inlay.config import resolve
     from inlay.errors import UsageError, nearest
     from inlay.transforms import configure
     from inlay.transforms.base import find
+    from inlay.transforms.foreign import foreign, is_foreign
+    from inlay.transforms.pipeline import Step
 
+    if is_foreign(name):
+        if files or settings:
+            raise UsageError(
+                f"--config and --set are about Inlay's transforms, and {name} runs without them.", "Leave them out."
+            )
+        return [Step(name, foreign(name))]
     resolved = resolve(model=model, files=files, settings=settings)
     steps, name = configure(resolved), resolved.aliases.get(name, name)
     keys = [step.key for step in steps]

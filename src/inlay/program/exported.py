@@ -250,32 +250,32 @@ def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
     for row in program.bindings.ins:
         target = None if row.role is Role.INPUT else row.target
         persistent = row.persistent if row.role is Role.BUFFER else None
-        argument = _argument(placeholders[row.name], row.name)
-        ins.append(InputSpec(_KINDS[row.role], argument, target, persistent))
+        ins.append(InputSpec(_KINDS[row.role], argument(placeholders[row.name], row.name), target, persistent))
     outs = []
     output = next(iter(reversed(graph.nodes)))
     values = output.args[0]
     assert isinstance(values, (tuple, list))
     for row, value in zip(program.bindings.outs, values, strict=True):
-        argument = _argument(value, "")
         if row.alias is None:
-            outs.append(OutputSpec(OutputKind.USER_OUTPUT, argument, None))
+            kind, target = OutputKind.USER_OUTPUT, None
         elif program.bindings[row.alias.of].role is Role.INPUT:
-            outs.append(OutputSpec(OutputKind.USER_INPUT_MUTATION, argument, row.target))
+            kind, target = OutputKind.USER_INPUT_MUTATION, row.target
         else:
-            outs.append(OutputSpec(OutputKind.BUFFER_MUTATION, argument, row.target))
+            kind, target = OutputKind.BUFFER_MUTATION, row.target
+        outs.append(OutputSpec(kind, argument(value, ""), target))
     return ExportGraphSignature(input_specs=ins, output_specs=outs)
 
 
-def _argument(value: Any, name: str) -> Any:
+def argument(value: Any, name: str) -> Any:
+    """How torch.export's signatures name a value."""
     if not isinstance(value, fx.Node):
         return ConstantArgument(name=name, value=value)
     held = value.meta.get("val")
     if isinstance(held, torch.Tensor):
         return TensorArgument(name=value.name)
-    for kind, argument in _NUMBERS.items():
+    for kind, made in _NUMBERS.items():
         if isinstance(held, kind):
-            return argument(name=value.name)
+            return made(name=value.name)
     return ConstantArgument(name=value.name, value=held)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,41 @@ def is_view(node: fx.Node) -> bool:
         return node.op == "call_function"
     returned = any(each.alias_info is not None for each in schema.returns)
     return returned or node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes to.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> written(graph.call_function(torch.ops.aten.add_.Tensor, (x, 1)))
+    [x]
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    found: list[fx.Node] = []
+    fx.map_arg([given[name] for name in names if name in given], found.append)
+    return found
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose storage a value lives in: what a view is a view of.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> owner(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
+    x
+    """
+    while operands(node):
+        schema = getattr(node.target, "_schema", None)
+        shares = schema is not None and any(each.alias_info is not None for each in schema.returns)
+        if not shares and node.target is not operator.getitem:
+            break
+        node = operands(node)[0]
+    return node
 
 
 def op_counts(graph: fx.Graph) -> Counter[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from inlay.errors import ProgramError, one_line
@@ -24,7 +24,7 @@ from inlay.program.program import Symbol
 from inlay.program.sizes import any_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _ARITHMETIC: dict[type[Any], Any] = {
     ast.Add: operator.add,
@@ -67,6 +67,24 @@ class FakeValues:
             self._sizes[symbol.name] = env.create_symintnode(raw, hint=symbol.example, source=source)
             self.symbols[str(raw)] = symbol
 
+    @classmethod
+    def of(cls, graph: fx.Graph) -> FakeValues:
+        """Computes on with the values a graph's placeholders have: their sizes stay the symbols they are."""
+        return cls.with_values(node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+
+    @classmethod
+    def with_values(cls, values: Iterable[Any]) -> FakeValues:
+        """Computes on with these values."""
+        made = cls([])
+        made.mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), made.mode)
+        return made
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within this context torch computes with fake values, and sizes stay symbols."""
+        with enable_python_dispatcher(), self.mode:
+            yield
+
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:
         """A fake tensor with this dtype and shape; sizes are numbers, symbols or expressions of symbols."""
         sizes = [self.size(size) for size in shape]
@@ -96,28 +114,25 @@ class FakeValues:
         """Set `meta["val"]` on every node of `graph`, nested graphs included; returns the outputs' values."""
         given = iter(inputs)
         result: Any = None
-
-        def value_of(node: fx.Node) -> Any:
-            if node.op == "get_attr":
-                owner = graph.owning_module
-                assert owner is not None
-                return owner.get_submodule(str(node.target))
-            return node.meta.get("val")
-
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.meta["val"] = next(given)
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
-                self._propagate_nested(args)
-                try:
-                    with symbolic_sizes(), self.mode:
-                        node.meta["val"] = node.target(*args, **kwargs)
-                except Exception as error:
-                    raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error
+                node.meta["val"] = self.value(node)
             elif node.op == "output":
-                result = fx.map_arg(node.args[0], value_of)
+                result = fx.map_arg(node.args[0], _held)
         return result
+
+    def value(self, node: fx.Node) -> Any:
+        """What a call gives, computed from the values its operands have."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _held)
+        self._propagate_nested(args)
+        target: Any = node.target
+        try:
+            with symbolic_sizes(), self.mode:
+                return target(*args, **kwargs)
+        except Exception as error:
+            raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error
 
     def _propagate_nested(self, args: Sequence[Any]) -> None:
         modules = [arg for arg in args if isinstance(arg, fx.GraphModule)]
@@ -126,6 +141,14 @@ class FakeValues:
             count = sum(node.op == "placeholder" for node in module.graph.nodes)
             if count <= len(operands):
                 self.propagate(module.graph, operands[:count])
+
+
+def _held(node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        owner = node.graph.owning_module
+        assert owner is not None
+        return owner.get_submodule(str(node.target))
+    return node.meta.get("val")
 
 
 def symbols_of(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:

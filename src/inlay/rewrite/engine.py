@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.graphs import MODULE, SOURCE, all_graphs, mutates
 from inlay.program.symbols import symbolic_sizes
+from inlay.program.trace import traced
 from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
 from inlay.rewrite.trees import PATTERNS, Tree
 from inlay.rewrite.walker import Found, Walker
@@ -191,7 +191,6 @@ def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
     try:
         with symbolic_sizes():
             # Two arguments that are one value here may be two at the next site: each gets a tensor of its own.
-            graph: fx.Graph = make_fx(run, pre_dispatch=True)(*(value.detach() for value in tensors.values())).graph
+            return traced(run, [value.detach() for value in tensors.values()]).graph
     except Exception as error:
         raise ProgramError(f"The replacement of {rule.name} cannot be traced: {one_line(error)}.") from error
-    return graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ class Dump:
         """Dump what ran; say of the rest why it did not."""
         entry: dict[str, object] = {"transform": record.key, "stage": record.stage, "status": record.status}
         if record.status == "ran" and record.sites:
-            entry["file"] = self._write(record.stage, record.key.replace("#", "_"), program)
+            entry["file"] = self._write(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
             entry["matches"] = record.sites
         elif record.status == "ran":
             entry["why"] = record.remarks[0].reason if record.remarks else "nothing in the program starts like it"

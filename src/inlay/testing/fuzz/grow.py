@@ -47,6 +47,8 @@ class Growth:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call more; impossible if it cannot be computed."""
         values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        if target is aten.scaled_dot_product_attention.default and values[1].shape[:-1] != values[2].shape[:-1]:
+            raise Impossible("torch reads past the end of such keys and values instead of saying so")
         try:
             with self.fakes.mode:
                 value = target(*values, **named)

@@ -1,0 +1,68 @@
+"""Adapter: what runs a program in the end. The only file of this room that imports Inductor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.ops.define import DECOMPOSITIONS
+from inlay.program.bindings import Role
+from inlay.program.graphs import copy_graph, owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inlay.program.program import Program
+
+BELOW = ("eager", "inductor")
+"""What may run the program."""
+
+
+def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Something that computes `module`: itself, or code that Inductor makes of it."""
+    if below == "eager":
+        run: Callable[..., Any] = module.forward
+        return run
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **DECOMPOSITIONS})
+    return compiled  # type: ignore[no-any-return]
+
+
+def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
+    """The program as a module that takes its flat inputs, writes to those it mutates, and returns its flat outputs.
+
+    `same` says for every value to return which input it is; None takes the program's next output.
+    """
+    graph = copy_graph(program.graph)
+    root = graph.owning_module or torch.nn.Module()
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    output = next(iter(reversed(graph.nodes)))
+    values: Any = output.args[0]
+    written = {placeholders[row.name] for row in program.bindings.state}
+    pairs = list(zip(program.bindings.outs, values, strict=True))
+    with graph.inserting_before(output):
+        # Outputs are values from before the first write.
+        kept = [_kept(graph, value, written) for _, value in pairs]
+        for (row, _), value in zip(pairs, kept, strict=True):
+            if row.alias is not None:
+                graph.call_function(torch.ops.aten.copy_.default, (placeholders[row.alias.of], value))
+    inputs = [placeholders[row.name] for row in program.bindings.of(Role.INPUT)]
+    computed = iter([value for (row, _), value in zip(pairs, kept, strict=True) if row.alias is None])
+    output.args = (tuple(next(computed) if each is None else inputs[each] for each in same),)
+    for row in program.bindings.of(Role.CONSTANT):
+        root.register_buffer(row.name, program.tensors[row.name].read(), persistent=False)
+        node = placeholders[row.name]
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.get_attr(row.name))
+        graph.erase_node(node)
+    return fx.GraphModule(root, graph, class_name="Inlay")
+
+
+def _kept(graph: fx.Graph, value: Any, written: set[fx.Node]) -> Any:
+    if isinstance(value, fx.Node) and owner(value) in written:
+        return graph.call_function(torch.ops.aten.clone.default, (value,))
+    return value

@@ -1,0 +1,141 @@
+"""What Dynamo hands to a backend → Program, where that can be done soundly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from inlay.errors import CaptureError, one_line
+from inlay.program.functional import functional_program
+from inlay.program.graphs import all_nodes, target_text, written
+from inlay.program.symbols import FakeValues
+from inlay.program.trace import traced
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A program, and what a program cannot say: which outputs of the piece are inputs that it wrote to."""
+
+    program: Program
+    same: tuple[int | None, ...]
+    """For every output of the piece: the position of the input that it is; None where the program computes it."""
+
+
+def piece_of(module: fx.GraphModule) -> Piece:
+    """A piece of a model as a program; every parameter is an input.
+
+    It is traced in Dynamo's own shape environment: what tracing or a transform assumes of a size becomes one of
+    Dynamo's guards. A CaptureError says why a piece cannot be represented.
+    """
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise CaptureError("autocast is on.", "Convert the model instead: model.to(torch.bfloat16).")
+    values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    if any(value is None for value in values):
+        raise CaptureError("Dynamo gave no type for an input.")
+    fakes = FakeValues.with_values(values)
+    try:
+        with fakes.computing(), fx.traceback.preserve_node_meta():
+            trace = traced(_Constants(module).run, values)
+        _drop_modes(trace.graph)
+        changed = _written_inputs(trace.graph)
+        _refuse_shared_outputs(trace.graph)
+        same = _take_inputs_out(trace.graph, changed)
+        return Piece(functional_program(trace, fakes, "piece"), same)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"it cannot be traced to ATen: {type(error).__name__}: {one_line(error)}.") from error
+
+
+class _Constants(fx.Interpreter):
+    """Python floats that Dynamo passes as tensors, such as the epsilon of a norm, are numbers again.
+
+    Reading one of them adds a guard on its value, as for any number that Dynamo takes for constant.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        held = n.meta.get("example_value")
+        if n.target == "item" and isinstance(held, torch.SymFloat) and _is_input(n.args[0]):
+            return float(held)
+        return super().run_node(n)
+
+
+def _is_input(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder"
+
+
+def _drop_modes(graph: fx.Graph) -> None:
+    """Switching gradients or autocast off changes nothing where both are off."""
+    for node in list(graph.nodes):
+        name = target_text(node.target)
+        if name.endswith("_enter_autocast") and True in node.args[2:3]:
+            raise CaptureError("the model switches autocast on.", "Convert it instead: model.to(torch.bfloat16).")
+    for node in reversed(list(graph.nodes)):
+        name = target_text(node.target)
+        if name.endswith(("_set_grad_enabled", "_enter_autocast", "_exit_autocast")):
+            graph.erase_node(node)
+
+
+def _written_inputs(graph: fx.Graph) -> dict[Any, int]:
+    """The storage of each input that is written to, and its position. Functional form loses who shares memory with
+    whom: where that could be noticed, there is none."""
+    inputs: dict[Any, list[int]] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        if isinstance(node.meta["val"], torch.Tensor):
+            inputs.setdefault(_storage(node), []).append(position)
+    changed: dict[Any, int] = {}
+    for node in all_nodes(graph):
+        for storage in {_storage(each) for each in written(node)} & set(inputs):
+            if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                raise CaptureError(f"{target_text(node.target)} changes the shape of an input in place.")
+            if len(inputs[storage]) > 1:
+                names = " and ".join(placeholders[position].name for position in inputs[storage])
+                raise CaptureError(f"{names} share memory that is written to.")
+            changed[storage] = inputs[storage][0]
+    return changed
+
+
+def _refuse_shared_outputs(graph: fx.Graph) -> None:
+    """Two outputs in one memory that was written to may come apart in functional form."""
+    changed = {_storage(each) for node in all_nodes(graph) for each in written(node)}
+    values = [each for each in tree_leaves(next(iter(reversed(graph.nodes))).args[0]) if isinstance(each, fx.Node)]
+    held: dict[Any, fx.Node] = {}
+    for value in dict.fromkeys(values):
+        storage = _storage(value)
+        if storage in held and storage in changed:
+            raise CaptureError(f"{held[storage].name} and {value.name} are returned and share memory written to.")
+        if storage is not None:
+            held[storage] = value
+
+
+def _take_inputs_out(graph: fx.Graph, changed: dict[Any, int]) -> tuple[int | None, ...]:
+    """An output that is a whole input, written to before, is returned by whoever runs the piece."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(iter(reversed(graph.nodes)))
+    values, same = tree_leaves(output.args[0]), list[int | None]()
+    for value in values:
+        is_tensor = isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
+        position = changed.get(_storage(value)) if is_tensor else None
+        if position is not None and _layout(value) != _layout(placeholders[position]):
+            raise CaptureError(f"{value.name} is returned and is a part of an input that is written to.")
+        same.append(position)
+    output.args = (tuple(value for value, position in zip(values, same, strict=True) if position is None),)
+    return tuple(same)
+
+
+def _storage(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _layout(node: fx.Node) -> tuple[str, ...]:
+    value = node.meta["val"]
+    return str(value.dtype), str(value.shape), str(value.stride()), str(value.storage_offset())

@@ -1,0 +1,171 @@
+"""Other people's passes: any `GraphModule → GraphModule` callable as a transform."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.errors import TransformError, UsageError, nearest, one_line
+from inlay.program.graphs import adopt, copy_graph, subgraphs
+from inlay.program.text import dump
+from inlay.transforms.base import Applied, Numerics, Options, Stage, Transform
+from inlay.transforms.returned import same_boundary, tidy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from inlay.program.program import Program
+
+_FORM = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+class ForeignPass(Transform):
+    """A pass that was not written for Inlay.
+
+    It is handed a GraphModule whose parameters and buffers are placeholders, and may change it in place or return
+    another one. Such a pass says nothing of sites: `sites` is 1 if the program changed and 0 if it did not, unless the
+    pass returns a number itself, as Inductor's pattern passes do. Nor does it say what it does to numbers, so nothing
+    is taken for granted.
+    """
+
+    stage, numerics = Stage.CLEAN, Numerics.APPROXIMATE
+
+    def __init__(self, function: Any, options: Options | None = None) -> None:
+        super().__init__(options)
+        self.function = as_pass(function)
+
+    def apply(self, program: Program) -> Applied:
+        before = dump(program)
+        module = _module(program)
+        result, count = _result(self.function(module), module)
+        graph = result.graph
+        tidy(graph, program)
+        same_boundary(graph, program)
+        adopt(graph, dict(subgraphs(graph)))
+        made = replace(program, graph=graph)
+        changed = dump(made) != before
+        return Applied(made, count if count is not None and changed else int(changed))
+
+
+def foreign(text: str) -> Transform:
+    """The transform for `package.module:callable`.
+
+    >>> foreign("torch.fx:no_such_pass")
+    Traceback (most recent call last):
+    ...
+    inlay.errors.UsageError: torch.fx has no no_such_pass. Name a pass: package.module:callable.
+    """
+    named = type("ForeignPass", (ForeignPass,), {"name": text, "__doc__": ForeignPass.__doc__})
+    made: Transform = named(find_pass(text))
+    return made
+
+
+def is_foreign(text: str) -> bool:
+    """Whether this names someone's pass, not one of Inlay's transforms.
+
+    >>> is_foreign("package.module:callable"), is_foreign("match_rope")
+    (True, False)
+    """
+    return ":" in text
+
+
+def find_pass(text: str) -> Any:
+    """Import what `package.module:callable` names, from an installed package or the current folder."""
+    if not _FORM.match(text):
+        raise UsageError(f"{text} does not name a pass.", "Write package.module:callable.")
+    name, _, path = text.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        hint = nearest(missing, _modules_beside(missing)) if name.startswith(missing) else f"{name} imports it."
+        remedy = hint or "Run from the folder that holds it, or install it."
+        raise UsageError(f"{text}: there is no Python module {missing}.", remedy) from error
+    except Exception as error:
+        problem = f"{text}: importing {name} failed: {type(error).__name__}: {one_line(error)}."
+        raise UsageError(problem, "Mend the module.") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            owner = getattr(found, "__name__", name)
+            remedy = nearest(part, dir(found)) or "Name a pass: package.module:callable."
+            raise UsageError(f"{owner} has no {part}.", remedy)
+        found = getattr(found, part)
+    as_pass(found, text)
+    return found
+
+
+def _modules_beside(name: str) -> Iterable[str]:
+    """Modules that could have been meant by a name that is not there."""
+    package, _, _ = name.rpartition(".")
+    if not package:
+        return [*sys.stdlib_module_names, *(each.name for each in pkgutil.iter_modules())]
+    paths = getattr(sys.modules.get(package), "__path__", [])
+    return [each.name for each in pkgutil.iter_modules(paths, f"{package}.")]
+
+
+def as_pass(found: Any, text: str = "") -> Callable[[fx.GraphModule], Any]:
+    """One way of calling every kind of pass: with a GraphModule. A class is made an instance of first."""
+    text = text or getattr(found, "__name__", type(found).__name__)
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except Exception as error:
+            problem = f"{text} is a class that cannot be made without arguments: {one_line(error)}."
+            raise UsageError(problem, "Name a function that makes it and calls it.") from error
+    if not callable(found):
+        # Inductor's collections of patterns are applied, not called.
+        if callable(getattr(found, "apply", None)):
+            return lambda module: found.apply(module)
+        problem = f"{text} is a {type(found).__name__}, which cannot be called."
+        raise UsageError(problem, "Name a function, a class or an instance that takes a GraphModule.")
+    if _takes_graph(found):
+        return lambda module: found(module.graph)
+    taken: Callable[[fx.GraphModule], Any] = found
+    return taken
+
+
+def _takes_graph(found: Any) -> bool:
+    """Whether a pass works on an `fx.Graph`: Inductor's passes do, and say so by a `uuid` or by annotation."""
+    if callable(getattr(found, "uuid", None)):
+        return True
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    said = parameters[0].annotation if parameters else None
+    return said is fx.Graph or (isinstance(said, str) and said.rpartition(".")[2] == "Graph")
+
+
+def _module(program: Program) -> fx.GraphModule:
+    """The program as a GraphModule of its own: whatever a pass does to it, the program is not touched."""
+    graph = copy_graph(program.graph)
+    return fx.GraphModule(graph.owning_module or torch.nn.Module(), graph, class_name="Program")
+
+
+def _result(returned: Any, module: fx.GraphModule) -> tuple[fx.GraphModule, int | None]:
+    """What a pass made, and how many sites it says there were."""
+    if hasattr(returned, "graph_module"):
+        returned = returned.graph_module
+    match returned:
+        case None | bool():
+            return module, None
+        case int():
+            return module, returned
+        case fx.GraphModule():
+            return returned, None
+        case fx.Graph():
+            return fx.GraphModule(module, returned), None
+    raise TransformError(
+        f"It returned a {type(returned).__name__}.", "A pass returns a GraphModule, a PassResult, a Graph or nothing."
+    )

@@ -1,0 +1,215 @@
+"""Other people's passes: every kind of callable, what they may return, what they must not change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import foreign_passes
+from inlay.cli.main import app
+from inlay.errors import TransformError, UsageError
+from inlay.program.text import dump
+from inlay.testing import program_of
+from inlay.transforms import Record, run
+from inlay.transforms.foreign import ForeignPass, foreign
+from inlay.transforms.pipeline import Step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program import Program
+
+pytestmark = pytest.mark.fast
+
+
+class Net(torch.nn.Module):
+    """A parameter, a buffer that is written, an input that is not read, two outputs, dynamic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, unread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        hidden = torch.relu(torch.nn.functional.linear(x, self.weight))
+        return hidden * 2, hidden.sum(-1)
+
+
+ARGS = [torch.linspace(-2, 2, 20).reshape(5, 4), torch.ones(2)]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return program_of(Net(), ARGS, axes={"x": {0: "rows"}})
+
+
+def _run(program: Program, name: str) -> tuple[Program, Record]:
+    text = f"foreign_passes:{name}"
+    result, records = run(program, [Step(text, foreign(text))])
+    return result, records[0]
+
+
+def _expected(offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.nn.functional.gelu(ARGS[0] @ Net().weight.T) + offset
+    return hidden * 2, hidden.sum(-1)
+
+
+def _same(program: Program, expected: Any) -> None:
+    with torch.no_grad():
+        for got, want in zip(program.module()(*ARGS), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+KINDS = ["returns_module", "in_place", "over_graph", "Based", "based", "PostGrad", "Patterns"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_passes(program: Program, name: str) -> None:
+    before = dump(program)
+    result, record = _run(program, name)
+    assert record.sites == 1
+    assert record.transform == f"foreign_passes:{name}"
+    assert result.op_counts()["aten.gelu.default"] == 1
+    assert "aten.relu.default" not in result.op_counts()
+    made = next(node for node in result.graph.nodes if node.target is torch.ops.aten.gelu.default)
+    assert result.types.text(made.meta["val"]) == "f32[rows, 3]", "the size is the symbol it was"
+    assert result.bindings == program.bindings
+    assert dump(program) == before, "the program that went in is untouched"
+    _same(result, _expected())
+
+
+def test_inductor_pass_object(program: Program) -> None:
+    applied = ForeignPass(foreign_passes.inductor_pass()).apply(program.copy())
+    assert applied.sites == 1
+    _same(applied.program, _expected())
+
+
+def test_a_pass_that_does_nothing_matched_nothing(program: Program) -> None:
+    result, record = _run(program, "nothing")
+    assert record.sites == 0
+    assert result is program
+
+
+def test_functions_and_methods_become_operators(program: Program) -> None:
+    result, _ = _run(program, "with_functions")
+    assert result.op_counts()["aten.gelu.default"] == 1
+    assert result.op_counts()["aten.add.Tensor"] == program.op_counts()["aten.add.Tensor"] + 1
+    _same(result, _expected(0.5))
+
+
+def test_a_graph_that_was_made_anew(program: Program) -> None:
+    result, record = _run(program, "retraced")
+    assert record.sites == 1
+    assert result.op_counts()["aten.neg.default"] == sum(program.op_counts().values())
+    assert [row.name for row in result.bindings.ins] == [n.name for n in result.graph.nodes if n.op == "placeholder"]
+    _same(result, program.module()(*ARGS))
+
+
+def test_mutation_survives(program: Program) -> None:
+    result, _ = _run(program, "retraced")
+    module: Any = result.module()
+    for calls in (1, 2):
+        module(*ARGS)
+        assert module.calls.item() == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("drops_an_input", "There are 3 placeholders where there were 4: unread are gone."),
+        ("swaps_inputs", "Placeholder 0 is b_calls, and was p_weight: the order changed."),
+        ("drops_an_output", "There are 2 outputs where there were 3."),
+        ("widens_an_output", "is f64[rows], and was f32[rows]."),
+        ("keeps_a_stale_type", "is f64[rows, 3], and was f32[rows, 3]."),
+        ("writes_to_an_input", "(aten.add_.Tensor) writes to x, which the program only reads."),
+        ("brings_a_tensor", "mine is a tensor of the pass's own."),
+        ("calls_a_module", "calls the module act."),
+        ("returns_a_string", "It returned a str."),
+        ("breaks", "failed: KeyError: 'flashinfer_rmsnorm'."),
+    ],
+)
+def test_what_a_pass_must_not_do(program: Program, name: str, sentence: str) -> None:
+    before = dump(program)
+    with pytest.raises(TransformError) as error:
+        _run(program, name)
+    assert sentence in str(error.value)
+    assert f"foreign_passes:{name} failed" in str(error.value)
+    assert dump(program) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("foreign_passe:nothing", "there is no Python module foreign_passe. Did you mean foreign_passes?"),
+        ("torch.fx.passe:x", "there is no Python module torch.fx.passe. Did you mean torch.fx.passes?"),
+        ("foreign_passes:nothin", "foreign_passes has no nothin. Did you mean nothing?"),
+        ("foreign_passes:Based.cal", "Based has no cal. Did you mean call?"),
+        ("foreign_passes:NUMBER", "foreign_passes:NUMBER is a int, which cannot be called."),
+        ("foreign_passes:NeedsArguments", "is a class that cannot be made without arguments"),
+        ("foreign_passes:", "foreign_passes: does not name a pass. Write package.module:callable."),
+        ("a b:c", "a b:c does not name a pass."),
+    ],
+)
+def test_names_that_lead_nowhere(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        foreign(text)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_passes.py").write_text("raise RuntimeError('no GPU')\n")
+    (tmp_path / "needy_passes.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="importing broken_passes failed: RuntimeError: no GPU"):
+        foreign("broken_passes:x")
+    with pytest.raises(UsageError, match=r"no Python module no_such_library. needy_passes imports it."):
+        foreign("needy_passes:x")
+
+
+MINE = """
+import torch
+
+def gelu(gm):
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.tanh.default:
+            node.target = torch.ops.aten.gelu.default
+"""
+
+
+def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the current folder is found; the pass runs alone."""
+    (tmp_path / "my_own_passes.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    result = CliRunner().invoke(app, ["show", "models:convolutions", "--pass", "my_own_passes:gelu", "--json"])
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)
+    assert record["key"] == "my_own_passes:gelu"
+    assert record["matches"] == 1
+    folder = tmp_path / "dumps"
+    shown = ["show", "models:convolutions", "--pass", "my_own_passes:gelu", "--dump", str(folder)]
+    result = CliRunner().invoke(app, shown)
+    assert "aten.gelu" in result.stdout
+    assert "my_own_passes:gelu: [SUMMARY] matches=1" in result.stderr
+    assert (folder / "001_clean_my_own_passes_gelu.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--pass", "foreign_passes:nothin"], 2, "Did you mean nothing?"),
+        (["--pass", "foreign_passes:nothing", "--set", "match_rope.enabled=false"], 2, "runs without them"),
+        (["--pass", "foreign_passes:drops_an_output"], 6, "There are 0 outputs where there were 1"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: list[str], code: int, sentence: str) -> None:
+    result = CliRunner().invoke(app, ["show", "models:convolutions", *arguments])
+    assert result.exit_code == code
+    assert sentence in result.stderr
