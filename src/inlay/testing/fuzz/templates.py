@@ -84,7 +84,7 @@ def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     True
     """
     sizes: dict[int, int] = {}
-    magnitude = rng.choice(_NUMBERS)
+    magnitude = rng.choice(_NUMBERS) if rng.random() < 0.7 else None
 
     def size(number: int) -> int:
         made, divisor = 1, 2
@@ -102,7 +102,7 @@ def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
             whole = torch.ones([size(old.shape[axis]) for axis in strides], dtype=old.dtype)
             return whole.permute([strides.index(axis) for axis in range(old.dim())])
         if isinstance(old, float):
-            return (magnitude if rng.random() < 0.7 else rng.choice(_NUMBERS)) * (-1 if old < 0 else 1)
+            return (magnitude or rng.choice(_NUMBERS)) * (-1 if old < 0 else 1)
         return size(old) if type(old) is int else old
 
     return {name: value(old) for name, old in example.items()}

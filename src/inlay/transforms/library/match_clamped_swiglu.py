@@ -60,7 +60,7 @@ class MatchClampedSwiGLU(Rewrite):
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         gate, up = torch.ones(3, 5, 7, dtype=dtype), torch.ones(3, 5, 7, dtype=dtype)
-        return {"gate": gate, "up": up, "alpha": 1.625, "low": -5.25, "limit": 5.75}
+        return {"gate": gate, "up": up, "alpha": 1.625, "low": -5.75, "limit": 5.75}
 
     def pattern(self, gate: Tensor, up: Tensor, alpha: float, low: float, limit: float) -> Tensor:
         gate = gate.clamp(max=limit)
