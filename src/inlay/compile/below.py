@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from inlay.ops.define import DECOMPOSITIONS
 from inlay.program.bindings import Role
-from inlay.program.graphs import copy_graph, owner
+from inlay.program.graphs import all_nodes, copy_graph, owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +33,35 @@ def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Call
 
     compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **DECOMPOSITIONS})
     return compiled  # type: ignore[no-any-return]
+
+
+def aot_library(program: Program) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function from all inputs to all outputs but state: a library made by AOTInductor, on the caller's tensors."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    exported = program.to_exported()
+    if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
+        exported = exported.run_decompositions(dict(DECOMPOSITIONS))
+    inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
+    exported.example_inputs = tree_unflatten(examples, program.calling.in_spec)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library: Any = aoti_load_package(aoti_compile_and_package(exported, package_path=f"{folder}/program.pt2"))
+    rows = program.bindings.ins
+    bound: list[int] = []
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        held = {row.target: value for row, value in zip(rows, values, strict=True) if row.role is not Role.INPUT}
+        places = [value.data_ptr() for value in held.values()]
+        if places != bound:
+            library.load_constants(held, check_full_update=False, user_managed=True)
+            bound[:] = places
+        given = [value for row, value in zip(rows, values, strict=True) if row.role is Role.INPUT]
+        args, kwargs = tree_unflatten(given, program.calling.in_spec)
+        return tree_leaves(library(*args, **kwargs))
+
+    return run
 
 
 def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:

@@ -259,7 +259,7 @@ def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
         if row.alias is None:
             kind, target = OutputKind.USER_OUTPUT, None
         elif program.bindings[row.alias.of].role is Role.INPUT:
-            kind, target = OutputKind.USER_INPUT_MUTATION, row.target
+            kind, target = OutputKind.USER_INPUT_MUTATION, row.alias.of
         else:
             kind, target = OutputKind.BUFFER_MUTATION, row.target
         outs.append(OutputSpec(kind, argument(value, ""), target))

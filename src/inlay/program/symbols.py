@@ -17,7 +17,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.program import Symbol
@@ -48,6 +48,11 @@ def symbolic_sizes() -> Iterator[None]:
             yield
     finally:
         log.disabled = before
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds whatever they are; asking adds no assumption."""
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 class FakeValues:

@@ -1,0 +1,67 @@
+"""Updates in canonical form: each write is an `index_put` into the whole state, one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inlay.state.indices import Indexer
+from inlay.state.places import is_wrapped
+from inlay.state.updates import State, recognise
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from inlay.program.program import Program
+
+
+def canonical_updates(program: Program) -> tuple[Program, list[str]]:
+    """A program in which every eligible update that can be is a chain of `index_put`, and which states those are."""
+    made = program.copy()
+    done = []
+    for state in recognise(made):
+        if state.eligible and _needs_it(state):
+            attempt = made.copy()
+            again = next(each for each in recognise(attempt) if each.position == state.position)
+            if _rewrite(attempt.graph, again):
+                attempt.graph.eliminate_dead_code()
+                made = attempt
+                done.append(state.binding.name)
+    return made, done
+
+
+def _needs_it(state: State) -> bool:
+    """Not when every write is one to the whole state that compilers know: `index_put`, `index_copy`."""
+    plain = {"aten::index_put_", "aten::index_copy_"}
+    return any(write.place.views or write.target._schema.name not in plain for write in state.writes)
+
+
+def _rewrite(graph: fx.Graph, state: State) -> bool:
+    base = next(node for node in graph.nodes if node.name == state.binding.name)
+    now = [base]
+    for write in state.writes:
+        if is_wrapped(write.at):
+            return False
+        with graph.inserting_before(write.node.next):
+            try:
+                put = Indexer(graph, write.node.next).put(now[-1], write)
+            except LookupError:
+                put = None
+        if put is None:
+            return False
+        now.append(put)
+    for node, (place, count) in state.versions.items():
+        if node is base or not node.users:
+            continue
+        at: Any = now[count]
+        if place.views:
+            after = at if at is not base and at > node else node
+            with graph.inserting_before(after.next):
+                indexer = Indexer(graph, node)
+                for view in place.views:
+                    at = indexer.call(view.target, at, *view.args)
+        node.replace_all_uses_with(at, propagate_meta=False)
+    output = graph.output_node()
+    values: Any = list(output.args[0])  # type: ignore[arg-type]
+    values[state.position] = now[-1]
+    output.args = (tuple(values),)
+    return True

@@ -1,0 +1,197 @@
+"""Every write to a state as one `index_put` into the whole of it: the form that compilers update in place.
+
+Of the many ways to write to a part of a tensor, Inductor keeps some in place and copies the whole state for others
+(a scatter, two slices, a transposed view). An `index_put` with an index for every axis is one it never copies for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.program.graphs import MODULE, SOURCE
+from inlay.program.symbols import is_known, symbolic_sizes
+
+if TYPE_CHECKING:
+    from inlay.state.places import Place
+    from inlay.state.updates import Write
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where an axis of a part lies in the whole: from `start` along `axis`, `size` long."""
+
+    axis: int
+    start: Any
+    size: Any
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a whole: its axes, and where it lies along the axes of the whole that it has not."""
+
+    axes: tuple[Axis, ...]
+    fixed: dict[int, Any]
+
+
+def region(place: Place, whole: torch.Tensor) -> Region | None:
+    """The part that a place is; None when its views cannot be written as starts."""
+    found = Region(tuple(Axis(axis, 0, size) for axis, size in enumerate(whole.shape)), {})
+    part = whole
+    for view in place.views:
+        step = _step(found, view.target, view.args)
+        if step is None:
+            return None
+        args = [each.meta["val"] if isinstance(each, fx.Node) else each for each in view.args]
+        with symbolic_sizes():
+            part = view.target(part, *args)
+        axes = tuple(replace(axis, size=size) for axis, size in zip(step.axes, part.shape, strict=True))
+        found = replace(step, axes=axes)
+    return found
+
+
+def _step(found: Region, target: Any, args: tuple[Any, ...]) -> Region | None:
+    """One view more."""
+    axes = list(found.axes)
+    rank = len(axes)
+    match target:
+        case aten.slice.Tensor:
+            given: tuple[Any, ...] = (*args, *(0, 0, None, 1)[len(args) :])
+            dim, start, _, step = given
+            start = 0 if start is None else start
+            if step != 1 or not _is_not_negative(start):
+                return None
+            axis = axes[dim % rank]
+            axes[dim % rank] = replace(axis, start=_sum(axis.start, start))
+            return replace(found, axes=tuple(axes))
+        case aten.select.int:
+            dim, at = args
+            if not _is_not_negative(at):
+                return None
+            axis = axes.pop(dim % rank)
+            return Region(tuple(axes), found.fixed | {axis.axis: _sum(axis.start, at)})
+        case aten.transpose.int:
+            one, two = args[0] % rank, args[1] % rank
+            axes[one], axes[two] = axes[two], axes[one]
+            return replace(found, axes=tuple(axes))
+        case aten.permute.default:
+            return replace(found, axes=tuple(axes[dim % rank] for dim in args[0]))
+    return None
+
+
+def _is_not_negative(value: Any) -> bool:
+    held = value.meta["val"] if isinstance(value, fx.Node) else value
+    return is_known(held >= 0)
+
+
+def _sum(one: Any, two: Any) -> Any:
+    """Starts that add up: numbers, nodes that compute them, or tuples of both."""
+    if isinstance(two, int) and two == 0:
+        return one
+    if isinstance(one, int) and (one == 0 or isinstance(two, int)):
+        return two if one == 0 else one + two
+    return (one, two)
+
+
+class Indexer:
+    """Puts the nodes of one write into a graph."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
+        self.graph, self.like = graph, like
+
+    def put(self, whole: fx.Node, write: Write) -> fx.Node | None:
+        """`whole` with the write done, as a new value; None when the write cannot be written as one."""
+        found = region(write.place, whole.meta["val"])
+        if found is None:
+            return None
+        match write.target._schema.name:
+            case "aten::copy_":
+                return self._put(whole, found, {}, write.args[0])
+            case "aten::index_copy_":
+                dim, index, source = write.args
+                return self._put(whole, found, {dim % len(found.axes): index}, source)
+            case "aten::scatter_" if write.target is aten.scatter_.src:
+                dim, index, source = write.args
+                return self._scatter(whole, found, dim % len(found.axes), index, source)
+            case "aten::index_put_":
+                return self._index_put(whole, found, write)
+        return None
+
+    def _index_put(self, whole: fx.Node, found: Region, write: Write) -> fx.Node | None:
+        indices, values, *more = write.args
+        if not write.place.views:
+            return self.call(aten.index_put.default, whole, list(indices), values, *more)
+        given = {dim: index for dim, index in enumerate(indices) if index is not None}
+        one = next(iter(given.values()))
+        if len(given) != 1 or one.meta["val"].dim() != 1 or one.meta["val"].dtype == torch.bool or any(more):
+            return None
+        return self._put(whole, found, given, values)
+
+    def _scatter(self, whole: fx.Node, found: Region, dim: int, index: fx.Node, source: fx.Node) -> fx.Node | None:
+        if _sizes(index) != _sizes(source):
+            return None
+        axes = tuple(replace(axis, size=size) for axis, size in zip(found.axes, index.meta["val"].shape, strict=True))
+        return self._put(whole, replace(found, axes=axes), {dim: index}, source)
+
+    def _put(self, whole: fx.Node, found: Region, given: dict[int, fx.Node], source: fx.Node) -> fx.Node:
+        """Indices of all axes of the whole, shaped so that together they have the shape of what is written."""
+        rank = len(found.axes)
+        indices: list[Any] = [None] * whole.meta["val"].dim()
+        for position, axis in enumerate(found.axes):
+            index = given.get(position)
+            if index is None:
+                index = self.call(aten.arange.default, self._size(axis.size, whole, axis.axis), device=_device(whole))
+            if index.meta["val"].dim() == 1 and rank > 1:
+                shape = [-1 if each == position else 1 for each in range(rank)]
+                index = self.call(aten.view.default, index, shape)
+            indices[axis.axis] = self._moved(index, axis.start)
+        for place, start in found.fixed.items():
+            zero = self.call(aten.zeros.default, [1] * rank, dtype=torch.int64, device=_device(whole))
+            indices[place] = self._moved(zero, start)
+        return self.call(aten.index_put.default, whole, indices, source)
+
+    def _moved(self, index: fx.Node, start: Any) -> fx.Node:
+        for part in start if isinstance(start, tuple) else (start,):
+            if isinstance(part, tuple):
+                index = self._moved(index, part)
+            elif not (isinstance(part, int) and part == 0):
+                index = self.call(aten.add.Tensor, index, part)
+        return index
+
+    def _size(self, size: Any, whole: fx.Node, axis: int) -> Any:
+        """A size as an argument: a number, or a node that computes it."""
+        if isinstance(size, int):
+            return size
+        known = next((node for node in self.graph.nodes if _is_size(node, size) and node < self.like), None)
+        if known is not None:
+            return known
+        if str(whole.meta["val"].shape[axis]) == str(size):
+            return self.call(aten.sym_size.int, whole, axis)
+        raise LookupError(str(size))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+        with symbolic_sizes():
+            node.meta["val"] = target(*values, **named)
+        node.meta |= {key: self.like.meta[key] for key in (SOURCE, MODULE) if key in self.like.meta}
+        return node
+
+
+def _is_size(node: fx.Node, size: Any) -> bool:
+    held = node.meta.get("val")
+    return isinstance(held, torch.SymInt) and str(held) == str(size)
+
+
+def _sizes(node: fx.Node) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _device(node: fx.Node) -> torch.device:
+    device: torch.device = node.meta["val"].device
+    return device

@@ -1,0 +1,298 @@
+"""Recognise how a program updates its state, and judge whether that can happen in place.
+
+A captured program is functional: it computes the state's new value from the old one and hands it back. Followed from
+the new value to the old, that is a chain of writes, each to a part of the storage. They may happen in place when nobody
+reads an older value after it is written over, and nothing that is written lies in the same storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from inlay.program.graphs import is_view, mutates, target_text
+from inlay.program.symbols import symbolic_sizes
+from inlay.state.places import SCATTERS, Place, in_place_variant, is_wrapped, wrapped_operand, wrapped_operands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from inlay.program.bindings import Binding
+    from inlay.program.program import Program
+
+aten = torch.ops.aten
+
+
+class Refusal(Exception):  # noqa: N818 - a refusal is a result, not an error
+    """Why a state cannot be updated in place."""
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One write to a state: which value it makes, at which call, where to, by which operator."""
+
+    node: fx.Node
+    """The functional value that is then the state, or the part of it at `place`."""
+    at: fx.Node
+    """The call that writes: `node` itself, or the wrapped operator that it is a result of."""
+    place: Place
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    size: Any
+    """How many values are written, a number or an expression of symbols; None when an operator does not say."""
+
+    @property
+    def form(self) -> str:
+        """The operator that the model used, as people know it."""
+        return target_text(self.target).split(".")[1]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A state binding, the writes to it, and why they cannot happen in place, if they cannot."""
+
+    binding: Binding
+    output: Binding
+    position: int
+    """Which of the graph's outputs hands the new value back."""
+    writes: tuple[Write, ...] = ()
+    reason: str = ""
+    versions: dict[fx.Node, tuple[Place, int]] = field(default_factory=dict, repr=False)
+    """Nodes that are nothing but a part of the state as it is after so many writes."""
+
+    @property
+    def eligible(self) -> bool:
+        """Whether the update can happen in place."""
+        return not self.reason
+
+    @property
+    def form(self) -> str:
+        """The operators that write, in order."""
+        return ", ".join(dict.fromkeys(write.form for write in self.writes)) or "none"
+
+
+def recognise(program: Program) -> list[State]:
+    """Every state of a program, in the order of its binding table."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    values: Any = program.graph.output_node().args[0]
+    found = []
+    for position, (row, value) in enumerate(zip(program.bindings.outs, values, strict=True)):
+        if row.alias is not None:
+            binding = program.bindings[row.alias.of]
+            found.append(_judge(State(binding, row, position), placeholders[binding.name], value))
+    return _together(found)
+
+
+def _judge(state: State, base: fx.Node, value: Any) -> State:
+    chain = _Chain(base)
+    try:
+        if not isinstance(value, fx.Node) or value.op != "call_function":
+            raise Refusal("replaced: the new value is not computed from the old one")
+        for _ in chain.follow(value, Place()):
+            pass
+        shared = sharing(chain.versions)
+        _check_operands(chain, shared)
+        _check_readers(chain, shared)
+    except Refusal as refusal:
+        return replace(state, writes=tuple(chain.writes), reason=str(refusal))
+    versions = {node: (chain.places[node], count) for node, count in chain.versions.items()}
+    return replace(state, writes=tuple(chain.writes), versions=versions)
+
+
+def _together(states: list[State]) -> list[State]:
+    """An operator that writes to several tensors goes in place for all of them or for none."""
+    while True:
+        writers: dict[fx.Node, list[State]] = {}
+        for state in states:
+            for write in state.writes if state.eligible else ():
+                if is_wrapped(write.at):
+                    writers.setdefault(write.at, []).append(state)
+        alone = {
+            state.binding.name: f"together: {target_text(call.args[0])} also writes to something that is not state"
+            for call, group in writers.items()
+            if len(group) < len(wrapped_operands(call))
+            for state in group
+        }
+        if not alone:
+            return states
+        states = [
+            replace(each, reason=alone[each.binding.name]) if each.binding.name in alone else each for each in states
+        ]
+
+
+class _Chain:
+    """Follows a new value back to the old one."""
+
+    def __init__(self, base: fx.Node) -> None:
+        self.base = base
+        self.places: dict[fx.Node, Place] = {base: Place()}
+        self.versions: dict[fx.Node, int] = {base: 0}
+        """How many writes a node comes after."""
+        self.writes: list[Write] = []
+
+    def follow(self, value: fx.Node, place: Place) -> Iterator[Write]:
+        """The writes that turn what `place` held into `value`."""
+        if self._holds(value, place):
+            self._note(value, place)
+        elif value.target in SCATTERS:
+            whole, part, *where = value.args
+            yield from self.follow(whole, place)  # type: ignore[arg-type]
+            yield from self.follow(part, place.part(SCATTERS[value.target], tuple(where)))  # type: ignore[arg-type]
+            self._note(value, place)
+        elif value.target is operator.getitem and is_wrapped(value.args[0]):
+            yield from self._follow_wrapped(value, place)
+        elif (there := self._way_there(value, place)) is not None:
+            yield from self.follow(value.args[0], place.part(there.target, there.args[1:]))  # type: ignore[arg-type]
+            self._note(value, place)
+        elif (variant := in_place_variant(value.target)) and self._leads_here(value.args[0], place):
+            yield from self.follow(value.args[0], place)  # type: ignore[arg-type]
+            yield self._write(value, place, variant, value.args[1:], dict(value.kwargs))
+        else:
+            yield self._write(value, place, aten.copy_.default, (value,), {})
+
+    def _note(self, value: fx.Node, place: Place) -> None:
+        if value is not self.base:
+            self.places[value] = place
+            self.versions[value] = len(self.writes)
+
+    def _write(self, value: fx.Node, place: Place, target: Any, args: Any, kwargs: dict[str, Any]) -> Write:
+        held = value.meta["val"]
+        whole = self.base.meta["val"]
+        if held.dtype != whole.dtype:
+            raise Refusal(f"dtype: {value} is {held.dtype}, the state is {whole.dtype}")
+        at = value.args[0] if value.target is operator.getitem and target is not aten.copy_.default else value
+        write = Write(value, at, place, target, tuple(args), kwargs, _written(target, held, args))  # type: ignore[arg-type]
+        self.writes.append(write)
+        if not (target is aten.copy_.default and args and args[0] is value):
+            self._note(value, place)
+        return write
+
+    def _holds(self, value: Any, place: Place) -> bool:
+        """Whether a value is what the place holds: the state itself, or the same part of a value that is."""
+        if not isinstance(value, fx.Node):
+            return False
+        if not place.views:
+            return value is self.base or (value in self.places and not self.places[value].views)
+        return place.views[-1].same(value) and self._holds(value.args[0], Place(place.views[:-1]))
+
+    def _leads_here(self, value: Any, place: Place) -> bool:
+        """Whether a value is made by writing to what the place held."""
+        while isinstance(value, fx.Node):
+            if self._holds(value, place):
+                return True
+            if (there := self._way_there(value, place)) is not None:
+                value = there.args[0]
+            elif value.target in SCATTERS or in_place_variant(value.target):
+                value = value.args[0]
+            elif value.target is operator.getitem and is_wrapped(value.args[0]):
+                value = wrapped_operand(value)
+            else:
+                return False
+        return False
+
+    def _way_there(self, back: fx.Node, place: Place) -> fx.Node | None:
+        """`back` looks at an updated value differently; the call that looked at the state that way before it."""
+        if back.op != "call_function" or not is_view(back) or back.target is operator.getitem:
+            return None
+        at: Any = back.args[0]
+        while isinstance(at, fx.Node) and at.op == "call_function" and not is_view(at):
+            if at.target not in SCATTERS and in_place_variant(at.target) is None:
+                return None
+            at = at.args[0]
+        if not isinstance(at, fx.Node) or not is_view(at) or not self._holds(at.args[0], place):
+            return None
+        return at if _is_round_trip(at, back) else None
+
+    def _follow_wrapped(self, value: fx.Node, place: Place) -> Iterator[Write]:
+        call: Any = value.args[0]
+        operand = wrapped_operand(value)
+        if not self._leads_here(operand, place):
+            yield self._write(value, place, aten.copy_.default, (value,), {})
+            return
+        if place.views or operand is None:
+            raise Refusal(f"part: {target_text(call.args[0])} is given a part of the state")
+        yield from self.follow(operand, place)
+        yield self._write(value, place, call.args[0], (), {})
+
+
+def _is_round_trip(there: fx.Node, back: fx.Node) -> bool:
+    """Whether looking at a value one way and then the other gives the value itself."""
+    whole = there.args[0].meta["val"]  # type: ignore[union-attr]
+    with symbolic_sizes():
+        seen = _looked(back, _looked(there, whole))
+    return _layout(seen) == _layout(whole)
+
+
+def _looked(view: fx.Node, value: torch.Tensor) -> torch.Tensor:
+    others, named = fx.map_arg((view.args[1:], dict(view.kwargs)), lambda each: each.meta["val"])
+    result: torch.Tensor = view.target(value, *others, **named)  # type: ignore[operator]
+    return result
+
+
+def _layout(value: torch.Tensor) -> list[str]:
+    return [str(each) for each in (*value.shape, *value.stride(), value.storage_offset())]
+
+
+def _written(target: Any, held: torch.Tensor, args: tuple[Any, ...]) -> Any:
+    """How many values a write changes at most."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
+    match target._schema.name:
+        case "aten::index_copy_" | "aten::index_add_":
+            return values[2].numel()
+        case "aten::scatter_" | "aten::scatter_add_":
+            return values[1].numel()
+        case "aten::index_put_":
+            indices = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args[0]]
+            with symbolic_sizes():
+                return aten.index.Tensor(held, indices).numel()
+    return held.numel()
+
+
+def _check_operands(chain: _Chain, shared: dict[fx.Node, int]) -> None:
+    """Nothing that is written may lie in the storage that is written to."""
+    for write in chain.writes:
+        operands = tree_leaves((write.args, write.kwargs))
+        if is_wrapped(write.at):
+            operands = [each for each in tree_leaves((write.at.args, write.at.kwargs)) if isinstance(each, fx.Node)]
+            operands.remove(wrapped_operand(write.node))
+        for operand in operands:
+            if isinstance(operand, fx.Node) and operand in shared and operand is not write.node:
+                raise Refusal(f"overlap: {write.form} reads {operand}, which lies in the storage it writes to")
+
+
+def sharing(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Nodes that share the storage of known ones: views of them, with the number of writes they come after."""
+    shared = dict(known)
+    todo = list(shared)
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.op == "call_function" and user not in shared and is_view(user):
+                shared[user] = shared[node]
+                todo.append(user)
+    return shared
+
+
+def _check_readers(chain: _Chain, shared: dict[fx.Node, int]) -> None:
+    """Who reads a value must do so before it is written over."""
+    order = {node: index for index, node in enumerate(chain.base.graph.nodes)}
+    own = {write.at for write in chain.writes} | set(chain.versions)
+    for node, version in shared.items():
+        limit = order[chain.writes[version].at] if version < len(chain.writes) else len(order)
+        for user in node.users:
+            if user in own or (user.op == "call_function" and is_view(user)):
+                continue
+            if mutates(user):
+                raise Refusal(f"written by another: {user} writes to {node}")
+            if user.op == "output" and limit < len(order):
+                raise Refusal(f"returned: {node} is returned as it was before the write")
+            if order[user] >= limit:
+                raise Refusal(f"read after the write: {user} reads {node} as it was before")
