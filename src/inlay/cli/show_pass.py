@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from inlay.cli.console import err, out, print_json
+from inlay.cli.console import err, print_json
 from inlay.cli.diff import print_diff
 
 if TYPE_CHECKING:
@@ -20,19 +20,9 @@ if TYPE_CHECKING:
 def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence[str]) -> list[Step]:
     """The configured transforms up to the one in question, which runs even when it is off by default."""
     from inlay.config import resolve
-    from inlay.errors import UsageError, nearest
-    from inlay.transforms import configure
-    from inlay.transforms.base import find
+    from inlay.transforms import configure, up_to
 
-    steps = configure(resolve(model=model, files=files, settings=settings))
-    keys = [step.key for step in steps]
-    if name not in keys:
-        find(name)
-        raise UsageError(f"{name} is not in the configuration.", nearest(name, keys) or "Add it with --config.")
-    wanted = steps[: keys.index(name) + 1]
-    last = wanted[-1].transform
-    last.options = last.options.model_copy(update={"enabled": True})
-    return wanted
+    return up_to(name, configure(resolve(model=model, files=files, settings=settings)))
 
 
 def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
@@ -54,8 +44,7 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
             typer.echo(f"# ---- {title} {record.key}")
             typer.echo(dump(made), nl=False)
     else:
-        found = diff(*around.pair)
-        print_diff(found, context=2)
+        print_diff(diff(*around.pair))
     for each in records:
         err.print(each.summary, markup=False, soft_wrap=True)
     for remark in record.remarks[:5]:
@@ -63,4 +52,4 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
         text = f"  {remark.kind.value} {remark.nodes[0]}: {remark.matched} of {remark.of}: {remark.reason}{where}"
         err.print(text, markup=False, soft_wrap=True)
     if len(record.remarks) > 5:
-        out.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")
+        err.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")

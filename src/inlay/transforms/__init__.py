@@ -1,7 +1,7 @@
 """Transforms: registered by name, configured by YAML, run by a small pipeline."""
 
 from inlay.transforms.base import Applied, Case, Numerics, Options, Rewrite, Stage, Transform, registry, transform
-from inlay.transforms.pipeline import Record, configure, run
+from inlay.transforms.pipeline import Record, configure, run, up_to
 
 __all__ = [
     "Applied",
@@ -16,4 +16,5 @@ __all__ = [
     "registry",
     "run",
     "transform",
+    "up_to",
 ]

@@ -96,6 +96,24 @@ def configure(resolved: Resolved) -> list[Step]:
     return sorted(steps, key=lambda step: order.index(step.transform.stage))
 
 
+def up_to(name: str, steps: Sequence[Step]) -> list[Step]:
+    """The steps up to the one of this name, which is switched on if it was off.
+
+    >>> from inlay.config import resolve
+    >>> [step.key for step in up_to("match_layer_norm", configure(resolve()))]
+    ['clean_noops', 'match_layer_norm']
+    """
+    keys = [step.key for step in steps]
+    if name not in keys:
+        find(name)
+        raise UsageError(f"{name} is not in the configuration.", nearest(name, keys) or "Add it with --config.")
+    wanted = list(steps[: keys.index(name) + 1])
+    last = wanted[-1].transform
+    options = last.options.model_copy(update={"enabled": True})
+    wanted[-1] = Step(name, type(last)(options))
+    return wanted
+
+
 def _option_error(key: str, known: type[Options], error: ValidationError, origins: Any) -> UsageError:
     first = error.errors()[0]
     name = str(first["loc"][0])
