@@ -120,7 +120,7 @@ def decoder() -> Example:
 
 def show(name: str, model: str | None, *, full: bool) -> None:
     program = capture(model or decoder())
-    steps = up_to(name, configure(resolve(architecture=program.facts.architecture, model=model or "")))
+    steps = up_to(name, configure(resolve(architecture=program.facts.architecture, model=program.name)))
     around = Around(name)
     _, records = run(program, steps, [around])
     assert around.pair is not None

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from inlay.transforms.pipeline import Instrument, Step
 
 
-def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence[str]) -> list[Step]:
+def steps_up_to(
+    name: str, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
+) -> list[Step]:
     """The configured transforms up to the one in question, which runs even when it is off by default."""
     from inlay.config import resolve
     from inlay.transforms import configure, up_to
 
-    return up_to(name, configure(resolve(model=model, files=files, settings=settings)))
+    return up_to(name, configure(resolve(architecture=architecture, model=model, files=files, settings=settings)))
 
 
 def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full: bool, as_json: bool) -> None:

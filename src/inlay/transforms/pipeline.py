@@ -196,8 +196,10 @@ def check_contract(step: Step, before: Program, applied: Applied) -> None:
     if expect is not None:
         wanted = count_expected(expect, before)
         if applied.sites != wanted:
+            remedy = f"If that is right, set {step.key}.expect; `inlay config MODEL` says where it was set."
             raise ContractError(
-                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).", _best(applied)
+                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).",
+                f"{_best(applied)} {remedy}".strip(),
             )
     elif not applied.sites:
         anchors = [name for name in step.transform.anchors if before.op_counts().get(name)]
