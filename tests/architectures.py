@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -85,3 +89,12 @@ ARCHITECTURES = (
         without_attention=4,
     ),
 )
+
+
+def without_weights(folder: Path, model_type: str, layers: int) -> str:
+    """A Hugging Face folder with the small configuration of an architecture, and no weights."""
+    found = next(each for each in ARCHITECTURES if each.model_type == model_type)
+    fields = found.full_config() | {"model_type": model_type, "num_hidden_layers": layers}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)

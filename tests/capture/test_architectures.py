@@ -53,7 +53,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
     }
     update = request.config.getoption("--update-docs")
     _compare_with_docs(CAPTURED, architecture.model_type, row, update=update)
-    canonical, records = run(program, configure(resolve()))
+    canonical, records = run(program, configure(resolve(architecture=program.facts.architecture, model=program.name)))
     _difference(eager, _run(canonical))
     sites = {record.key: record.sites for record in records}
     norms = _count(canonical, "rms_norm", "layer_norm")

@@ -67,6 +67,13 @@ def test_transforms(smollm2_program: Program) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
 
 
+def test_what_a_transform_changes_fits_a_screen(smollm2_program: Program) -> None:
+    from differences import check_each_pass
+
+    fused = check_each_pass(smollm2_program)["fuse_add_rms_norm"]
+    assert sum("× 29" in line for line in fused) >= 2
+
+
 def test_full_form_is_complete(smollm2_program: Program) -> None:
     text = dump(smollm2_program)
     calls = sum(node.op == "call_function" for node in smollm2_program.graph.nodes)

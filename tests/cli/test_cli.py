@@ -17,7 +17,8 @@ TESTS = Path(__file__).parents[1]
 
 def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from inlay.cli.main import main; main()", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "COLUMNS": "120", **env}
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "120", **env}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=300)
     assert check is None or run.returncode == check, run.stderr
     assert "Traceback" not in run.stderr
@@ -105,3 +106,17 @@ def test_show_a_folder(tmp_path: Path) -> None:
     shown = _inlay("show", str(config_folder(tmp_path / "tiny"))).stdout
     assert "layers 2" in shown
     assert "no weights" in shown
+
+
+@pytest.mark.fast
+def test_show_a_pass_fits_a_screen(tmp_path: Path) -> None:
+    folder = str(config_folder(tmp_path / "tiny", num_hidden_layers=4))
+    run = _inlay("show", folder, "--pass", "fuse_add_rms_norm")
+    lines = run.stdout.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    assert "inlay.add_rms_norm(" in run.stdout
+    assert "fuse_add_rms_norm: [SUMMARY] matches=8 " in run.stderr
+    full = _inlay("show", folder, "--pass", "fuse_add_rms_norm", "--full").stdout
+    assert "# ---- before fuse_add_rms_norm" in full
+    assert "# ---- after fuse_add_rms_norm" in full

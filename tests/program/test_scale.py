@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +11,7 @@ from inlay.program.diff import diff
 from inlay.program.fold import fold
 from inlay.program.folded import dump_folded
 from inlay.program.text import dump
+from measure import calls, seconds
 from synthetic import irregular, layered
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ WORK = pytest.mark.parametrize("work", [fold, dump, dump_folded, _compare], ids=
 @WORK
 def test_calls_per_node(make: Callable[[int], Program], work: Callable[[Program], object]) -> None:
     """Counted, not timed: what Python does for a node, whatever else the machine is doing."""
-    figures = [_calls(work, program) / len(program) for program in map(make, SIZES)]
+    figures = [calls(work, program) / len(program) for program in map(make, SIZES)]
     print([f"{figure:.1f} calls" for figure in figures])
     assert max(figures) <= 1.5 * figures[0]
 
@@ -55,28 +54,7 @@ def test_time_per_node(make: Callable[[int], Program], work: Callable[[Program],
     """The same by the clock, on a machine that does nothing else."""
     figures = []
     for program in map(make, SIZES):
-        best = min(_seconds(work, program) for _ in range(3))
+        best = min(seconds(work, program) for _ in range(3))
         figures.append(best / len(program) * 1e6)
     print([f"{figure:.1f} µs" for figure in figures])
     assert figures[-1] <= 1.5 * figures[0]
-
-
-def _seconds(work: Callable[[Program], object], program: Program) -> float:
-    start = time.perf_counter()
-    work(program)
-    return time.perf_counter() - start
-
-
-def _calls(work: Callable[[Program], object], program: Program) -> int:
-    count = 0
-
-    def on_event(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(on_event)
-    try:
-        work(program)
-    finally:
-        sys.setprofile(None)
-    return count

@@ -2,6 +2,6 @@
 
 from inlay.capture.capture import capture
 from inlay.capture.model import Example, Model
-from inlay.capture.source import open_model
+from inlay.capture.source import Identity, identify, open_model
 
-__all__ = ["Example", "Model", "capture", "open_model"]
+__all__ = ["Example", "Identity", "Model", "capture", "identify", "open_model"]

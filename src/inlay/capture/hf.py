@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from inlay.capture.gguf import GGUFFile
     from inlay.program.weights import TensorRef
 
 _CONFIG_FACTS = {
@@ -45,12 +46,7 @@ class HFOptions:
 
 def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
     """A model from a folder with a `config.json` and, usually, safetensors files."""
-    transformers = _transformers()
-    try:
-        with _quiet():
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    except Exception as error:
-        raise _config_error(name, error) from error
+    config = _folder_config(folder, name, options)
     stored = index_folder(folder)
     if not stored and any(folder.glob("*.bin")):
         raise ModelError(
@@ -70,20 +66,49 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
 
 def open_gguf(path: Path, options: HFOptions) -> Model:
     """A model from a GGUF file; its quantised blocks stay reachable behind the references."""
+    header, config = _gguf_config(path)
+    from inlay.capture.hf_gguf import map_tensors
+
+    model = _build(config, path.name, HFOptions(options.dtype or torch.float32))
+    tokenizer = partial(_tokenizer, path.parent, path.name, gguf_file=path.name)
+    return _model(model, path.name, "gguf", map_tensors(header, model), tokenizer)
+
+
+def folder_architecture(folder: Path, name: str, options: HFOptions) -> str:
+    """The architecture of a Hugging Face folder, from its configuration alone."""
+    return _architecture(_folder_config(folder, name, options))
+
+
+def gguf_architecture(path: Path) -> str:
+    """The architecture of a GGUF file, from its header alone, as transformers calls it."""
+    return _architecture(_gguf_config(path)[1])
+
+
+def _architecture(config: Any) -> str:
+    return str(config.get_text_config().model_type)
+
+
+def _folder_config(folder: Path, name: str, options: HFOptions) -> Any:
+    transformers = _transformers()
+    try:
+        with _quiet():
+            return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    except Exception as error:
+        raise _config_error(name, error) from error
+
+
+def _gguf_config(path: Path) -> tuple[GGUFFile, Any]:
     try:
         import gguf as _  # noqa: F401
     except ImportError as error:
         raise ModelError("Reading a GGUF file needs the gguf package.", "pip install 'inlay[gguf]'") from error
     _transformers()
     from inlay.capture.gguf import read_header
-    from inlay.capture.hf_gguf import map_tensors, read_config
+    from inlay.capture.hf_gguf import read_config
 
     header = read_header(path)
     with _quiet():
-        config = read_config(header)
-    model = _build(config, path.name, HFOptions(options.dtype or torch.float32))
-    tokenizer = partial(_tokenizer, path.parent, path.name, gguf_file=path.name)
-    return _model(model, path.name, "gguf", map_tensors(header, model), tokenizer)
+        return header, read_config(header)
 
 
 def _tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
@@ -133,7 +158,7 @@ def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], toke
         example=example,
         tensors=_bound(model, name, refs),
         config=facts,
-        architecture=str(config.model_type),
+        architecture=_architecture(model.config),
         limits=limits,
         tokenizer=tokenizer,
     )

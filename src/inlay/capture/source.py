@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from inlay.capture.stored import index_folder
 from inlay.errors import ModelError, UsageError, nearest, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from inlay.capture.hf import HFOptions
 
 FORMS = "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, or package.module:factory."
@@ -43,9 +46,64 @@ def open_model(text: str, options: HFOptions | None = None) -> Model:
                 f"A number format was asked for, but {text} makes its own module.", "Set it in the factory."
             )
         return _open_factory(text)
-    if _ID.match(text) and not text.endswith((".gguf", ".safetensors", ".json", ".py")):
+    if _is_id(text):
         return _open_id(text, options)
     raise ModelError(f"There is no file or folder {text}.", FORMS)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a captured program is called and of which architecture it is; empty where that is not known."""
+
+    name: str
+    architecture: str = ""
+
+
+def identify(text: str, options: HFOptions | None = None) -> Identity:
+    """What MODEL is, from its configuration or header alone: no module is built, no weight looked at.
+
+    >>> identify("package.module:factory")
+    Identity(name='package.module:factory', architecture='')
+    """
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            _check_file(path)
+            from inlay.capture.hf import gguf_architecture
+
+            return Identity(path.name, gguf_architecture(path))
+        if path.is_dir():
+            _check_folder(path, text)
+            return _identify_folder(path, path.resolve().name, options)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{text[:80]} cannot be read: {one_line(error)}.", FORMS) from error
+    if _FACTORY.match(text):
+        return Identity(text)
+    if _is_id(text):
+        return _identify_id(text, options)
+    raise ModelError(f"There is no file or folder {text}.", FORMS)
+
+
+def _identify_folder(path: Path, name: str, options: HFOptions | None) -> Identity:
+    from inlay.capture.hf import folder_architecture
+
+    return Identity(name, folder_architecture(path, name, _options(options)))
+
+
+def _identify_id(text: str, options: HFOptions | None) -> Identity:
+    repo, _, revision = text.partition("@")
+    arguments = {"repo_id": repo, "revision": revision or None, "allow_patterns": ["config.json"]}
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = _snapshot(snapshot_download, arguments, lambda folder: (folder / "config.json").exists())
+    except Exception:  # whatever the reason, its configuration is not to be had, and its name is known
+        return Identity(repo)
+    return _identify_folder(folder, _commit_name(repo, folder), options)
+
+
+def _is_id(text: str) -> bool:
+    return bool(_ID.match(text)) and not text.endswith((".gguf", ".safetensors", ".json", ".py"))
 
 
 def _options(options: HFOptions | None) -> HFOptions:
@@ -57,10 +115,15 @@ def _options(options: HFOptions | None) -> HFOptions:
 def _open_file(path: Path, options: HFOptions | None) -> Model:
     from inlay.capture.hf import open_gguf
 
+    _check_file(path)
+    return open_gguf(path, _options(options))
+
+
+def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF" or path.suffix == ".gguf":
-        return open_gguf(path, _options(options))
+        return
     if path.suffix in (".safetensors", ".json"):
         raise ModelError(f"{path} is a part of a model.", f"Pass the folder it is in: {path.parent}")
     raise ModelError(f"{path} is not a model file Inlay knows.", FORMS)
@@ -69,13 +132,17 @@ def _open_file(path: Path, options: HFOptions | None) -> Model:
 def _open_folder(path: Path, text: str, options: HFOptions | None) -> Model:
     from inlay.capture.hf import open_folder
 
+    _check_folder(path, text)
+    return open_folder(path, path.resolve().name, _options(options))
+
+
+def _check_folder(path: Path, text: str) -> None:
     if (path / "manifest.json").exists():
         raise ModelError(f"{text} is a compiled package; this command needs the model it was built from.", FORMS)
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         hint = f"Pass one of its GGUF files, such as {files[0]}." if files else FORMS
         raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
-    return open_folder(path, path.resolve().name, _options(options))
 
 
 def _open_factory(text: str) -> Model:
@@ -131,7 +198,7 @@ def _open_id(text: str, options: HFOptions | None) -> Model:
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *code]
     arguments: dict[str, Any] = {"repo_id": repo, "revision": revision or None, "allow_patterns": wanted}
     try:
-        folder = _snapshot(snapshot_download, arguments)
+        folder = _snapshot(snapshot_download, arguments, lambda folder: bool(index_folder(folder)))
     except UsageError:
         raise
     except Exception as error:
@@ -139,15 +206,19 @@ def _open_id(text: str, options: HFOptions | None) -> Model:
             f"{text} is no file or folder here, and it could not be fetched as a Hugging Face id: {one_line(error)}.",
             "Check the spelling and the network, or pass a local folder.",
         ) from error
-    # The folder is named after the commit, so the name says exactly what was used, whatever was asked for.
-    return open_folder(folder, f"{repo}@{folder.name[:12]}", _options(options))
+    return open_folder(folder, _commit_name(repo, folder), _options(options))
 
 
-def _snapshot(download: Any, arguments: dict[str, Any]) -> Path:
-    """From the local cache if it is there (no network needed), else from the hub."""
+def _commit_name(repo: str, folder: Path) -> str:
+    """The folder is named after the commit, so the name says exactly what was used, whatever was asked for."""
+    return f"{repo}@{folder.name[:12]}"
+
+
+def _snapshot(download: Any, arguments: dict[str, Any], suffices: Callable[[Path], bool]) -> Path:
+    """From the local cache if what is needed is there (no network then), else from the hub."""
     try:
         cached = Path(download(**arguments, local_files_only=True))
-        if index_folder(cached):
+        if suffices(cached):
             return cached
     except Exception:  # noqa: S110 - not cached: any reason leads to the same next step
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from inlay.cli.console import failing_kindly, out, print_json
@@ -15,7 +14,8 @@ from inlay.errors import ExitCode
 if TYPE_CHECKING:
     from inlay.program.diff import Diff
 
-_STYLES = {"changed": ("yellow", "yellow"), "removed": ("red", ""), "added": ("", "green"), "skipped": ("dim", "")}
+_STYLES = {"changed": ("red", "green"), "removed": ("red", ""), "added": ("green", ""), "skipped": ("dim", "")}
+"""Colours of the two halves of a line; only changed lines have a second one."""
 
 
 def diff(
@@ -47,30 +47,13 @@ def diff(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def print_diff(found: Diff, context: int) -> None:
-    """The rows that differ, side by side, and what changed in numbers."""
-    if found.equal:
-        out.print(f"The programs are the same: {found.nodes[0]} nodes.")
-        return
-    table = Table(box=None, pad_edge=False, show_header=False, expand=True)
-    table.add_column(ratio=1, overflow="fold")
-    table.add_column(width=1)
-    table.add_column(ratio=1, overflow="fold")
-    for row in found.hunks(context):
-        styles = _STYLES.get(row.kind, ("", ""))
-        mark = {"changed": "~", "removed": "-", "added": "+"}.get(row.kind, "")
-        left, right = _without_equal_types(row.left, row.right)
-        table.add_row(Text(left, styles[0]), mark, Text(right, styles[1]))
-    out.print(table)
-    changes = ", ".join(f"{count:+d} {name}" for name, count in found.operators.items())
-    out.print(f"nodes {found.nodes[0]} → {found.nodes[1]}" + (f"; {changes}" if changes else ""))
-    for sentence in found.bindings:
-        out.print(sentence, markup=False)
-    if not found.bindings and not changes and not any(found.hunks(0)):
-        out.print("The text is the same; types or the order of operands differ.")
+def print_diff(found: Diff, context: int | None = None) -> None:
+    """What differs, side by side; without a `context` each way of differing once. See `diff_lines`."""
+    from inlay.program.beside import diff_lines
 
-
-def _without_equal_types(left: str, right: str) -> tuple[str, str]:
-    """Types are shown only where they are all that differs: they would break most lines in two."""
-    codes = [side.rpartition("  # ")[0] or side for side in (left, right)]
-    return (left, right) if codes[0] == codes[1] and left != right else (codes[0], codes[1])
+    for line in diff_lines(found, out.width, context):
+        text = Text(line.text)
+        left, right = _STYLES.get(line.kind, ("", ""))
+        text.stylize(left, 0, line.middle or len(line.text))
+        text.stylize(right, line.middle or len(line.text))
+        out.print(text, soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.console import err, failing_kindly, out, print_json
 
 ConfigOption = Annotated[
     list[Path] | None, typer.Option("--config", help="A YAML file of settings; may be given several times.")
@@ -55,7 +55,7 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="For machines.")
 
 
 def config(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model id or architecture; picks the overlays.")] = "",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="MODEL, or an architecture; picks the overlays.")] = "",
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
@@ -63,12 +63,15 @@ def config(
     """Print the resolved configuration and where each value came from.
 
     Example: [bold]inlay config --set match_rope.enabled=false[/]
+
+    Example: [bold]inlay config ./SmolLM2-135M[/]
     """
     with failing_kindly():
         from inlay.config import resolve
         from inlay.transforms import configure
 
-        resolved = resolve(architecture=model, model=model, files=files or (), settings=settings or ())
+        name, architecture = _identity(model)
+        resolved = resolve(architecture=architecture, model=name, files=files or (), settings=settings or ())
         steps = configure(resolved)
         origins = {entry.key: entry.options for entry in resolved.entries}
         rows = [
@@ -85,3 +88,16 @@ def config(
         for key, name, value, origin in rows:
             table.add_row(key, name, Text(repr(value)), Text(origin))
         out.print(table)
+
+
+def _identity(model: str) -> tuple[str, str]:
+    """Name and architecture of MODEL, as its program would have them; a single word is an architecture."""
+    if not model or (model.replace("-", "_").isidentifier() and not Path(model).exists()):
+        return model, model
+    from inlay.capture import identify
+
+    found = identify(model)
+    if not found.architecture:
+        text = f"The architecture of {found.name} is not known: only overlays for its name apply."
+        err.print(text, markup=False, soft_wrap=True)
+    return found.name, found.architecture

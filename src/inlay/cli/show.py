@@ -57,8 +57,12 @@ def show(
     """
     with failing_kindly():
         if only is not None:
-            steps = steps_up_to(only, model, files or (), settings or ())
-            show_pass(read_program(model, dtype, trust), steps, dump_to, full=full, as_json=as_json)
+            steps_up_to(only, files or (), settings or ())  # a mistake is told before the model is captured
+            program = read_program(model, dtype, trust)
+            steps = steps_up_to(
+                only, files or (), settings or (), model=program.name, architecture=program.facts.architecture
+            )
+            show_pass(program, steps, dump_to, full=full, as_json=as_json)
             return
         program = read_program(model, dtype, trust)
         from inlay.program.fold import fold

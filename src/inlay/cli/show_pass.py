@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from inlay.cli.console import err, out, print_json
+from inlay.cli.console import err, print_json
 from inlay.cli.diff import print_diff
 
 if TYPE_CHECKING:
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from inlay.transforms.pipeline import Instrument, Step
 
 
-def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence[str]) -> list[Step]:
+def steps_up_to(
+    name: str, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
+) -> list[Step]:
     """The configured transforms up to the one in question, which runs even when it is off by default.
 
     Someone else's pass (`package.module:callable`) runs alone, on the program as it was captured.
     """
     from inlay.config import resolve
-    from inlay.errors import UsageError, nearest
-    from inlay.transforms import configure
-    from inlay.transforms.base import find
+    from inlay.errors import UsageError
+    from inlay.transforms import configure, up_to
     from inlay.transforms.foreign import foreign, is_foreign
     from inlay.transforms.pipeline import Step
 
@@ -35,16 +36,8 @@ def steps_up_to(name: str, model: str, files: Sequence[Path], settings: Sequence
                 f"--config and --set are about Inlay's transforms, and {name} runs without them.", "Leave them out."
             )
         return [Step(name, foreign(name))]
-    resolved = resolve(model=model, files=files, settings=settings)
-    steps, name = configure(resolved), resolved.aliases.get(name, name)
-    keys = [step.key for step in steps]
-    if name not in keys:
-        find(name)
-        raise UsageError(f"{name} is not in the configuration.", nearest(name, keys) or "Add it with --config.")
-    wanted = steps[: keys.index(name) + 1]
-    last = wanted[-1].transform
-    last.options = last.options.model_copy(update={"enabled": True})
-    return wanted
+    resolved = resolve(architecture=architecture, model=model, files=files, settings=settings)
+    return up_to(resolved.aliases.get(name, name), configure(resolved))
 
 
 def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
@@ -66,8 +59,7 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
             typer.echo(f"# ---- {title} {record.key}")
             typer.echo(dump(made), nl=False)
     else:
-        found = diff(*around.pair)
-        print_diff(found, context=2)
+        print_diff(diff(*around.pair))
     for each in records:
         err.print(each.summary, markup=False, soft_wrap=True)
     for remark in record.remarks[:5]:
@@ -75,4 +67,4 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
         text = f"  {remark.kind.value} {remark.nodes[0]}: {remark.matched} of {remark.of}: {remark.reason}{where}"
         err.print(text, markup=False, soft_wrap=True)
     if len(record.remarks) > 5:
-        out.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")
+        err.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")

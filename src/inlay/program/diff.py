@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from inlay.program.align import align
+from inlay.program.alike import fold_alike
 from inlay.program.fold import Folds, Kind, fold_graph
 from inlay.program.folded import lines_to_compare
-from inlay.program.graphs import labels, operands
+from inlay.program.graphs import MODULE, SOURCE, labels, operands
 from inlay.program.pause import collector_paused
+from inlay.program.rows import Row, excerpt, first_of_each_shape, rows_of
 from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from torch import fx
 
     from inlay.program.program import Program
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a side-by-side difference: `same`, `changed`, `removed`, `added`, or `skipped` lines between."""
-
-    kind: str
-    left: str = ""
-    right: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,37 +45,43 @@ class Diff:
 
     def hunks(self, context: int = 3) -> Iterator[Row]:
         """The rows that differ, with this many equal rows around them."""
-        wanted = [False] * len(self.rows)
-        for index, row in enumerate(self.rows):
-            if row.kind != "same":
-                wanted[max(0, index - context) : index + context + 1] = [True] * (
-                    min(len(self.rows), index + context + 1) - max(0, index - context)
-                )
-        skipped = 0
-        for row, keep in zip(self.rows, wanted, strict=True):
-            if keep:
-                if skipped and context:
-                    yield Row("skipped", f"… {skipped} equal lines")
-                skipped = 0
-                yield row
-            else:
-                skipped += 1
+        wanted = [row.kind != "same" for row in self.rows]
+        return excerpt(self.rows, wanted, context, gaps=context > 0)
+
+    def brief(self, context: int = 2, *, gaps: bool = True) -> Iterator[Row]:
+        """Each way in which rows differ once, with this many rows around it; the rest is counted.
+
+        Rows differ in the same way when they do the same to other values and weights.
+        """
+        return excerpt(self.rows, self.new_shapes, context, titles=True, gaps=gaps)
+
+    @cached_property
+    def new_shapes(self) -> list[bool]:
+        """Which rows show a way of differing for the first time."""
+        return first_of_each_shape(self.rows)
+
+    def __str__(self) -> str:
+        """What a person reads: see `inlay.program.beside`."""
+        from inlay.program.beside import diff_lines
+
+        return "\n".join(line.text for line in diff_lines(self))
 
 
 @collector_paused()
 def diff(left: Program, right: Program) -> Diff:
     """Compare two programs."""
-    right_side = _Side(right)
-    shown = {node.name for kind in right_side.folds.kinds for node in kind.example.nodes}
-    sides = [_Side(left, shown), right_side]
+    marks = [labels(program.graph, program.types) for program in (left, right)]
+    folds = [fold_graph(program.graph, mark) for program, mark in zip((left, right), marks, strict=True)]
+    folds = list(fold_alike(folds[0], folds[1], marks) or _shown_alike(folds[0], folds[1]))
+    sides = [_Side(each, mark) for each, mark in zip(folds, marks, strict=True)]
     taken = {node.name for node in sides[0].nodes}
     matched = _matched(*sides)
     names = {node: matched[node].name if node in matched else _fresh(node.name, taken) for node in sides[1].nodes}
-    texts = [lines_to_compare(left, sides[0].folds, {}), lines_to_compare(right, sides[1].folds, names)]
+    texts = [lines_to_compare(left, folds[0], {}), lines_to_compare(right, folds[1], names)]
     operators = Counter(right.op_counts())
     operators.subtract(left.op_counts())
     return Diff(
-        rows=tuple(_rows(*texts)),
+        rows=tuple(rows_of(*texts)),
         operators={name: count for name, count in sorted(operators.items()) if count},
         nodes=(len(left), len(right)),
         bindings=tuple(_binding_changes(left, right)),
@@ -92,34 +92,36 @@ def diff(left: Program, right: Program) -> Diff:
 class _Side:
     """A program as the sequence of its nodes with each block once."""
 
-    def __init__(self, program: Program, like: frozenset[str] | set[str] = frozenset()) -> None:
-        every = list(program.graph.nodes)
-        marks = labels(program.graph, program.types)
-        self.all_nodes, self.all_labels = every, marks
-        folds = fold_graph(program.graph, marks)
-        # Of each kind, show the occurrence that the other side shows: a transform keeps the names of what it leaves.
-        self.folds: Folds = replace(folds, kinds=tuple(replace(kind, shown=_shown(kind, like)) for kind in folds.kinds))
-        shown = {node for kind in self.folds.kinds for node in kind.example.nodes}
-        hidden = {node for kind in self.folds.kinds for each in kind.occurrences for node in each.nodes} - shown
+    def __init__(self, folds: Folds, marks: Sequence[Hashable]) -> None:
+        self.all_nodes, self.all_labels = list(folds.graph.nodes), marks
+        shown = {node for kind in folds.kinds for node in kind.example.nodes}
+        hidden = {node for kind in folds.kinds for each in kind.occurrences for node in each.nodes} - shown
         self.nodes: list[fx.Node] = []
         self.labels: list[Hashable] = []
-        for node, mark in zip(every, marks, strict=True):
+        for node, mark in zip(self.all_nodes, marks, strict=True):
             if node not in hidden and node.op not in ("placeholder", "output"):
                 self.nodes.append(node)
                 self.labels.append(mark)
 
 
+def _shown_alike(left: Folds, right: Folds) -> tuple[Folds, Folds]:
+    """Of each kind, show the occurrence that the other side shows."""
+    second = replace(right, kinds=tuple(replace(kind, shown=min(1, len(kind) - 1)) for kind in right.kinds))
+    names = {node.name for kind in second.kinds for node in kind.example.nodes}
+    return replace(left, kinds=tuple(replace(kind, shown=_shown(kind, names)) for kind in left.kinds)), second
+
+
 def _matched(left: _Side, right: _Side) -> dict[fx.Node, fx.Node]:
     """Which node on the left each node on the right is.
 
-    A transform keeps the name of what it leaves alone: same name, same label, same operands by name is the same node.
-    The rest is aligned by labels, in order.
+    A transform keeps the name of what it leaves alone: same name and label, and either the same operands by name or
+    the same place in the model, is the same node. The rest is aligned by labels, in order.
     """
     by_name = {node.name: (node, mark) for node, mark in zip(left.nodes, left.labels, strict=True)}
     matched: dict[fx.Node, fx.Node] = {}
     for node, mark in zip(right.nodes, right.labels, strict=True):
         other, label = by_name.get(node.name, (None, None))
-        if other is not None and label == mark and _operand_names(other) == _operand_names(node):
+        if other is not None and label == mark and _same_surroundings(other, node):
             matched[node] = other
     taken = set(matched.values())
     rest = [
@@ -131,11 +133,13 @@ def _matched(left: _Side, right: _Side) -> dict[fx.Node, fx.Node]:
     return matched
 
 
-def _operand_names(node: fx.Node) -> list[str]:
-    return [each.name for each in operands(node)]
+def _same_surroundings(one: fx.Node, two: fx.Node) -> bool:
+    names = [[each.name for each in operands(node)] for node in (one, two)]
+    places = [(node.meta.get(MODULE), node.meta.get(SOURCE)) for node in (one, two)]
+    return names[0] == names[1] or (all(places[0]) and places[0] == places[1])
 
 
-def _shown(kind: Kind, like: frozenset[str] | set[str]) -> int:
+def _shown(kind: Kind, like: set[str]) -> int:
     """The occurrence with most of these names; if none has any, the second: the first one is often special."""
     shared = [sum(node.name in like for node in each.nodes) for each in kind.occurrences]
     return shared.index(max(shared)) if any(shared) else min(1, len(kind) - 1)
@@ -153,19 +157,6 @@ def _same_wiring(left: _Side, right: _Side) -> bool:
 
 def _fresh(name: str, taken: set[str]) -> str:
     return name if name not in taken else f"{name}_new"
-
-
-def _rows(left: list[str], right: list[str]) -> Iterator[Row]:
-    i = j = 0
-    for a, b in [*align(left, right), (len(left), len(right))]:
-        for step in range(max(a - i, b - j)):
-            old = left[i + step] if i + step < a else None
-            new = right[j + step] if j + step < b else None
-            kind = "removed" if new is None else "added" if old is None else "changed"
-            yield Row(kind, old or "", new or "")
-        if a < len(left):
-            yield Row("same", left[a], right[b])
-        i, j = a + 1, b + 1
 
 
 def _binding_changes(left: Program, right: Program) -> Iterator[str]:

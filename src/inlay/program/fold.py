@@ -63,6 +63,8 @@ class Kind:
     occurrences: tuple[Occurrence, ...]
     shown: int = 0
     """Which occurrence stands for all of them in text."""
+    name: str = ""
+    """What its function is called in text; by default a letter in program order."""
 
     def __len__(self) -> int:
         return len(self.occurrences)
@@ -148,14 +150,9 @@ def fold(program: Program) -> Folds:
 @collector_paused()
 def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
     """Find the repeated blocks of a graph whose nodes have these labels."""
-    every = list(graph.nodes)
-    outside = _size_arithmetic(every)
-    keep = [index for index, node in enumerate(every) if node not in outside]
-    nodes = [every[index] for index in keep]
-    ids: dict[Hashable, int] = {}
-    string = np.array([ids.setdefault(node_labels[index], len(ids)) for index in keep], dtype=np.int64)
+    signer = Signer(graph, node_labels)
+    nodes, string = signer.nodes, signer.string
     crossing, boundary = _crossing(nodes), _boundary(nodes)
-    signer = _Signer(nodes, string)
     groups: dict[Hashable, list[Occurrence]] = {}
     known: set[bytes] = set()
     free = string.copy()
@@ -172,7 +169,7 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
         _blank(free, stretches[0][0], stretches[-1][1])
     kinds = [Kind(tuple(sorted(group, key=lambda each: each.start))) for group in groups.values() if len(group) > 1]
     kinds.sort(key=lambda kind: kind.occurrences[0].start)
-    return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, keep, kinds)))
+    return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, signer.keep, kinds)))
 
 
 def _size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -210,12 +207,17 @@ def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
 
 def _boundary(nodes: list[fx.Node]) -> npt.NDArray[np.bool_]:
     """Whether a node comes from another layer's module than the one before it, going by the first index in its path."""
-    owners = [_numbered(str(node.meta.get(MODULE, ""))) for node in nodes]
+    owners = [numbered(str(node.meta.get(MODULE, ""))) for node in nodes]
     differs = [bool(two) and one != two for one, two in pairwise(owners)]
     return np.array([True, *differs, True], dtype=np.bool_)
 
 
-def _numbered(path: str) -> str:
+def numbered(path: str) -> str:
+    """A module path up to its first index: the layer it belongs to, or nothing.
+
+    >>> numbered("model.layers.3.mlp"), numbered("model.norm")
+    ('model.layers.3', '')
+    """
     parts = path.split(".")
     place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if place is None else ".".join(parts[: place + 1])
@@ -331,14 +333,21 @@ def _shared_start(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> 
     return int(differs[0]) if len(differs) else length
 
 
-class _Signer:
-    """Signatures of stretches: labels and wiring, with outside values numbered by first use."""
+class Signer:
+    """A graph without its size arithmetic, and signatures of its stretches: labels and wiring, with outside values
+    numbered by first use."""
 
-    def __init__(self, nodes: list[fx.Node], string: npt.NDArray[np.int64]) -> None:
-        self.nodes, self.string = nodes, string
-        self.place = {node: index for index, node in enumerate(nodes)}
+    def __init__(self, graph: fx.Graph, node_labels: Sequence[Hashable]) -> None:
+        every = list(graph.nodes)
+        outside = _size_arithmetic(every)
+        self.keep = [index for index, node in enumerate(every) if node not in outside]
+        self.nodes = [every[index] for index in self.keep]
+        ids: dict[Hashable, int] = {}
+        self.string = np.array([ids.setdefault(node_labels[index], len(ids)) for index in self.keep], dtype=np.int64)
+        self.place = {node: index for index, node in enumerate(self.nodes)}
 
     def sign(self, start: int, stop: int) -> tuple[Occurrence, Hashable]:
+        """The stretch as an occurrence, and what it has in common with every other one of its kind."""
         nodes = tuple(self.nodes[start:stop])
         inputs: dict[fx.Node, int] = {}
         wiring: list[int] = []

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.program.bindings import Role
 from inlay.program.expressions import Text, express
-from inlay.program.fold import Folds, Kind, Occurrence, fold
+from inlay.program.fold import Folds, Kind, Occurrence, fold, numbered
 from inlay.program.graphs import SOURCE, all_graphs, all_nodes, mutates, operands
 from inlay.program.layout import Line, free_name, loop_head, sequence_text, wrapped
 from inlay.program.literals import literal, namespace
@@ -27,6 +27,7 @@ from inlay.program.text import MARK
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from inlay.program.bindings import Binding
     from inlay.program.program import Program
 
 _IN_MODEL = (Role.PARAMETER, Role.BUFFER)
@@ -316,7 +317,7 @@ class _Slots:
         weights = [
             index
             for index, row in enumerate(rows[0])
-            if row is not None and row.role in _IN_MODEL and len({each[index] for each in rows}) > 1
+            if row is not None and row.role in _IN_MODEL and _is_own([each[index] for each in rows])
         ]
         found = common_owner([[row for index in weights if (row := each[index])] for each in rows], writer.root)
         self.owners: dict[Occurrence, Owner] = dict(zip(kind.occurrences, found, strict=True)) if found else {}
@@ -346,10 +347,22 @@ class _Slots:
         return positions.pop() if len(positions) == 1 and -1 not in positions else None
 
 
+def _is_own(rows: Sequence[Binding | None]) -> bool:
+    """Whether a weight is its occurrence's own: others have another one, or its path has a number."""
+    return len(set(rows)) > 1 or (len(rows) == 1 and rows[0] is not None and bool(numbered(rows[0].target)))
+
+
 def _kind_names(kinds: Sequence[Kind]) -> dict[Kind, str]:
-    if len(kinds) == 1:
-        return {kinds[0]: "block"}
-    return {kind: f"block_{chr(ord('a') + index) if index < 26 else index}" for index, kind in enumerate(kinds)}
+    return {kind: kind.name or block_name(index, len(kinds)) for index, kind in enumerate(kinds)}
+
+
+def block_name(index: int, count: int) -> str:
+    """What the function of a kind is called.
+
+    >>> block_name(0, 1), block_name(1, 2)
+    ('block', 'block_b')
+    """
+    return "block" if count == 1 else f"block_{chr(ord('a') + index) if index < 26 else index}"
 
 
 def _named(names: Mapping[fx.Node, Text], node: fx.Node, default: str) -> str:

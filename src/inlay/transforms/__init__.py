@@ -2,7 +2,7 @@
 
 from inlay.transforms.base import Applied, Case, Numerics, Options, Rewrite, Stage, Transform, registry, transform
 from inlay.transforms.foreign import ForeignPass, foreign
-from inlay.transforms.pipeline import Record, configure, run
+from inlay.transforms.pipeline import Record, configure, run, up_to
 from inlay.transforms.plain import graph_pass
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "registry",
     "run",
     "transform",
+    "up_to",
 ]

@@ -96,6 +96,24 @@ def configure(resolved: Resolved) -> list[Step]:
     return sorted(steps, key=lambda step: order.index(step.transform.stage))
 
 
+def up_to(name: str, steps: Sequence[Step]) -> list[Step]:
+    """The steps up to the one of this name, which is switched on if it was off.
+
+    >>> from inlay.config import resolve
+    >>> [step.key for step in up_to("match_layer_norm", configure(resolve()))]
+    ['clean_noops', 'match_layer_norm']
+    """
+    keys = [step.key for step in steps]
+    if name not in keys:
+        find(name)
+        raise UsageError(f"{name} is not in the configuration.", nearest(name, keys) or "Add it with --config.")
+    wanted = list(steps[: keys.index(name) + 1])
+    last = wanted[-1].transform
+    options = last.options.model_copy(update={"enabled": True})
+    wanted[-1] = Step(name, type(last)(options))
+    return wanted
+
+
 def _option_error(key: str, known: type[Options], error: ValidationError, origins: Any) -> UsageError:
     first = error.errors()[0]
     name = str(first["loc"][0])
@@ -178,8 +196,10 @@ def check_contract(step: Step, before: Program, applied: Applied) -> None:
     if expect is not None:
         wanted = count_expected(expect, before)
         if applied.sites != wanted:
+            remedy = f"If that is right, set {step.key}.expect; `inlay config MODEL` says where it was set."
             raise ContractError(
-                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).", _best(applied)
+                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).",
+                f"{_best(applied)} {remedy}".strip(),
             )
     elif not applied.sites:
         anchors = [name for name in step.transform.anchors if before.op_counts().get(name)]

@@ -1,0 +1,154 @@
+"""What one transform does, before and after.
+
+    python examples/run_pass_before_after.py --pass fuse_add_rms_norm
+    python examples/run_pass_before_after.py --pass match_attention --model MODEL --full
+
+Without MODEL it works on the decoder below: two blocks as most models have them, two written as older ones do, so that
+every transform finds something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from inlay import Example, InlayError
+from inlay.capture import capture
+from inlay.config import resolve
+from inlay.program.diff import diff
+from inlay.program.text import dump
+from inlay.transforms import configure, run, up_to
+from inlay.transforms.instruments import Around
+
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+SIZE = WIDTH // HEADS
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class LayerNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return self.weight * ((x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+class Block(nn.Module):
+    """Grouped heads repeated, halves rotated, attention by torch, a SiLU gate."""
+
+    norm = RMSNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_gate = self.norm(), self.norm()
+        self.query, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key, self.value = (nn.Linear(WIDTH, KV_HEADS * SIZE, bias=False) for _ in range(2))
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def activate(self, x: Tensor) -> Tensor:
+        return functional.silu(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        normed = self.before_attention(x)
+        q, k, v = (
+            layer(normed).view(batch, length, -1, SIZE).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        q, k = (each * cos + self.rotate(each) * sin for each in (q, k))
+        k, v = (each[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).flatten(1, 2) for each in (k, v))
+        attended = self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, length, WIDTH)
+        x = x + self.out(attended)
+        normed = self.before_gate(x)
+        return x + self.down(self.activate(self.gate(normed)) * self.up(normed))
+
+
+class OlderBlock(Block):
+    """A layer norm and attention written out, neighbours rotated, a GELU gate."""
+
+    norm = LayerNorm
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * SIZE**-0.5 + mask
+        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).clone(), v)
+
+    def activate(self, x: Tensor) -> Tensor:
+        return functional.gelu(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block(), OlderBlock(), OlderBlock()])
+        self.norm, self.head = RMSNorm(), nn.Linear(WIDTH, 64, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        angles = places[:, None] / 10000 ** (torch.arange(SIZE) % (SIZE // 2) / (SIZE // 2))
+        cos, sin = torch.cos(angles) * 1.0, torch.sin(angles) * 1.0
+        hidden = places[None, None, None, :] > places[None, None, :, None]
+        mask = torch.where(hidden, torch.finfo(torch.float32).min, 0.0)
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        return self.head(self.norm(x))
+
+
+def decoder() -> Example:
+    torch.manual_seed(0)
+    return Example(Decoder(), (torch.arange(16).reshape(2, 8),), axes={"ids": {0: "batch", 1: "length"}})
+
+
+def show(name: str, model: str | None, *, full: bool) -> None:
+    program = capture(model or decoder())
+    steps = up_to(name, configure(resolve(architecture=program.facts.architecture, model=program.name)))
+    around = Around(name)
+    _, records = run(program, steps, [around])
+    assert around.pair is not None
+    if full:
+        for title, each in zip(("before", "after"), around.pair, strict=True):
+            print(f"# ---- {title} {name}\n{dump(each)}")
+    elif records[-1].sites:
+        print(diff(*around.pair))
+    else:
+        reasons = dict.fromkeys(remark.reason for remark in records[-1].remarks)
+        print(f"{name} changed nothing: " + ("; ".join(reasons) or "nothing in this program starts like it") + ".")
+        print("Another model may have it: --model MODEL.")
+    print(records[-1].summary)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pass", dest="name", required=True, help="a transform; `inlay passes` lists them")
+    parser.add_argument("--model", help="a Hugging Face folder or id, a GGUF file, or package.module:factory")
+    parser.add_argument("--full", action="store_true", help="print both programs whole")
+    options = parser.parse_args(arguments)
+    try:
+        show(options.name, options.model, full=options.full)
+    except InlayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
