@@ -13,7 +13,7 @@ from inlay.program.bindings import Alias, Bindings
 from inlay.program.graphs import MODULE, SOURCE
 from inlay.program.remarks import Remark, RemarkKind
 from inlay.program.symbols import symbolic_sizes
-from inlay.state.aliases import DECLARED
+from inlay.state.declared import DECLARED
 from inlay.state.places import Place, is_wrapped, wrapped_operands
 from inlay.state.updates import State, recognise, sharing
 
