@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-
 from forms import FORMS, HEADS, SIZE
+
 from inlay.capture import Example, capture
 from inlay.compile.program import compile_program
 from inlay.testing.watch import paged, watch

@@ -1,8 +1,8 @@
 """State that a program updates: which bindings, in what form, whether in place, and if not why."""
 
-from inlay.state.declared import declare
 from inlay.state.buffers import inline_lifted_buffers, lift_mutated_buffers
 from inlay.state.canonical import canonical_updates
+from inlay.state.declared import declare
 from inlay.state.in_place import InPlace, in_place
 from inlay.state.updates import State, Write, recognise
 

@@ -102,8 +102,6 @@ def _refuse(node: fx.Node) -> str:
         return "shape: the heads of the query are not groups of those of the key"
     if given["dropout_p"]:
         return "constant differs: dropout is on"
-    if given["is_causal"] and given["attn_mask"] is not None:
-        return "constant differs: both a mask and the causal flag"
     if given["is_causal"] and str(query.shape[2]) != str(given["key"].meta["val"].shape[2]):
         return "shape: causal attention over another length than the query's"
     return ""

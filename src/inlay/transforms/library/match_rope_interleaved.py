@@ -52,6 +52,9 @@ class MatchRoPEInterleaved(Rewrite):
         def other_order(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
             return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -2).flatten(-2) * s
 
+        def across_rows(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+            return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(1, 2, 4) * s
+
         def flattened_otherwise(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
             return x * c + torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(2, 1, 3, 4, 4) * s
 
@@ -61,6 +64,7 @@ class MatchRoPEInterleaved(Rewrite):
             Case("the same neighbour twice", same_twice, (x, cos, sin)),
             Case("halves, not pairs", other_order, (x, cos, sin)),
             Case("flattened to another shape", flattened_otherwise, (x, cos, sin)),
+            Case("flattened across rows", across_rows, (x[:, 0, :1], cos.expand(2, 4, 4)[:, :2], sin[:2])),
             Case("a table of another dtype", cls().pattern, (x, cos.double(), sin)),
         ]
 

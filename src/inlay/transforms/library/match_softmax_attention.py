@@ -63,6 +63,12 @@ class MatchSoftmaxAttention(Rewrite):
             scores = scores - scores.max(-1, keepdim=True).values
             return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., 1:].clone(), v)
 
+        def cut_rows(r: Tensor, m: Tensor, b: Tensor) -> Tensor:
+            q, k, v = (r.reshape(8, 10, 4) for _ in range(3))
+            scores = torch.baddbmm(b, q, k.transpose(-1, -2), beta=1.0, alpha=0.3).view(2, 4, 10, -1) + m
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone()
+            return torch.bmm(weights.view(8, 10, -1), v).view(2, 4, 5, 8)
+
         def sink_a_row(q: Tensor, m: Tensor, s: Tensor) -> Tensor:
             scores = torch.matmul(q, q.transpose(2, 3)) * 0.3 + m
             scores = torch.cat([scores, s.reshape(1, 1, -1, 1).expand(2, 5, -1, -1)], -1)
@@ -93,7 +99,8 @@ class MatchSoftmaxAttention(Rewrite):
             Case("the wrong score dropped", drops_first, (q, q, q, mask, torch.randn(4))),
             Case("a sink a row", sink_a_row, (torch.randn(2, 5, 5, 8), mask, torch.randn(5))),
             Case("a mask with more rows", lambda q, m: rule.pattern(q[:, :, :1], q, q, m, 0.3), (q, mask)),
-            Case("three axes", three_axes, (q[0], mask[0])),
+            Case("three axes", three_axes, (torch.randn(4, 8, 8), torch.randn(8, 8))),
+            Case("rows cut in two", cut_rows, (rows, torch.randn(2, 1, 1, 1), torch.randn(8, 1, 10))),
             Case("values of one head", lambda q, v, m: rule.pattern(q, q, v, m, 0.3), (q, q[:, :1], mask)),
             Case(
                 "one bias for all",
