@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,18 @@ def _told(bindings: Bindings, states: list[State]) -> Bindings:
     return Bindings(tuple(row(each) for each in bindings))
 
 
+def _bytes(binding: Binding) -> str:
+    """The size of a state, with symbols where it has any.
+
+    >>> from inlay.program.bindings import Binding, Role
+    >>> _bytes(Binding("cache", Role.INPUT, "cache", "float32", ("batch", 8, 1024)))
+    'batch * 32,768 bytes'
+    """
+    known = getattr(torch, binding.dtype).itemsize * math.prod(size for size in binding.shape if isinstance(size, int))
+    symbols = [str(size) for size in binding.shape if not isinstance(size, int)]
+    return " * ".join([*symbols, f"{known:,} bytes"])
+
+
 def _remark(state: State) -> Remark:
-    reason = f"{state.reason}; {state.binding.text} is copied at every call"
+    reason = f"{state.reason}; {state.binding.text}, {_bytes(state.binding)}, is copied at every call"
     return Remark(RemarkKind.REFUSED, "in_place", state.form, reason, nodes=(state.binding.name,))

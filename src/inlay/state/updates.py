@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,8 @@ class _Chain:
         self.places: dict[fx.Node, Place] = {base: Place()}
         self.versions: dict[fx.Node, int] = {base: 0}
         """How many writes a node comes after."""
+        self.whole: dict[fx.Node, int] = {base: 0}
+        """Nodes that have the value of the whole state after so many writes, in its storage or not."""
         self.writes: list[Write] = []
 
     def follow(self, value: fx.Node, place: Place) -> Iterator[Write]:
@@ -152,7 +155,10 @@ class _Chain:
             self._note(value, place)
         elif (variant := in_place_variant(value.target)) and self._leads_here(value.args[0], place):
             yield from self.follow(value.args[0], place)  # type: ignore[arg-type]
-            yield self._write(value, place, variant, value.args[1:], dict(value.kwargs))
+            if variant is aten.copy_.default and self._holds(value.args[1], place):
+                self._note(value, place)  # a part is written back to where it is, as `cache[1:2] += 1` does
+            else:
+                yield self._write(value, place, variant, value.args[1:], dict(value.kwargs))
         else:
             yield self._write(value, place, aten.copy_.default, (value,), {})
 
@@ -160,6 +166,8 @@ class _Chain:
         if value is not self.base:
             self.places[value] = place
             self.versions[value] = len(self.writes)
+            if not place.views:
+                self.whole[value] = len(self.writes)
 
     def _write(self, value: fx.Node, place: Place, target: Any, args: Any, kwargs: dict[str, Any]) -> Write:
         held = value.meta["val"]
@@ -171,14 +179,16 @@ class _Chain:
         self.writes.append(write)
         if not (target is aten.copy_.default and args and args[0] is value):
             self._note(value, place)
+        elif not place.views:
+            self.whole[value] = len(self.writes)
         return write
 
     def _holds(self, value: Any, place: Place) -> bool:
-        """Whether a value is what the place holds: the state itself, or the same part of a value that is."""
+        """Whether a value is what the place holds now: the state itself, or the same part of a value that is."""
         if not isinstance(value, fx.Node):
             return False
         if not place.views:
-            return value is self.base or (value in self.places and not self.places[value].views)
+            return self.whole.get(value) == len(self.writes)
         return place.views[-1].same(value) and self._holds(value.args[0], Place(place.views[:-1]))
 
     def _leads_here(self, value: Any, place: Place) -> bool:
@@ -264,7 +274,7 @@ def _check_operands(chain: _Chain, shared: dict[fx.Node, int]) -> None:
             operands = [each for each in tree_leaves((write.at.args, write.at.kwargs)) if isinstance(each, fx.Node)]
             operands.remove(wrapped_operand(write.node))
         for operand in operands:
-            if isinstance(operand, fx.Node) and operand in shared and operand is not write.node:
+            if isinstance(operand, fx.Node) and operand in shared:
                 raise Refusal(f"overlap: {write.form} reads {operand}, which lies in the storage it writes to")
 
 
@@ -284,6 +294,9 @@ def sharing(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
 def _check_readers(chain: _Chain, shared: dict[fx.Node, int]) -> None:
     """Who reads a value must do so before it is written over."""
     order = {node: index for index, node in enumerate(chain.base.graph.nodes)}
+    for one, two in pairwise(chain.writes):
+        if order[one.at] >= order[two.at]:
+            raise Refusal(f"order: {two.at} is computed before {one.at}, which is written first")
     own = {write.at for write in chain.writes} | set(chain.versions)
     for node, version in shared.items():
         limit = order[chain.writes[version].at] if version < len(chain.writes) else len(order)
