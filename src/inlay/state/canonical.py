@@ -44,7 +44,7 @@ def _rewrite(graph: fx.Graph, state: State) -> bool:
         with graph.inserting_before(write.node.next):
             try:
                 put = Indexer(graph, write.node.next).put(now[-1], write)
-            except LookupError:
+            except (LookupError, RuntimeError):  # a size that has no name here, or that depends on data
                 put = None
         if put is None:
             return False

@@ -141,11 +141,14 @@ class Indexer:
     def _put(self, whole: fx.Node, found: Region, given: dict[int, fx.Node], source: fx.Node) -> fx.Node:
         """Indices of all axes of the whole, shaped so that together they have the shape of what is written."""
         rank = len(found.axes)
+        sizes = source.meta["val"].shape if source.meta["val"].dim() == rank else [1] * rank
         indices: list[Any] = [None] * whole.meta["val"].dim()
         for position, axis in enumerate(found.axes):
             index = given.get(position)
             if index is None:
-                index = self.call(aten.arange.default, self._size(axis.size, whole, axis.axis), device=_device(whole))
+                # A source that is not broadcast says the size more simply than ends minus starts do.
+                size = axis.size if str(sizes[position]) == "1" else sizes[position]
+                index = self.call(aten.arange.default, self._size(size, whole, axis.axis), device=_device(whole))
             if index.meta["val"].dim() == 1 and rank > 1:
                 shape = [-1 if each == position else 1 for each in range(rank)]
                 index = self.call(aten.view.default, index, shape)
