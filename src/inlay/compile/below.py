@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from inlay.ops.define import DECOMPOSITIONS
 from inlay.program.bindings import Role
-from inlay.program.graphs import all_nodes, copy_graph, owner
+from inlay.program.graphs import all_nodes, copy_graph
+from inlay.state import canonical_updates, in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,21 +70,14 @@ def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
 
     `same` says for every value to return which input it is; None takes the program's next output.
     """
-    graph = copy_graph(program.graph)
+    made = in_place(canonical_updates(program)[0])
+    graph = copy_graph(made.program.graph)
     root = graph.owning_module or torch.nn.Module()
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     values: Any = output.args[0]
-    written = {placeholders[row.name] for row in program.bindings.state}
-    pairs = list(zip(program.bindings.outs, values, strict=True))
-    with graph.inserting_before(output):
-        # Outputs are values from before the first write.
-        kept = [_kept(graph, value, written) for _, value in pairs]
-        for (row, _), value in zip(pairs, kept, strict=True):
-            if row.alias is not None:
-                graph.call_function(torch.ops.aten.copy_.default, (placeholders[row.alias.of], value))
     inputs = [placeholders[row.name] for row in program.bindings.of(Role.INPUT)]
-    computed = iter([value for (row, _), value in zip(pairs, kept, strict=True) if row.alias is None])
+    computed = iter([value for row, value in zip(program.bindings.outs, values, strict=True) if row.alias is None])
     output.args = (tuple(next(computed) if each is None else inputs[each] for each in same),)
     for row in program.bindings.of(Role.CONSTANT):
         root.register_buffer(row.name, program.tensors[row.name].read(), persistent=False)
@@ -92,9 +86,3 @@ def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
             node.replace_all_uses_with(graph.get_attr(row.name))
         graph.erase_node(node)
     return fx.GraphModule(root, graph, class_name="Inlay")
-
-
-def _kept(graph: fx.Graph, value: Any, written: set[fx.Node]) -> Any:
-    if isinstance(value, fx.Node) and owner(value) in written:
-        return graph.call_function(torch.ops.aten.clone.default, (value,))
-    return value

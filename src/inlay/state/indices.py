@@ -6,6 +6,7 @@ Of the many ways to write to a part of a tensor, Inductor keeps some in place an
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from inlay.program.graphs import MODULE, SOURCE
-from inlay.program.symbols import is_known, symbolic_sizes
+from inlay.program.symbols import FakeValues, is_known, symbolic_sizes
 
 if TYPE_CHECKING:
     from inlay.state.places import Place
@@ -103,12 +104,14 @@ class Indexer:
 
     def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
         self.graph, self.like = graph, like
+        self.fakes: FakeValues | None = None
 
     def put(self, whole: fx.Node, write: Write) -> fx.Node | None:
         """`whole` with the write done, as a new value; None when the write cannot be written as one."""
         found = region(write.place, whole.meta["val"])
         if found is None:
             return None
+        self.fakes = FakeValues.with_values([whole.meta["val"]])
         match write.target._schema.name:
             case "aten::copy_":
                 return self._put(whole, found, {}, write.args[0])
@@ -180,7 +183,7 @@ class Indexer:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with symbolic_sizes():
+        with symbolic_sizes(), self.fakes.mode if self.fakes else nullcontext():
             node.meta["val"] = target(*values, **named)
         node.meta |= {key: self.like.meta[key] for key in (SOURCE, MODULE) if key in self.like.meta}
         return node
