@@ -1,0 +1,1 @@
+"""Backends: how a program becomes code."""
