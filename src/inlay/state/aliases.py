@@ -153,8 +153,11 @@ def written(node: fx.Node) -> list[fx.Node]:
 class Aliases:
     """The nodes of a graph in sets that may share storage."""
 
-    def __init__(self, graph: fx.Graph, apart: dict[fx.Node, tuple[Hashable, ...]]) -> None:
-        """`apart`: calls whose results are storages of their own, with the paths to results that are lists of such."""
+    def __init__(self, graph: fx.Graph, wrappers: dict[fx.Node, tuple[int, ...] | None]) -> None:
+        """`wrappers`: calls whose results are new storages, each its own; with the places of results that are lists.
+
+        None instead of places: nothing is known but that the storages are new.
+        """
         self._parent: dict[Hashable, Hashable] = {}
         self._members: dict[Hashable, list[fx.Node]] = {}
         self._keys: dict[fx.Node, Hashable] = {}
@@ -163,8 +166,9 @@ class Aliases:
         for node in graph.nodes:
             self._keys[node] = self._key(node)
             self._members.setdefault(self._root(node), []).append(node)
-            if node in apart:
-                self._apart |= {node, *((node, index) for index in apart[node])}
+            if node in wrappers:
+                places = wrappers[node]
+                self._apart |= set() if places is None else {node, *((node, index) for index in places)}
             elif node.op not in ("placeholder", "get_attr", "output"):
                 self._read(node)
             storage = storage_of(node.meta.get("val"))

@@ -101,11 +101,10 @@ class _Fixing:
         self.graph = graph
         self.place = {node: index for index, node in enumerate(graph.nodes)}
         self.wrappers = [node for node in graph.nodes if is_wrapper(node)]
-        known = {node: wrapped for node in self.wrappers if (wrapped := read(node)) is not None}
-        lists = {node: {place[0] for place in each.places if len(place) > 1} for node, each in known.items()}
-        self.aliases = Aliases(graph, {node: tuple(indices) for node, indices in lists.items()})
+        known = {node: read(node) for node in self.wrappers}
+        self.aliases = Aliases(graph, {node: None if each is None else each.lists for node, each in known.items()})
         for wrapped in known.values():
-            if wrapped.hands_on:
+            if wrapped is not None and wrapped.hands_on:
                 _merge_results(self.aliases, wrapped)
 
     def run(self) -> Fixed:

@@ -105,6 +105,11 @@ class Wrapped:
         return found
 
     @property
+    def lists(self) -> tuple[int, ...]:
+        """Which results are lists of new values."""
+        return tuple(dict.fromkeys(place[0] for place in self.places if len(place) > 1))
+
+    @property
     def hands_on(self) -> bool:
         """Whether a result of the operator is what it wrote."""
         return any(each.alias_info is not None for each in self.operator._schema.returns)
@@ -153,8 +158,7 @@ def read(node: fx.Node) -> Wrapped | None:
     wrapped = _read_v1(node, target) if node.target is V1 else _read_v2(node, target)
     if wrapped is None:
         return None
-    lists = {place[0] for place in wrapped.places if len(place) > 1}
-    if not all(only_indexed(each) for index in lists for each in wrapped.values((index,))):
+    if not all(only_indexed(each) for index in wrapped.lists for each in wrapped.values((index,))):
         return None
     if not target._schema.returns and any(each.users for each in wrapped.values((0,))):
         return None  # somebody reads the None that stands for no result
