@@ -20,7 +20,7 @@ PRIVATE = {
     "torch.fx.experimental.proxy_tensor": {"rewrite/engine.py"},
     "torch._library": {"program/literals.py"},
     "torch.utils._sympy": {"program/exported.py"},
-    "torch._inductor": {"rewrite/trees.py"},
+    "torch._inductor": {"rewrite/trees.py", "compile/post_grad.py"},
     "transformers.modeling_gguf_pytorch_utils": {"capture/hf_gguf.py"},
     "transformers.core_model_loading": {"capture/hf_weights.py"},
     "transformers.conversion_mapping": {"capture/hf_weights.py"},

@@ -31,8 +31,8 @@ _SOURCES = tuple(str(Path(str(each.__file__))) for each in (aliases, functionali
 class FixFunctionalization(CustomGraphPass):
     """`fix_functionalization` as a pass of Inductor, for any model.
 
-    Give it to one compilation, as `torch.compile(model, options={"post_grad_custom_post_pass": FixFunctionalization()})`
-    or in the `inductor_configs` of `torch._inductor.aoti_compile_and_package`; `writes_in_place` sets it for a while.
+    Give it to one compilation as `post_grad_custom_post_pass`, in the `options` of `torch.compile` or in the
+    `inductor_configs` of `torch._inductor.aoti_compile_and_package`; `writes_in_place` sets it for a while.
     """
 
     def __init__(self) -> None:

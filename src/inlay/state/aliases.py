@@ -106,6 +106,23 @@ def dense(value: Any) -> bool:
     return True
 
 
+def apart(value: Any) -> bool:
+    """Whether no two elements of a tensor of known sizes are the same byte.
+
+    >>> apart(torch.empty(4, 6)[:, ::2]), apart(torch.empty(4).expand(3, 4))
+    (True, False)
+    """
+    axes = [(step, size) for size, step in zip(value.shape, value.stride(), strict=True) if not same(size, 1)]
+    if not all(type(number) is int for axis in axes for number in axis):
+        return False
+    reach = 0
+    for step, size in sorted(axes):
+        if step <= reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
 def same(one: Any, two: Any) -> bool:
     """Whether two sizes are the same number or the same expression; asks nothing that would become a guard."""
     if type(one) is int and type(two) is int:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from inlay.program.graphs import target_text
-from inlay.state.aliases import Aliases, dense, region_of, storage_of
+from inlay.state.aliases import Aliases, apart, dense, region_of, same, span, storage_of
 from inlay.state.later import Later, Reason, Refusal
 from inlay.state.wrapped import V2, Wrapped, is_wrapper, read
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 aten = torch.ops.aten
+_NEW = (aten.clone.default, aten.new_empty_strided.default)
+_TOLD_BY_OFFSET = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 _NOT_OURS = ("val", "eager_input_vals", "only_clone_these_tensors")
 
 
@@ -104,7 +106,7 @@ class _Fixing:
         known = {node: read(node) for node in self.wrappers}
         self.aliases = Aliases(graph, {node: None if each is None else each.lists for node, each in known.items()})
         for wrapped in known.values():
-            if wrapped is not None and wrapped.hands_on:
+            if wrapped is not None and wrapped.handed_on:
                 _merge_results(self.aliases, wrapped)
 
     def run(self) -> Fixed:
@@ -117,7 +119,7 @@ class _Fixing:
                 stayed += _opaque(node)
                 continue
             decided, copies = self.decide(wrapped)
-            if not all(decided) and any(each is None for each in decided):
+            if not all(decided) and any(decided):
                 decided = self._together(wrapped, decided)
             writes = [_write(wrapped, index, each) for index, each in enumerate(decided)]
             in_place += [each for each in writes if each.refusal is None]
@@ -137,21 +139,37 @@ class _Fixing:
             decided.append(later.refusal())
             if decided[-1] is None:
                 copies += later.self_copies
-                for value in later.values:
+                for value in (*later.values, *wrapped.handed_on):
                     self.aliases.merge(value, base)
         return decided, copies
 
     def _together(self, wrapped: Wrapped, decided: list[Refusal | None]) -> list[Refusal | None]:
         """All writes of a call stay if one does that cannot be copied here."""
-        staying = [base for base, each in zip(wrapped.bases, decided, strict=True) if each is not None]
-        if all(map(_copied_as_is, staying)):
+        if all(self._copied_as_is(wrapped, index) for index, each in enumerate(decided) if each is not None):
             return decided
         return [each or Refusal(Reason.TOGETHER) for each in decided]
+
+    def _copied_as_is(self, wrapped: Wrapped, index: int) -> bool:
+        """Whether the copy that the wrapper makes can be made by operators: same strides, same offset, no gaps seen."""
+        value, told = wrapped.bases[index].meta["val"], wrapped.told_from(index)
+        if dense(value) and same(told, 0):
+            return True
+        if span(0, value.shape, value.stride(), told, 1) is None:
+            return False
+        if dense(value):
+            return True
+        users = {user for each in wrapped.values(wrapped.places[index]) for user in self._users(each)}
+        gaps_seen = wrapped.strided(index) or any(each.target in _TOLD_BY_OFFSET or is_wrapper(each) for each in users)
+        return apart(value) and not gaps_seen
+
+    def _users(self, node: fx.Node) -> set[fx.Node]:
+        return {user for member in self.aliases.members(node) for user in member.users}
 
     def unwrap(self, wrapped: Wrapped, in_place: Collection[int]) -> bool:
         """Call the operator itself, on these bases and on copies of the others; False if one cannot be copied here."""
         node = wrapped.node
-        if not all(_copied_as_is(base) for index, base in enumerate(wrapped.bases) if index not in in_place):
+        copied = [index for index in range(len(wrapped.bases)) if index not in in_place]
+        if not all(self._copied_as_is(wrapped, index) for index in copied):
             return False
 
         def call(target: Any, *args: Any) -> fx.Node:
@@ -159,16 +177,18 @@ class _Fixing:
             made.meta.update(_inherited(node))
             made.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
             self.place[made] = self.place[node]
-            self.aliases.add(made, args[0] if target is not aten.clone.default else None)
+            self.aliases.add(made, None if target in _NEW else args[0])
             return made
 
         with self.graph.inserting_before(node):
-            bases = [base if index in in_place else _copied(base, call) for index, base in enumerate(wrapped.bases)]
+            bases = list(wrapped.bases)
+            for index in copied:
+                bases[index] = _copied(bases[index], wrapped.told_from(index), call)
             args, kwargs = wrapped.call(bases, node.kwargs, call)
             made = self.graph.call_function(wrapped.operator, args, kwargs)
         made.meta.update(_inherited(node))
         self.place[made] = self.place[node]
-        self.aliases.add(made)
+        self.aliases.add(made, bases[0] if wrapped.handed_on else None)
         self._hand_over(wrapped, made, bases)
         return True
 
@@ -212,9 +232,9 @@ class _Fixing:
             seen: Any = each.meta.get("val")
             if storage is None or each is value or storage_of(seen) != storage or seen.dtype != stated.dtype:
                 continue
-            layout = (seen.shape, seen.stride(), seen.storage_offset())
-            if all(type(number) is int for number in (*layout[0], *layout[1], layout[2])):
-                each.meta["val"] = torch.as_strided(stated, *layout)
+            region = region_of(seen)
+            if region is not None and region.last <= stated.untyped_storage().nbytes():
+                each.meta["val"] = torch.as_strided(stated, seen.shape, seen.stride(), seen.storage_offset())
 
     def _drop(self, copies: list[fx.Node]) -> int:
         """Remove copies of a tensor to itself, and the views that led to them."""
@@ -246,7 +266,7 @@ def _set_values(wrapped: Wrapped, made: fx.Node) -> None:
         made.meta["val"] = None
     elif isinstance(results, (list, tuple)):
         made.meta["val"] = results[0] if count == 1 else tuple(results[:count])
-    if count == 1 and wrapped.hands_on:
+    if count == 1 and wrapped.handed_on:
         first = next(each for each in (*made.args, *made.kwargs.values()) if isinstance(each, fx.Node))
         made.meta["val"] = first.meta["val"]
     if "eager_input_vals" in node.meta:
@@ -258,26 +278,17 @@ def _inherited(node: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key not in _NOT_OURS}
 
 
-def _copied_as_is(base: fx.Node) -> bool:
-    """Whether a tensor can be copied with its strides and offset: it is one piece, or its sizes are numbers."""
+def _copied(base: fx.Node, offset: Any, call: Callable[..., fx.Node]) -> fx.Node:
+    """A copy with the strides of the original, at an offset in a storage of its own."""
     value = base.meta["val"]
-    return _one_piece(value) or region_of(value) is not None
-
-
-def _one_piece(value: torch.Tensor) -> bool:
-    return type(value.storage_offset()) is int and value.storage_offset() == 0 and dense(value)
-
-
-def _copied(base: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """A copy with the strides and the offset of the original, for views are told in terms of both."""
-    value = base.meta["val"]
-    if _one_piece(value):
+    if dense(value) and same(offset, 0):
         return call(aten.clone.default, base)
-    region = region_of(value)
+    region = span(0, value.shape, value.stride(), offset, 1)
     assert region is not None
-    flat = call(aten.as_strided.default, base, [region.last // value.element_size()], [1], 0)
-    copy = call(aten.clone.default, flat)
-    return call(aten.as_strided.default, copy, list(value.shape), list(value.stride()), value.storage_offset())
+    room = call(aten.new_empty_strided.default, base, [region.last], [1])
+    copy = call(aten.as_strided.default, room, list(value.shape), list(value.stride()), offset)
+    call(aten.copy_.default, copy, base)
+    return copy
 
 
 def _write(wrapped: Wrapped, index: int, refusal: Refusal | None) -> Write:

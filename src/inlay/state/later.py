@@ -31,6 +31,7 @@ class Reason(StrEnum):
     NOT_COPIED_BACK = "it is an input or a constant that the program does not change"
     RETURNED = "its new value is returned, and would be the input itself"
     OVERWRITTEN = "its storage is written again while its value is needed"
+    TOLD_ELSEWHERE = "a view of it is told by an offset in a storage where it does not begin"
     UNKNOWN = "what shares its storage is not known"
     TOGETHER = "another write of the call stays, in a layout that is only copied by the wrapper"
     OPAQUE = "the wrapped call has a form that is not known"
@@ -59,10 +60,10 @@ class Later:
 
     def __init__(self, aliases: Aliases, place: Mapping[fx.Node, int], wrapped: Wrapped, index: int) -> None:
         self.aliases, self.place, self.wrapped = aliases, place, wrapped
-        self.base = wrapped.bases[index]
+        self.index, self.base = index, wrapped.bases[index]
         self.values = wrapped.values(wrapped.places[index])
         self.old = set(aliases.members(self.base))
-        self.new = {each for value in self.values for each in aliases.members(value)}
+        self.new = {each for value in (*self.values, *wrapped.handed_on) for each in aliases.members(value)}
         self.inputs = [each for each in self.old if each.op in ("placeholder", "get_attr")]
         self.region = _written_region(wrapped, index)
         self.self_copies: list[fx.Node] = []
@@ -73,7 +74,7 @@ class Later:
         """Why the write cannot move to the base, or None if it can."""
         if self.old & self.new or len(self.inputs) > 1:
             return Refusal(Reason.UNKNOWN, self.base.name)
-        found = self._shared() or self._outside()
+        found = self._shared() or self._told_elsewhere() or self._outside()
         if found is not None:
             return found
         after = self.place[self.wrapped.node]
@@ -92,6 +93,14 @@ class Later:
                 return Refusal(Reason.SHARED, other.name)
         if sum(self.aliases.share(other, self.base) for other in self.wrapped.bases) > 1:
             return Refusal(Reason.SHARED, self.base.name)
+        return None
+
+    def _told_elsewhere(self) -> Refusal | None:
+        """What an offset means in a view that a compiler may or may not give a storage of its own is not known."""
+        offset, told = self.base.meta["val"].storage_offset(), self.wrapped.told_from(self.index)
+        begins = self.base.op in ("placeholder", "get_attr") or same(offset, 0)
+        if self.wrapped.strided(self.index) and not (begins and same(offset, told)):
+            return Refusal(Reason.TOLD_ELSEWHERE, self.base.name)
         return None
 
     def _outside(self) -> Refusal | None:
@@ -128,8 +137,12 @@ class Later:
         copy = user.target is _COPY
         writes = set() if is_wrapper(user) or user.op == "output" else set(written(user))
         reads = set(operands(user)[1:2] if copy else operands(user))
-        if user.op == "output" and self.inputs and reads & self.new:
-            return Refusal(Reason.RETURNED, self.inputs[0].name)
+        if user.op == "output" and reads & self.new:
+            if self.inputs:
+                changed = self._phase is not _Phase.AHEAD
+                return Refusal(Reason.RETURNED if changed else Reason.NOT_COPIED_BACK, self.inputs[0].name)
+            if reads & self.old:  # also where the write did not reach: two results would become one storage
+                return Refusal(Reason.READ_LATER, user.name)
         match self._phase:
             case _Phase.AHEAD:
                 if any(overlap(self.region, region_of(each.meta.get("val"))) for each in reads & self.old):

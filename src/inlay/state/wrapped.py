@@ -71,6 +71,21 @@ class Wrapped:
     arguments: Mapping[str, Any]
     """By name; for what is written a `View`, a list of them, or None."""
 
+    def told_from(self, index: int) -> Any:
+        """The offset a base had when its views were told.
+
+        Inductor replaces a clone by what was cloned, also where that begins elsewhere in a larger storage, and leaves
+        the views as they were told; what the call was given in eager mode still knows.
+        """
+        eager = self.node.meta.get("eager_input_vals")
+        if self.node.target is V2 and eager is not None:
+            return eager[1]["_all_bases"][index].storage_offset()
+        return self.bases[index].meta["val"].storage_offset()
+
+    def strided(self, index: int) -> bool:
+        """Whether a view of a base is told by strides and an offset."""
+        return any(view.base == index and view.strided is not None for view in self.views)
+
     @property
     def returns(self) -> int:
         """How many results of the wrapper are the operator's own; None is one."""
@@ -110,9 +125,10 @@ class Wrapped:
         return tuple(dict.fromkeys(place[0] for place in self.places if len(place) > 1))
 
     @property
-    def hands_on(self) -> bool:
-        """Whether a result of the operator is what it wrote."""
-        return any(each.alias_info is not None for each in self.operator._schema.returns)
+    def handed_on(self) -> list[fx.Node]:
+        """The results of the operator that are what it wrote, or may be."""
+        hands_on = any(each.alias_info is not None for each in self.operator._schema.returns)
+        return [each for index in range(self.returns) for each in self.values((index,))] if hands_on else []
 
     def values(self, place: tuple[int, ...]) -> list[fx.Node]:
         """The nodes that take the result at a place."""

@@ -57,6 +57,7 @@ def run(graphs: int, seed: int) -> dict[str, Any]:
         "in place": tally.in_place,
         "stayed": dict(tally.stayed.most_common()),
         "copies removed": tally.copies_removed,
+        "left wrapped": tally.left,
         "failures": failures,
     }
 
@@ -67,6 +68,7 @@ def _print(report: dict[str, Any]) -> None:
     out.print(f"{report['in place']:,} writes went in place, {report['copies removed']:,} copies back were removed")
     for reason, count in report["stayed"].items():
         out.print(f"{count:,} stayed: {reason}")
+    out.print(f"{report['left wrapped']:,} calls were left wrapped, in layouts that only the wrapper copies")
     out.print(f"{report['graphs']:,} graphs, {report['seconds']} s, {len(report['failures'])} failure(s)")
 
 

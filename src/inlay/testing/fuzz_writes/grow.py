@@ -111,7 +111,7 @@ class Growth:
 
     def _layout(self, value: torch.Tensor) -> tuple[list[int], list[int], int]:
         """Sizes, strides and an offset within the storage from the first to the last element."""
-        first, room = value.storage_offset(), _span(value)
+        first, room = int(value.storage_offset()), _span(value)
         length = self.rng.randint(1, max(1, min(4, room)))
         stride = self.rng.choice((1, 1, 2)) if 2 * length - 1 <= room else 1
         left = room - (length - 1) * stride - 1
@@ -230,9 +230,8 @@ class Growth:
         """An argument as a view of a base: one that is there already, or one more."""
         rng = self.rng
         base = self._base()
-        if not bases or rng.random() < 0.6:
-            if base not in bases or rng.random() < 0.2:
-                bases.append(base)
+        if not bases or (rng.random() < 0.6 and (base not in bases or rng.random() < 0.2)):
+            bases.append(base)
         index = rng.randrange(len(bases)) if base not in bases else bases.index(base)
         given[f"{prefix}_base_index"] = index
         value = bases[index].meta["val"]

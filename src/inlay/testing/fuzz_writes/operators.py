@@ -70,14 +70,16 @@ def bump_(x: Tensor, y: Tensor) -> Tensor:
     return x.add_(y.sum())
 
 
-@torch.library.register_fake("inlay_fuzz::two")
 def _two(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return y.new_empty([], dtype=y.dtype)
 
 
-@torch.library.register_fake("inlay_fuzz::both")
 def _both(x: Tensor, z: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
     return y.new_empty([]), x.new_empty([])
+
+
+torch.library.register_fake("inlay_fuzz::two", _two)
+torch.library.register_fake("inlay_fuzz::both", _both)
 
 
 WRITERS: dict[Any, tuple[str, ...]] = {
