@@ -48,6 +48,10 @@ class FixFunctionalization(CustomGraphPass):
             node.meta.pop("mutation_region_id", None)
         self.reports.append(fixed)
 
+    def __deepcopy__(self, memo: object) -> FixFunctionalization:
+        """Itself: Inductor copies its configuration ahead of time, and the reports belong to whoever asked."""
+        return self
+
     def uuid(self) -> bytes:
         """The source of the pass: Inductor's cache keeps results of different sources apart."""
         return get_hash_for_files((__file__, *_SOURCES))
