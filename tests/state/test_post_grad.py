@@ -5,6 +5,7 @@ The state is (32, 16) and nothing else is: a copy of it is an `empty_strided_cpu
 
 from __future__ import annotations
 
+import random
 import re
 import zipfile
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves
 
+from graphs_that_write import Build
+from graphs_that_write import keys_and_values as keys_and_values_graph
 from inlay.compile.post_grad import FixFunctionalization, writes_in_place
 from inlay.state.later import Reason
 from inlay.testing.fuzz_writes import operators  # noqa: F401 - registers torch.ops.inlay_fuzz
@@ -315,16 +319,31 @@ def test_the_context_and_another_pass() -> None:
     assert config.post_grad_custom_post_pass is None
 
 
-def test_the_cache_keeps_code_with_and_without_the_pass_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    added = FixFunctionalization()
+def test_the_cache_keeps_code_with_and_without_the_pass_apart() -> None:
+    """A number in the function that no earlier run has put into the cache."""
+    added, salt = FixFunctionalization(), random.SystemRandom().randrange(2**40)
+
+    def run(k: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        fuzz.put(k, y + salt)
+        return k.clone()
+
     passes = {"post_grad_custom_post_pass": added}
     for options, reports, shared in (({}, 0, True), (passes, 1, False), (passes, 1, False), ({}, 1, True)):
         torch._dynamo.reset()
-        inputs = _inputs()
-        result = torch.compile(returned_too, dynamic=False, options=options)(*inputs)
-        assert (result.data_ptr() == inputs[0].data_ptr()) is shared
+        k, _, y = _inputs()
+        result = torch.compile(run, dynamic=False, options=options)(k, y)
+        assert (result.data_ptr() == k.data_ptr()) is shared
         assert len(added.reports) == reports, "what comes from the cache is not compiled again"
+
+
+def test_nothing_is_done_where_calls_are_moved_about() -> None:
+    with config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}), writes_in_place() as reports:
+        graph = keys_and_values_graph(Build()).graph
+        (added,) = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        before = str(graph)
+        added(graph)
+    assert str(graph) == before
+    assert [each.refusal for each in reports[0].stayed] == [(Reason.MOVED, "")] * 2
 
 
 class _Caches(torch.nn.Module):
@@ -354,10 +373,27 @@ def test_ahead_of_time(tmp_path: Path) -> None:
     assert (len(fixed.in_place), fixed.copies_removed, fixed.stayed) == (2, 2, ())
     with zipfile.ZipFile(file) as package:
         code = "\n".join(package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp"))
-    assert "inlay_fuzz" in code or "custom_op_proxy" in code or "proxy_executor" in code
+    assert code.count("aoti_torch_proxy_executor_call_function(") == 2
     assert not re.search(r"int_array_\d+\[\] = \{32L, 16L\};", code), "a tensor of the size of a cache is made"
     compiled, eager = torch._inductor.aoti_load_package(file), _Caches()
     mine, theirs = given.clone(), given.clone()
     for _ in range(2):
         assert torch.equal(compiled(mine, y), eager(theirs, y))
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("run", "in_place"), [(whole, 1), (column, 1), (clone_and_origin, 0), (returned_too, 0)])
+def test_symbolic_sizes(run: Callable[..., Any], in_place: int) -> None:
+    added, inputs = FixFunctionalization(), _inputs()
+    torch._dynamo.reset()
+    options = {"post_grad_custom_post_pass": added, "fx_graph_cache": False}
+    compiled = torch.compile(run, dynamic=True, options=options)
+    assert _same(run, compiled(*inputs), inputs)
+    (fixed,) = added.reports
+    assert len(fixed.in_place) == in_place
+    assert {each.bytes for each in (*fixed.in_place, *fixed.stayed)} == {None}
+    smaller, again = ([each[:7].clone() for each in _inputs()[:2]] + _inputs()[2:] for _ in range(2))
+    compiled(*smaller)
+    run(*again)
+    assert all(torch.equal(one, two) for one, two in zip(smaller, again, strict=True))
+    assert len(added.reports) == 1, "another size is no reason to compile again"

@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_
 
 from inlay.program import graphs
 from inlay.state import aliases, functionalization, later, wrapped
-from inlay.state.functionalization import Fixed, fix_functionalization, spell_out_copies
+from inlay.state.functionalization import Fixed, fix_functionalization, left_alone, spell_out_copies
+from inlay.state.later import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +42,9 @@ class FixFunctionalization(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Decide about every wrapper, and spell out what stays."""
+        if _calls_are_moved():
+            self.reports.append(left_alone(graph, Reason.MOVED))
+            return
         fixed = fix_functionalization(graph)
         spell_out_copies(graph)
         for node in graph.nodes:
@@ -55,6 +59,13 @@ class FixFunctionalization(CustomGraphPass):
     def uuid(self) -> bytes:
         """The source of the pass: Inductor's cache keeps results of different sources apart."""
         return get_hash_for_files((__file__, *_SOURCES))
+
+
+def _calls_are_moved() -> bool:
+    """Whether passes that gather or reorder collectives follow; they take a graph without writes for granted."""
+    buckets = (config.bucket_all_gathers_fx, config.bucket_all_reduces_fx, config.bucket_reduce_scatters_fx)
+    overlap = config.aten_distributed_optimizations.enable_overlap_scheduling
+    return bool(overlap) or any(each != "none" for each in buckets)
 
 
 @contextmanager

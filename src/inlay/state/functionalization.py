@@ -83,6 +83,15 @@ def fix_functionalization(graph: fx.Graph) -> Fixed:
     return _Fixing(graph).run()
 
 
+def left_alone(graph: fx.Graph, reason: Reason) -> Fixed:
+    """What is told when nothing is done, for one reason."""
+    stayed: list[Write] = []
+    for node in filter(is_wrapper, graph.nodes):
+        wrapped = read(node)
+        stayed += _opaque(node) if wrapped is None else _all(wrapped, reason)
+    return Fixed(stayed=tuple(stayed))
+
+
 def spell_out_copies(graph: fx.Graph) -> int:
     """Replace wrappers by copies and calls, writing nothing else in place; how many there were.
 
@@ -175,7 +184,7 @@ class _Fixing:
         def call(target: Any, *args: Any) -> fx.Node:
             made = self.graph.call_function(target, args)
             made.meta.update(_inherited(node))
-            made.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
+            made.meta["val"] = _computed(target, *args)
             self.place[made] = self.place[node]
             self.aliases.add(made, None if target in _NEW else args[0])
             return made
@@ -243,7 +252,8 @@ class _Fixing:
             copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
             self.graph.erase_node(copy)
             while isinstance(source, fx.Node) and not source.users and source.op == "call_function":
-                if source.target._schema.is_mutable:  # type: ignore[union-attr]
+                schema = getattr(source.target, "_schema", None)
+                if schema is None or schema.is_mutable:
                     break
                 upstream = source.args[0]
                 self.graph.erase_node(source)
@@ -271,7 +281,12 @@ def _set_values(wrapped: Wrapped, made: fx.Node) -> None:
         made.meta["val"] = first.meta["val"]
     if "eager_input_vals" in node.meta:
         given = node.meta["eager_input_vals"][1]
-        made.meta["eager_input_vals"] = wrapped.call(wrapped.given(given), given, lambda target, *args: target(*args))
+        made.meta["eager_input_vals"] = wrapped.call(wrapped.given(given), given, _computed)
+
+
+def _computed(target: Any, *args: Any) -> Any:
+    """What a call makes of the values that its operands state."""
+    return target(*fx.map_arg(args, lambda each: each.meta["val"]))
 
 
 def _inherited(node: fx.Node) -> dict[str, Any]:
@@ -297,6 +312,10 @@ def _write(wrapped: Wrapped, index: int, refusal: Refusal | None) -> Write:
     size = value.numel() * value.element_size()
     name = target_text(wrapped.operator)
     return Write(wrapped.node.name, name, base.name, size if type(size) is int else None, refusal)
+
+
+def _all(wrapped: Wrapped, reason: Reason) -> list[Write]:
+    return [_write(wrapped, index, Refusal(reason)) for index in range(len(wrapped.bases))]
 
 
 def _opaque(node: fx.Node) -> list[Write]:

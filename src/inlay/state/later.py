@@ -34,6 +34,7 @@ class Reason(StrEnum):
     TOLD_ELSEWHERE = "a view of it is told by an offset in a storage where it does not begin"
     UNKNOWN = "what shares its storage is not known"
     TOGETHER = "another write of the call stays, in a layout that is only copied by the wrapper"
+    MOVED = "the compiler is set to move calls about after this pass"
     OPAQUE = "the wrapped call has a form that is not known"
 
 
