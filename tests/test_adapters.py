@@ -142,3 +142,33 @@ def test_inductor_takes_decompositions() -> None:
 
     assert "decompositions" in inspect.signature(compile_fx).parameters
     assert torch.ops.aten.silu.default in select_decomp_table()
+
+
+def test_place_among_the_passes_of_inductor() -> None:
+    """compile/post_grad.py: our pass sees which clones are gone, and decides before Inductor does."""
+    from torch._inductor.fx_passes import post_grad
+
+    source = inspect.getsource(post_grad.post_grad_passes)
+    order = ["remove_noop_ops", "config.post_grad_custom_post_pass", "reinplace_inplaceable_ops", "decompose_auto_func"]
+    places = [source.index(each) for each in order]
+    assert places == sorted(places)
+
+
+def test_wrappers_of_functionalization() -> None:
+    """state/wrapped.py: how functionalization tells a written argument in terms of its base."""
+    from torch._higher_order_ops.auto_functionalize import write_view_information_to_args
+
+    from inlay.state.wrapped import _view
+    from inlay.testing.fuzz_writes import operators  # noqa: F401
+
+    base = torch.arange(12).reshape(3, 4).clone()
+    types = [argument.type for argument in torch.ops.inlay_fuzz.put.default._schema.arguments[:1]]
+    for given in (base, base[:], base[1:3], base[:, 1:3], base.t()[1], base.view(-1)):
+        told: dict[str, object] = {"x": given}
+        write_view_information_to_args(["x"], types, told, {"x": 0})
+        view = _view(told, "_x")
+        assert view is not None
+        assert torch.equal(view.of(base, lambda target, *args: target(*args)), given)
+    missing: dict[str, object] = {"x": None}
+    write_view_information_to_args(["x"], types, missing, {})
+    assert _view(missing, "_x") is None

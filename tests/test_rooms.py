@@ -21,7 +21,7 @@ PRIVATE = {
     "torch._library": {"program/literals.py"},
     "torch.utils._sympy": {"program/exported.py"},
     "torch._export": {"program/functional.py"},
-    "torch._inductor": {"rewrite/trees.py", "compile/below.py"},
+    "torch._inductor": {"rewrite/trees.py", "compile/below.py", "compile/post_grad.py"},
     "transformers.modeling_gguf_pytorch_utils": {"capture/hf_gguf.py"},
     "transformers.core_model_loading": {"capture/hf_weights.py"},
     "transformers.conversion_mapping": {"capture/hf_weights.py"},

@@ -1,0 +1,76 @@
+"""`python -m inlay.testing.fuzz_writes`"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from inlay.cli.console import err, failing_kindly, out
+from inlay.errors import UsageError
+from inlay.testing.fuzz_writes.check import Tally, check, reduced
+from inlay.testing.fuzz_writes.grow import grow
+
+_MOST_FAILURES = 5
+
+
+def fuzz(
+    graphs: Annotated[int, typer.Option("--graphs", help="How many graphs to grow.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Where to start; the same seed grows the same graphs.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Grow graphs that write and share storage, run fix_functionalization, and compare every byte.
+
+    Example: [bold]python -m inlay.testing.fuzz_writes --graphs 20000 --seed 7[/]
+    """
+    with failing_kindly():
+        report = run(graphs, seed)
+        if as_json:
+            typer.echo(json.dumps(report, indent=2))
+        else:
+            _print(report)
+        if report["failures"]:
+            raise UsageError(f"{len(report['failures'])} failure(s).", "The smallest graph of each is above.")
+
+
+def run(graphs: int, seed: int) -> dict[str, Any]:
+    """Grow and check; what was counted."""
+    tally, start = Tally(), time.perf_counter()
+    failures: list[dict[str, Any]] = []
+    with Progress(console=err, transient=True) as progress:
+        for index in progress.track(range(graphs), description="growing"):
+            module, inputs = grow(random.Random(f"{seed}/{index}"))
+            problem = check(module, inputs, tally)
+            if problem:
+                small = reduced(module, inputs)
+                failures.append({"graph": index, "problem": check(small, inputs), "smallest": str(small.graph)})
+                if len(failures) >= _MOST_FAILURES:
+                    break
+    return {
+        "graphs": graphs,
+        "seed": seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        "in place": tally.in_place,
+        "stayed": dict(tally.stayed.most_common()),
+        "copies removed": tally.copies_removed,
+        "left wrapped": tally.left,
+        "failures": failures,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    for failure in report["failures"]:
+        out.print(f"graph {failure['graph']}: {failure['problem']}\n{failure['smallest']}", markup=False)
+    out.print(f"{report['in place']:,} writes went in place, {report['copies removed']:,} copies back were removed")
+    for reason, count in report["stayed"].items():
+        out.print(f"{count:,} stayed: {reason}")
+    out.print(f"{report['left wrapped']:,} calls were left wrapped, in layouts that only the wrapper copies")
+    out.print(f"{report['graphs']:,} graphs, {report['seconds']} s, {len(report['failures'])} failure(s)")
+
+
+if __name__ == "__main__":
+    typer.run(fuzz)
