@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from inlay.state.indices import Indexer
-from inlay.state.places import is_wrapped
 from inlay.state.updates import State, recognise
+from inlay.state.wrapped import is_wrapper
 
 if TYPE_CHECKING:
     from torch import fx
@@ -39,7 +39,7 @@ def _rewrite(graph: fx.Graph, state: State) -> bool:
     base = next(node for node in graph.nodes if node.name == state.binding.name)
     now = [base]
     for write in state.writes:
-        if is_wrapped(write.at):
+        if is_wrapper(write.at):
             return False
         with graph.inserting_before(write.node.next):
             try:

@@ -15,14 +15,15 @@ from inlay.program.graphs import MODULE, SOURCE
 from inlay.program.remarks import Remark, RemarkKind
 from inlay.program.symbols import symbolic_sizes
 from inlay.state.declared import DECLARED
-from inlay.state.places import Place, is_wrapped, wrapped_operands
 from inlay.state.updates import State, recognise, sharing
+from inlay.state.wrapped import is_wrapper, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inlay.program.bindings import Binding
     from inlay.program.program import Program
+    from inlay.state.places import Place
 
 aten = torch.ops.aten
 RECOGNISED = "kv_cache_update"
@@ -59,7 +60,7 @@ def in_place(program: Program) -> InPlace:
         if value is values[state.position] and index != state.position
     }
     bases = {node.name: node for node in made.graph.nodes if node.op == "placeholder"}
-    for call in [node for node in made.graph.nodes if is_wrapped(node)]:
+    for call in [node for node in made.graph.nodes if is_wrapper(node)]:
         writers = [state for state in states if state.eligible and any(write.at is call for write in state.writes)]
         if writers:
             _unwrap(made.graph, call)
@@ -73,37 +74,39 @@ def in_place(program: Program) -> InPlace:
 
 def _unwrap(graph: fx.Graph, call: fx.Node) -> None:
     """Call a wrapped operator on the tensors themselves."""
-    target: Any = call.args[0]
-    given: Any = dict(call.kwargs)
-    bases = given.get("_all_bases", ())
-    kwargs = {}
-    for argument in target._schema.arguments:
-        index = given.get(f"_{argument.name}_base_index")
-        kwargs[argument.name] = bases[index] if index is not None else given.get(argument.name)
-    returned = len(target._schema.returns)
+    wrapped = read(call)
+    assert wrapped is not None
+    returned = len(wrapped.operator._schema.returns)
+
+    def view(target: Any, base: fx.Node, *args: Any) -> fx.Node:
+        node = graph.call_function(target, (base, *args))
+        values = fx.map_arg(args, lambda each: each.meta["val"])
+        with symbolic_sizes():
+            node.meta = {"val": target(base.meta["val"], *values)} | _origin(call)
+        return node
+
     with graph.inserting_before(call):
-        new = graph.call_function(target, (), kwargs)
+        args, kwargs = wrapped.call(wrapped.bases, wrapped.plain, view)
+        new = graph.call_function(wrapped.operator, args, kwargs)
         value = call.meta["val"]
-        new.meta = call.meta | {"val": value[0] if returned == 1 else value[:returned] if returned else None}
-        for result in list(call.users):
-            index = int(result.args[1])  # type: ignore[arg-type]
-            if index < returned:
+        new.meta = _origin(call) | {"val": value[0] if returned == 1 else value[:returned] if returned else None}
+        for index in range(returned):
+            for result in wrapped.values((index,)):
                 part = new if returned == 1 else graph.call_function(operator.getitem, (new, index))
-                part.meta = result.meta | part.meta
+                part.meta = dict(result.meta) | part.meta
                 result.replace_all_uses_with(part)
-                graph.erase_node(result)
-            elif index >= max(1, returned):
-                operand = wrapped_operands(call)[index - max(1, returned)]
-                assert operand is not None
-                result.replace_all_uses_with(operand, propagate_meta=False)
-                graph.erase_node(result)
+    for base, place in zip(wrapped.bases, wrapped.places, strict=True):
+        for result in wrapped.values(place):
+            result.replace_all_uses_with(base)
+    for user in reversed(list(call.users)):
+        graph.erase_node(user)
     graph.erase_node(call)
 
 
 def _write(graph: fx.Graph, state: State, base: fx.Node) -> None:
     """Put the writes in, and views of the state where the program has values that it then holds."""
     for write in state.writes:
-        if is_wrapped(write.at) or write.at is not write.node:
+        if is_wrapper(write.at) or write.at is not write.node:
             continue
         with graph.inserting_before(write.node.next):
             part = _part(graph, base, write.place, write.node)

@@ -21,8 +21,6 @@ SCATTERS: Mapping[Any, Any] = {
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
 """What puts a part back into a whole → what takes that part out."""
-WRAPPED = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
-"""Mutating operators as functionalization leaves them: called on copies, results handed out one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,32 +54,6 @@ class Place:
     def part(self, target: Any, args: tuple[Any, ...]) -> Place:
         """A part of this part."""
         return Place((*self.views, View(target, args)))
-
-
-def is_wrapped(node: Any) -> bool:
-    """Whether a node calls a mutating operator the functional way."""
-    return isinstance(node, fx.Node) and node.target in WRAPPED
-
-
-def wrapped_operands(call: fx.Node) -> list[fx.Node | None]:
-    """What a wrapped operator writes to, in the order of its results; None where it is only given a view of it."""
-    schema = call.args[0]._schema  # type: ignore[union-attr]
-    names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    if call.target is WRAPPED[0]:
-        return [each if isinstance(each := call.kwargs.get(name), fx.Node) else None for name in names]
-    bases: Any = call.kwargs["_all_bases"]
-    whole = {call.kwargs.get(f"_{name}_base_index") for name in names if f"_{name}_size" not in call.kwargs}
-    sliced = {call.kwargs.get(f"_{name}_base_index") for name in names if f"_{name}_slice_dim" in call.kwargs}
-    return [base if index in whole - sliced else None for index, base in enumerate(bases)]
-
-
-def wrapped_operand(result: fx.Node) -> fx.Node | None:
-    """What a result of a wrapped operator is the new value of."""
-    call: Any = result.args[0]
-    index: Any = result.args[1]
-    index -= max(1, len(call.args[0]._schema.returns))
-    operands = wrapped_operands(call)
-    return operands[index] if 0 <= index < len(operands) else None
 
 
 def in_place_variant(target: Any) -> Any | None:

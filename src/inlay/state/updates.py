@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.program.graphs import is_view, mutates, target_text
 from inlay.program.symbols import symbolic_sizes
-from inlay.state.places import SCATTERS, Place, in_place_variant, is_wrapped, wrapped_operand, wrapped_operands
+from inlay.state.places import SCATTERS, Place, in_place_variant
+from inlay.state.wrapped import is_wrapper, read, written_base
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,12 +113,12 @@ def _together(states: list[State]) -> list[State]:
         writers: dict[fx.Node, list[State]] = {}
         for state in states:
             for write in state.writes if state.eligible else ():
-                if is_wrapped(write.at):
+                if is_wrapper(write.at):
                     writers.setdefault(write.at, []).append(state)
         alone = {
             state.binding.name: f"together: {target_text(call.args[0])} also writes to something that is not state"
             for call, group in writers.items()
-            if len(group) < len(wrapped_operands(call))
+            if (wrapped := read(call)) is None or len(group) < len(wrapped.bases)
             for state in group
         }
         if not alone:
@@ -148,7 +149,7 @@ class _Chain:
             yield from self.follow(whole, place)  # type: ignore[arg-type]
             yield from self.follow(part, place.part(SCATTERS[value.target], tuple(where)))  # type: ignore[arg-type]
             self._note(value, place)
-        elif value.target is operator.getitem and is_wrapped(value.args[0]):
+        elif value.target is operator.getitem and is_wrapper(value.args[0]):
             yield from self._follow_wrapped(value, place)
         elif (there := self._way_there(value, place)) is not None:
             yield from self.follow(value.args[0], place.part(there.target, there.args[1:]))  # type: ignore[arg-type]
@@ -200,8 +201,8 @@ class _Chain:
                 value = there.args[0]
             elif value.target in SCATTERS or in_place_variant(value.target):
                 value = value.args[0]
-            elif value.target is operator.getitem and is_wrapped(value.args[0]):
-                value = wrapped_operand(value)
+            elif value.target is operator.getitem and is_wrapper(value.args[0]):
+                value = written_base(value)
             else:
                 return False
         return False
@@ -221,7 +222,7 @@ class _Chain:
 
     def _follow_wrapped(self, value: fx.Node, place: Place) -> Iterator[Write]:
         call: Any = value.args[0]
-        operand = wrapped_operand(value)
+        operand = written_base(value)
         if not self._leads_here(operand, place):
             yield self._write(value, place, aten.copy_.default, (value,), {})
             return
@@ -270,9 +271,9 @@ def _check_operands(chain: _Chain, shared: dict[fx.Node, int]) -> None:
     """Nothing that is written may lie in the storage that is written to."""
     for write in chain.writes:
         operands = tree_leaves((write.args, write.kwargs))
-        if is_wrapped(write.at):
-            operands = [each for each in tree_leaves((write.at.args, write.at.kwargs)) if isinstance(each, fx.Node)]
-            operands.remove(wrapped_operand(write.node))
+        if (wrapped := read(write.at) if is_wrapper(write.at) else None) is not None:
+            own = written_base(write.node)
+            operands = [*wrapped.others, *(base for base in wrapped.bases if base is not own)]
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in shared:
                 raise Refusal(f"overlap: {write.form} reads {operand}, which lies in the storage it writes to")

@@ -161,9 +161,17 @@ def _is_written(value: Any) -> bool:
     return any(isinstance(each, View) for each in items)
 
 
-def is_wrapper(node: fx.Node) -> bool:
+def is_wrapper(node: Any) -> bool:
     """Whether a node is a mutating call that functionalization wrapped."""
-    return node.op == "call_function" and (node.target is V1 or node.target is V2)
+    return isinstance(node, fx.Node) and node.op == "call_function" and (node.target is V1 or node.target is V2)
+
+
+def written_base(result: fx.Node) -> fx.Node | None:
+    """What a result of a wrapper is the new value of, if it is that of one tensor."""
+    wrapped = read(result.args[0])  # type: ignore[arg-type]
+    places = wrapped.places if wrapped is not None else ()
+    index = next((index for index, place in enumerate(places) if place == (result.args[1],)), None)
+    return wrapped.bases[index] if wrapped is not None and index is not None else None
 
 
 def read(node: fx.Node) -> Wrapped | None:
