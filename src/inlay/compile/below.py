@@ -46,9 +46,13 @@ def aot_library(program: Program) -> Callable[[list[Any]], Sequence[Any]]:
     inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
     exported.example_inputs = tree_unflatten(examples, program.calling.in_spec)
+    # Folding takes a buffer of one value for a constant, also where the program writes to it: pytorch#165444.
+    owned = any(row.role is Role.BUFFER for row in program.bindings.state)
+    settings: dict[str, Any] = {"joint_graph_constant_folding": False} if owned else {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library: Any = aoti_load_package(aoti_compile_and_package(exported, package_path=f"{folder}/program.pt2"))
+        file = aoti_compile_and_package(exported, package_path=f"{folder}/program.pt2", inductor_configs=settings)
+        library: Any = aoti_load_package(file)
     rows = program.bindings.ins
     bound: list[int] = []
 

@@ -1,0 +1,107 @@
+"""One attention layer, a token at a time: keys and values are written to caches [batch, kv_heads, max_len, head_dim].
+
+    python examples/aliased_io_kv_attention.py
+    python examples/aliased_io_kv_attention.py --engine aot
+
+Each of 32 steps writes one row to either cache, at a position that is a tensor, and attends over the filled rows. That
+must be what attention over all 32 tokens at once gives, and no step may copy a cache.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from showing import PAGE, check, eligible, engine, measure, show
+from torch import Tensor, nn
+from torch.nn import functional
+
+from inlay import Example
+from inlay.capture import capture
+from inlay.compile.program import compile_program
+from inlay.testing.watch import paged
+
+BATCH, HEADS, KV_HEADS, MAX_LEN, HEAD_DIM = 2, 8, 4, 1024, 64
+WIDTH = HEADS * HEAD_DIM
+STEPS = 32
+CACHE = (BATCH, KV_HEADS, MAX_LEN, HEAD_DIM)
+
+
+class Attention(nn.Module):
+    """Grouped heads: every 2 heads of the query share one of the keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key, self.value = (nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, length, width] → [batch, heads, length, head_dim], three times."""
+        q, k, v = (
+            layer(x).view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        return q, k, v
+
+    def forward(self, x: Tensor, k_cache: Tensor, v_cache: Tensor, at: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        k_cache.index_copy_(2, at, k)
+        v_cache.index_copy_(2, at, v)
+        # The heads of a group stand where tokens would: no key is repeated for them.
+        grouped = q.view(BATCH, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+        filled = (torch.arange(MAX_LEN) <= at)[None, None, None]
+        attended = functional.scaled_dot_product_attention(grouped, k_cache, v_cache, attn_mask=filled)
+        return self.out(attended.reshape(BATCH, 1, WIDTH))
+
+    def at_once(self, x: Tensor) -> Tensor:
+        """The whole sequence, without a cache."""
+        q, k, v = self.split(x)
+        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).reshape(x.shape))
+
+
+def stream(name: str) -> bool:
+    layer = Attention()
+    tokens = torch.randn(BATCH, STEPS, WIDTH)
+    example = (tokens[:, :1], torch.zeros(CACHE), torch.zeros(CACHE), torch.tensor([0]))
+    step = compile_program(capture(Example(layer, example)), name)
+    show(step)
+
+    keys, values = paged(CACHE), paged(CACHE)
+    places = keys.data_ptr(), values.data_ptr()
+    made = [step(tokens[:, at : at + 1], keys, values, torch.tensor([at])) for at in range(STEPS)]
+    wanted = layer.at_once(tokens)
+    apart = (torch.cat(made, 1) - wanted).abs().max().item()
+    _, k, v = layer.split(tokens)
+    kept = all(torch.allclose(cache[:, :, :STEPS], rows, atol=1e-5) for cache, rows in ((keys, k), (values, v)))
+
+    def last() -> Tensor:
+        return step(tokens[:, -1:], keys, values, torch.tensor([STEPS - 1]))
+
+    moved = [measure("k_cache", last, keys), measure("v_cache", last, values)]
+    few = BATCH * KV_HEADS * PAGE
+    return all(
+        [
+            eligible(step),
+            check("only the pages of the new rows are written", all(0 < each.written <= few for each in moved)),
+            check("nothing as large as a cache is copied", all(each.copies(keys.nbytes) == 0 for each in moved)),
+            check("the caches are where they were", (keys.data_ptr(), values.data_ptr()) == places),
+            check("the caches hold the keys and values of all tokens, and nothing else", kept and _empty(keys, values)),
+            check(f"{STEPS} steps equal eager attention over {STEPS} tokens at once, within {apart:.1e}", apart < 1e-5),
+        ]
+    )
+
+
+def _empty(*caches: Tensor) -> bool:
+    return all(not cache[:, :, STEPS:].any() for cache in caches)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    name = engine(__doc__, arguments)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return 0 if stream(name) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The picture this project exists for: a step with its caches in place, against one that copies them.
+
+    python examples/aliased_io_picture.py -o docs/pictures/in_place.svg
+    python examples/aliased_io_picture.py --lengths 256,512 --rounds 1 --engine eager
+
+Both run the same step, which computes the next caches from the last ones. *Aliased*, the new ones are declared to live
+where the old ones are (`alias=`). *Copied*, they come out as tensors of their own and are handed back in at the next
+step, which is what a system without aliases does.
+
+Attention reads the first 128 rows at every length, by a slice: a mask over the whole cache would read all of it, and
+then both would grow with the length. What is left to grow is what a step does with rows that it neither reads nor
+changes.
+
+Bytes are measured, not computed: those written to the caches, in whole pages, and those allocated in blocks as large as
+a cache. Times are medians; the two take turns. There are no weights: the cache is the point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import showing  # noqa: F401 - quiets the profiler
+import torch
+from chart import Line, Panel, draw
+from torch import Tensor, nn
+from torch.nn import functional
+
+from inlay import Example
+from inlay.capture import capture
+from inlay.compile.engines import ENGINES
+from inlay.compile.program import CompiledProgram, compile_program
+from inlay.testing.watch import paged, watch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FILLED = 128
+"""Rows that attention reads."""
+HEAD_DIM, DTYPE = 64, torch.bfloat16
+LENGTHS = tuple(256 * 2**each for each in range(8))
+AT_MOST = 0.5
+"""Seconds that the steps of one round may take, once there are three."""
+KINDS = {"aliased": "#14967f", "copied": "#d5652a"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+SHAPES = (Shape("one layer", 1, 8, 4), Shape("SmolLM2's shape", 30, 9, 3))
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one step takes."""
+
+    shape: str
+    kind: str
+    length: int
+    milliseconds: float
+    bytes: int
+
+
+class Step(nn.Module):
+    """Of every layer the caches: a row is added to each, and the filled rows are attended to."""
+
+    def forward(self, x: Tensor, at: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        made = []
+        for old_keys, old_values in zip(caches[::2], caches[1::2], strict=True):
+            keys = old_keys.index_copy(2, at, x.mean(2, keepdim=True))
+            values = old_values.index_copy(2, at, x.amax(2, keepdim=True))
+            x = x + functional.scaled_dot_product_attention(x, keys[:, :, :FILLED], values[:, :, :FILLED])
+            made += [keys, values]
+        return x, made
+
+
+def measure(shape: Shape, length: int, engine: str, rounds: int) -> list[Point]:
+    """Aliased and copied at one length."""
+    count = 2 * shape.layers
+    x = torch.randn(1, shape.kv_heads, shape.heads // shape.kv_heads, HEAD_DIM, dtype=DTYPE)
+    whole = paged([count, 1, shape.kv_heads, length, HEAD_DIM], DTYPE)  # all caches: one range to watch
+    caches = list(whole.normal_().unbind(0))
+    program = capture(Example(Step(), (x, torch.tensor([0]), caches)))
+    steps = {
+        "aliased": compile_program(program, engine, alias={1 + each: 2 + each for each in range(count)}),
+        "copied": compile_program(program, engine),
+    }
+    agree(steps, x, caches)
+    moved = {kind: watch(lambda step=step: step(x, torch.tensor([1]), caches), whole) for kind, step in steps.items()}
+    times = take_turns(steps, x, caches, rounds)
+    return [
+        Point(shape.name, kind, length, times[kind], moved[kind].written + moved[kind].copies(caches[0].nbytes))
+        for kind in steps
+    ]
+
+
+def agree(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor]) -> None:
+    """Both give what eager PyTorch gives, and the aliased one gives it in the caches it was given."""
+    wanted, rows = Step()(x, torch.tensor([0]), caches)
+    for kind in ("copied", "aliased"):
+        result, made = steps[kind](x, torch.tensor([0]), caches)
+        torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(made, rows, rtol=2e-2, atol=2e-2)
+        there = all(new is old for new, old in zip(made, caches, strict=True))
+        if there is not (kind == "aliased"):
+            raise SystemExit(f"The {kind} step returned caches that are {'' if there else 'not '}those it was given.")
+
+
+def take_turns(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor], rounds: int) -> dict[str, float]:
+    """The median of a step in milliseconds."""
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    places = [torch.tensor([each]) for each in range(FILLED)]
+    for _ in range(rounds):
+        for kind, step in steps.items():
+            held, taken = caches, []
+            while len(taken) < 4 or (len(taken) < 30 and sum(taken) < AT_MOST):
+                begin = time.perf_counter()
+                _, held = step(x, places[len(taken)], held)
+                taken.append(time.perf_counter() - begin)
+            times[kind] += taken[1:]  # the first finds the processor's caches full of the other's
+    return {kind: 1000 * statistics.median(each) for kind, each in times.items()}
+
+
+def picture(points: Sequence[Point]) -> str:
+    """Time and bytes over the length."""
+    names = list(dict.fromkeys(point.shape for point in points))
+
+    def lines(what: str) -> list[Line]:
+        return [
+            Line(
+                f"{kind}, {name}",
+                colour,
+                name == names[0],
+                {point.length: getattr(point, what) for point in points if (point.shape, point.kind) == (name, kind)},
+            )
+            for kind, colour in KINDS.items()
+            for name in names
+        ]
+
+    return draw(
+        "One step: caches in place (aliased) against copied",
+        "Step time and bytes moved over the cache length: aliased stays the same, copied grows.",
+        f"cache length in rows, {FILLED} of them filled",
+        [
+            Panel("time of a step", milliseconds, lines("milliseconds")),
+            Panel("bytes moved in a step", size, lines("bytes")),
+        ],
+    )
+
+
+def milliseconds(value: float) -> str:
+    """A time in milliseconds, or seconds."""
+    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms" if value >= 0.01 else f"{value:.0e} ms"
+
+
+def size(value: float) -> str:
+    """A number of bytes."""
+    for unit, many in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if value >= many:
+            return f"{value / many:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def table(points: Sequence[Point]) -> str:
+    """The same as markdown."""
+    head = ("", "cache length", "time, aliased", "time, copied", "bytes, aliased", "bytes, copied")
+    rows = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|"]
+    for aliased, copied in zip(points[::2], points[1::2], strict=True):
+        cells = [milliseconds(aliased.milliseconds), milliseconds(copied.milliseconds)]
+        cells += [size(aliased.bytes), size(copied.bytes)]
+        rows.append(f"| {aliased.shape} | {aliased.length:,} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="the picture, an SVG file")
+    parser.add_argument("--json", type=Path, help="the numbers, a JSON file")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="cache lengths (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the two take turns (default: %(default)s)")
+    parser.add_argument("--engine", choices=ENGINES, default="inductor", help="what runs the step")
+    options = parser.parse_args(arguments)
+    lengths = [int(each) for each in options.lengths.split(",")]
+    if min(lengths) < FILLED:
+        parser.error(f"a cache must have room for the {FILLED} rows that are read")
+    torch.manual_seed(0)
+    points = []
+    with torch.no_grad():
+        for shape in SHAPES:
+            for length in lengths:
+                points += measure(shape, length, options.engine, options.rounds)
+                print(f"{shape.name}, {length:,} rows: measured", file=sys.stderr)
+    print(table(points))
+    if options.output:
+        options.output.write_text(picture(points))
+    if options.json:
+        facts = {"engine": options.engine, "rounds": options.rounds, "threads": torch.get_num_threads()}
+        facts |= {"dtype": str(DTYPE), "filled": FILLED, "torch": torch.__version__}
+        options.json.write_text(json.dumps(facts | {"points": [asdict(point) for point in points]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Not an LLM: a causal convolution over sound that arrives in chunks, with the frames it looks back on as state.
+
+    python examples/aliased_io_streaming_conv.py
+    python examples/aliased_io_streaming_conv.py --engine aot
+
+The convolution has 3 taps, 960 frames apart, so it needs the last 1,920 frames. Two ways to keep them, both in place:
+moved up at every step, as most code does, which writes all of them; and a ring, which writes only the new ones.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from showing import PAGE, check, eligible, engine, measure, show
+from torch import Tensor, nn
+from torch.nn import functional
+
+from inlay import Example
+from inlay.capture import capture
+from inlay.compile.program import compile_program
+from inlay.testing.watch import paged
+
+CHANNELS, TAPS, APART, CHUNK = 32, 3, 960, 32
+BACK = (TAPS - 1) * APART
+"""How many frames the convolution looks back on."""
+CHUNKS = 150
+"""More than two rounds of the ring."""
+
+
+class Shifted(nn.Module):
+    """State [batch, frames, channels]: the last frames, oldest first; they move up by a chunk at every step."""
+
+    room = BACK
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, state: Tensor, chunk: Tensor, at: Tensor) -> Tensor:
+        frames = torch.cat([state, chunk], 1)
+        state.copy_(frames[:, CHUNK:])
+        return functional.conv1d(frames.transpose(1, 2), self.weight, dilation=APART).transpose(1, 2)
+
+
+class Ring(Shifted):
+    """The same frames, each where it was first written; a new chunk goes over the oldest."""
+
+    room = BACK + CHUNK
+
+    def forward(self, state: Tensor, chunk: Tensor, at: Tensor) -> Tensor:
+        new = at + torch.arange(CHUNK)
+        state.index_copy_(1, new % self.room, chunk)
+        taps = [state[:, (new - (TAPS - 1 - tap) * APART) % self.room] for tap in range(TAPS)]
+        return torch.einsum("kbfi,oik->bfo", torch.stack(taps), self.weight)
+
+
+def stream(form: type[Shifted], name: str, weight: Tensor, sound: Tensor, wanted: Tensor) -> bool:
+    first = (torch.zeros(1, form.room, CHANNELS), sound[:, :CHUNK], torch.tensor(0))
+    step = compile_program(capture(Example(form(weight), first)), name)
+    show(step)
+
+    state, made = paged((1, form.room, CHANNELS)), []
+    place = state.data_ptr()
+    for index, chunk in enumerate(sound.split(CHUNK, 1)):
+        at = torch.tensor(index * CHUNK)
+        made.append(step(state, chunk, at))
+    apart = (torch.cat(made, 1) - wanted).abs().max().item()
+    moved = measure("state", lambda: step(state, chunk, at), state)
+    fresh = CHUNK * CHANNELS * 4
+    claims = [
+        eligible(step),
+        check("the state is where it was", state.data_ptr() == place),
+        check(f"{CHUNKS} chunks equal eager convolution of the whole, within {apart:.1e}", apart < 1e-5),
+    ]
+    if form is Ring:
+        claims.append(check("only the new frames are written", 0 < moved.written <= fresh + PAGE))
+        claims.append(check("nothing as large as the state is copied", moved.copies(state.nbytes) == 0))
+    else:
+        claims.append(check("all of the state is written, because all of it moves", moved.written == state.nbytes))
+        claims.append(
+            check("there is no second state: the copies are what conv1d reads", state.nbytes not in moved.allocated)
+        )
+    return all(claims)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    name = engine(__doc__, arguments)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        weight, sound = torch.randn(CHANNELS, CHANNELS, TAPS) / 10, torch.randn(1, CHUNKS * CHUNK, CHANNELS)
+        padded = functional.pad(sound.transpose(1, 2), (BACK, 0))
+        wanted = functional.conv1d(padded, weight, dilation=APART).transpose(1, 2)
+        print("# Moved up at every step\n")
+        fine = stream(Shifted, name, weight, sound, wanted)
+        print("\n# A ring\n")
+        fine &= stream(Ring, name, weight, sound, wanted)
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

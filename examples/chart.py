@@ -1,0 +1,122 @@
+"""Line charts on two logarithmic axes, side by side, as SVG: legible on light and on dark pages, no library needed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+WIDTH, HEIGHT = 960, 430
+LEFT, TOP, WIDE, HIGH, APART = 74, 114, 310, 250, 480
+"""The first panel's axes: where they begin, how large they are, and how far the next panel is."""
+INK, FAINT = "#7a818b", "#7a818b40"
+"""A grey between black and white is read on either."""
+LABEL_APART = 14
+LETTER = 6.8
+"""How wide a letter of a label is, at most, on average."""
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points that belong together."""
+
+    label: str
+    colour: str
+    dashed: bool
+    points: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over the same axes."""
+
+    title: str
+    text: Callable[[float], str]
+    """A value as people read it."""
+    lines: Sequence[Line]
+
+
+def draw(title: str, about: str, below: str, panels: Sequence[Panel]) -> str:
+    """The whole picture: a title, one legend for all panels, the panels, and what is along their lower axis."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+        f' role="img" font-family="{FONT}" font-size="12" fill="{INK}">',
+        f"<title>{escape(title)}</title><desc>{escape(about)}</desc>",
+        _text(LEFT, 28, title, size=18, weight=600),
+        *_legend(panels[0].lines),
+    ]
+    for index, panel in enumerate(panels):
+        parts += [f'<g transform="translate({LEFT + index * APART} {TOP})">', *_panel(panel, below), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _legend(lines: Sequence[Line]) -> Iterator[str]:
+    """In one row, for all panels."""
+    x = float(LEFT)
+    for line in lines:
+        yield _stroke(f"M{x:.1f} 56h34", line)
+        yield _dot(x + 17, 56, line)
+        yield _text(x + 42, 60, line.label)
+        x += 66 + LETTER * len(line.label)
+
+
+def _panel(panel: Panel, below: str) -> Iterator[str]:
+    lengths = sorted({length for line in panel.lines for length in line.points})
+    values = [value for line in panel.lines for value in line.points.values()]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+
+    def x(length: int) -> float:
+        span = math.log2(lengths[-1] / lengths[0]) or 1.0
+        return WIDE * math.log2(length / lengths[0]) / span
+
+    def y(value: float) -> float:
+        return HIGH * (high - math.log10(value)) / (high - low)
+
+    yield _text(0, -18, panel.title, size=14, weight=600)
+    for power in range(low, high + 1):
+        at = y(10.0**power)
+        yield f'<path d="M0 {at:.1f}H{WIDE}" stroke="{FAINT}"/>'
+        yield _text(-8, at + 4, panel.text(10.0**power), anchor="end")
+    for length in lengths:
+        yield f'<path d="M{x(length):.1f} {HIGH}v5" stroke="{INK}"/>'
+        yield _text(x(length), HIGH + 20, f"{length:,}", size=10, anchor="middle")
+    yield f'<path d="M0 {HIGH}H{WIDE}" stroke="{INK}"/>'
+    yield _text(WIDE / 2, HIGH + 42, below, anchor="middle")
+    for line in panel.lines:
+        places = [(x(length), y(value)) for length, value in sorted(line.points.items())]
+        yield _stroke("M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in places), line)
+        yield from (_dot(across, down, line) for across, down in places)
+    yield from _ends(panel, y)
+
+
+def _ends(panel: Panel, y: Callable[[float], float]) -> Iterator[str]:
+    """The last value of every line beside it, moved down where two would overlap."""
+    taken = -math.inf
+    last = [(line.points[max(line.points)], line) for line in panel.lines]
+    for value, line in sorted(last, key=lambda each: -each[0]):
+        taken = max(y(value) + 4, taken + LABEL_APART)
+        yield _text(WIDE + 9, taken, panel.text(value), colour=line.colour, weight=600)
+
+
+def _stroke(path: str, line: Line) -> str:
+    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+    return f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dashes}/>'
+
+
+def _dot(x: float, y: float, line: Line) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>'
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 12, weight: int = 400, anchor: str = "start", colour: str = INK
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+        f' fill="{colour}">{escape(text)}</text>'
+    )

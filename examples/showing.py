@@ -1,0 +1,70 @@
+"""What the examples of state in place have in common: their one option, the table they print, what they measure."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+from inlay.compile.engines import ENGINES
+from inlay.program.bindings import Role
+from inlay.testing.watch import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from inlay.compile.program import CompiledProgram
+    from inlay.program.bindings import Binding
+    from inlay.testing.watch import Moved
+
+
+PAGE = mmap.PAGESIZE
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or else torch's profiler announces itself at every measurement
+
+
+def engine(about: str | None, arguments: list[str] | None) -> str:
+    """The engine that the command line names."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, default="inductor", help="what runs the program")
+    return str(parser.parse_args(arguments).engine)
+
+
+def show(compiled: CompiledProgram) -> None:
+    """The binding table but for the weights: what lives where, and how that is known."""
+    print(f"{'binding':<14} {'role':<7} {'type':<22} lives in")
+    for row in compiled.bindings:
+        if row.role is not Role.PARAMETER:
+            print(f"{row.name:<14} {row.role:<7} {row.text:<22} {_place(compiled, row)}".rstrip())
+    for state in compiled.states:
+        print(f"{state.binding.name} is written by {state.form}")
+    for remark in compiled.remarks:
+        print(f"{remark.nodes[0]} is not in place: {remark.reason}")
+
+
+def _place(compiled: CompiledProgram, row: Binding) -> str:
+    if row.alias is not None:
+        return f"{row.alias.of} ({row.alias.why})"
+    declared = {compiled.bindings.outs[index].name: state for index, state in compiled.made.declared.items()}
+    return f"{declared[row.name]} (returned as well)" if row.name in declared else ""
+
+
+def measure(name: str, call: Callable[[], Any], state: Tensor) -> Moved:
+    """One step: which bytes of the state it writes (in whole pages), and what it copies."""
+    moved, size = watch(call, state), state.nbytes
+    print(f"a step writes {moved.written:,} of the {size:,} bytes of {name} and copies {moved.copies(size):,}")
+    return moved
+
+
+def check(claim: str, holds: bool) -> bool:
+    """Say whether a claim holds."""
+    print(f"{'yes' if holds else 'NO '}  {claim}")
+    return holds
+
+
+def eligible(compiled: CompiledProgram) -> bool:
+    """Say whether every state is updated in place."""
+    states, there = compiled.states, sum(state.eligible for state in compiled.states)
+    return check(f"{there} of {len(states)} states are updated in place", there == len(states) > 0)
