@@ -59,6 +59,22 @@ def _lazy_initialisers() -> Iterator[None]:
             setattr(torch.nn.init, name, original)
 
 
+@contextmanager
+def shapes_only(module: torch.nn.Module) -> Iterator[None]:
+    """Within this context nothing is computed but shapes, also with the parameters of `module`, fake or not.
+
+    >>> layer = torch.nn.Linear(2, 1 << 12)
+    >>> with shapes_only(layer):
+    ...     made = layer(torch.ones(1 << 30, 2))
+    >>> is_fake(made), tuple(made.shape)
+    (True, (1073741824, 4096))
+    """
+    held = [parameter.data for parameter in module.parameters() if is_fake(parameter)]
+    mode = next((each.fake_mode for each in held if isinstance(each, FakeTensor)), None)
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape but no memory."""
     return isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
