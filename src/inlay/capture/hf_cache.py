@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.capture.fake import shapes_only
+from inlay.capture.fake import with_fakes
 from inlay.capture.hf import describe
 from inlay.capture.model import Example, Model
 from inlay.errors import ModelError, UsageError, one_line
@@ -29,11 +30,12 @@ _MASKED = ("sdpa", "eager")
 """Ways to attend that take the mask as a tensor; others look at sizes of the cache themselves."""
 
 
-def with_static_cache(model: Any, *, max_length: int, batch: int = 1, length: int | None = 1) -> Model:
+def with_static_cache(model: Model | Any, *, max_length: int, batch: int = 1, length: int | None = 1) -> Model:
     """A stock decoder as one step of a stream: tokens and caches in, logits out, the caches written to in place.
 
+    `model` is what `AutoModelForCausalLM` makes, or what `open_model` found, which has no weights in memory.
     `max_length` is how many tokens a stream may have in all. `length` is how many each call takes: one to decode, None
-    for any number (an axis called `length`) to read a prompt. Both kinds of step take the same caches.
+    for any number from two (an axis called `length`) to read a prompt. Both kinds of step take the same caches.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -41,22 +43,28 @@ def with_static_cache(model: Any, *, max_length: int, batch: int = 1, length: in
     >>> {name: tuple(value.shape) for name, value in step.example.kwargs.items()}
     {'key_0': (1, 2, 32, 4), 'value_0': (1, 2, 32, 4), 'count_0': ()}
     """
-    _check_model(model)
-    _check_sizes(model, max_length, batch, length)
-    module = StaticCacheStep(model, max_length).eval()
+    found = _as_model(model)
+    stock = found.example.module
+    _check_model(stock)
+    _check_sizes(stock, max_length, batch, length)
+    module = StaticCacheStep(stock, max_length).eval()
     caches = module.zeros(batch)
-    ids = torch.zeros(batch, min(8, max_length) if length is None else length, dtype=torch.int64)
-    axes = {"input_ids": {1: "length"}} if length is None else {}
-    facts, architecture = describe(model)
-    return Model(
-        name=type(model).__name__,
-        kind="huggingface",
-        example=Example(module, (ids,), caches, axes),
-        tensors={},
-        config=facts,
-        architecture=architecture,
-        limits={"length": max_length} if length is None else {},
+    any_length = length is None
+    ids = torch.zeros(batch, length or min(8, max_length), dtype=torch.int64, device=caches["count_0"].device)
+    return replace(
+        found,
+        example=Example(module, (ids,), caches, {"input_ids": {1: "length"}} if any_length else {}),
+        tensors={f"model.{name}": ref for name, ref in found.tensors.items()},
+        limits={"length": max_length} if any_length else {},
     )
+
+
+def _as_model(model: Any) -> Model:
+    if isinstance(model, Model):
+        return model
+    _check_model(model)
+    facts, architecture = describe(model)
+    return Model(type(model).__name__, "huggingface", Example(model), {}, facts, architecture)
 
 
 class StaticCacheStep(torch.nn.Module):
@@ -97,10 +105,10 @@ class StaticCacheStep(torch.nn.Module):
     def zeros(self, batch: int) -> dict[str, torch.Tensor]:
         """Caches of a stream that has not begun. Their shapes are those the model itself asks for."""
         cache = copy.deepcopy(self._cache)
-        with torch.no_grad(), shapes_only(self.model):
-            ids = torch.zeros(batch, 1, dtype=torch.int64)
+        with torch.no_grad(), with_fakes(self.model):
+            ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
             try:
-                self._run(ids, cache, torch.zeros((), dtype=torch.int64))
+                self._run(ids, cache, ids.new_zeros(()))
             except Exception as error:
                 raise ModelError(
                     f"{type(self.model).__name__} cannot run with a static cache: {one_line(error)}.",
@@ -110,15 +118,15 @@ class StaticCacheStep(torch.nn.Module):
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized:
                 raise ModelError(f"Layer {index} of {type(self.model).__name__} never wrote to its cache.")
-            made[f"key_{index}"] = torch.zeros(layer.keys.shape, dtype=layer.keys.dtype)
-            made[f"value_{index}"] = torch.zeros(layer.values.shape, dtype=layer.values.dtype)
-            made[f"count_{index}"] = torch.zeros((), dtype=torch.int64)
+            held = {"key": layer.keys, "value": layer.values, "count": layer.cumulative_length}
+            for what, value in held.items():
+                made[f"{what}_{index}"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
         return made
 
     def _run(self, input_ids: torch.Tensor, cache: Any, count: torch.Tensor) -> torch.Tensor:
         positions = {}
         if self._takes_positions:
-            positions["position_ids"] = (torch.arange(input_ids.shape[1]) + count).unsqueeze(0)
+            positions["position_ids"] = (torch.arange(input_ids.shape[1], device=count.device) + count).unsqueeze(0)
         logits: torch.Tensor = self.model(
             input_ids=input_ids, past_key_values=cache, use_cache=True, **positions
         ).logits
