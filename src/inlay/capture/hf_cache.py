@@ -191,8 +191,9 @@ def _check_sizes(model: Any, max_length: int, batch: int, length: int | None) ->
         raise UsageError(f"A batch of {batch} holds no sequence.")
     if length is not None and length < 1:
         raise UsageError(f"A step of length {length} holds no token.", "Give None for any length.")
-    if max_length < (length or 1):
-        raise UsageError(f"The caches hold max_length {max_length} tokens, and one step has {length or 1}.")
+    least = 2 if length is None else length
+    if max_length < least:
+        raise UsageError(f"The caches hold max_length {max_length} tokens, and one step has {least}.")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(known, int) and max_length > known:
         raise UsageError(
