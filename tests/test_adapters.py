@@ -31,12 +31,16 @@ def test_symbolic_shapes() -> None:
 
 def test_fake_parameters() -> None:
     """capture/fake.py: register_parameter is what every way of making a parameter goes through."""
-    from inlay.capture.fake import fake_parameters, is_fake
+    from inlay.capture.fake import fake_parameters, is_fake, with_fakes
 
     with fake_parameters():
         made = torch.nn.TransformerEncoderLayer(8, 2)
         made.extra = torch.nn.Parameter(torch.ones(3))
     assert all(is_fake(parameter) for parameter in made.parameters())
+    with with_fakes(made.linear1):
+        assert made.linear1(torch.ones(5, 8)).shape == (5, 2048)
+    with with_fakes(torch.nn.Linear(2, 2)):
+        assert not is_fake(torch.ones(1))
     assert not is_fake(torch.nn.Linear(2, 2).weight)
 
 
@@ -73,6 +77,27 @@ def test_transformers_gguf(tmp_path: Path) -> None:
 
     config = read_config(read_header(tiny_gguf(tmp_path / "tiny.gguf")))
     assert (config.num_hidden_layers, config.vocab_size, config.num_key_value_heads) == (2, 96, 2)
+
+
+def test_transformers_caches() -> None:
+    """capture/hf_cache.py: what a layer of a static cache holds, and why a sliding one cannot be captured as it is."""
+    from transformers import LlamaConfig
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    layer, rows = StaticLayer(max_cache_len=4), torch.ones(1, 2, 1, 3)
+    layer.update(rows, rows)
+    assert set(vars(layer)) == {
+        *("keys", "values", "cumulative_length", "dtype", "device", "is_initialized", "max_cache_len"),
+        *("batch_size", "num_heads", "k_head_dim", "v_head_dim"),
+    }
+    assert torch.equal(layer.cumulative_length, torch.tensor(1))
+    assert torch.equal(layer.keys[:, :, :1], rows)
+    sliding = StaticSlidingWindowLayer(max_cache_len=4, sliding_window=2)
+    sliding.update(rows, rows)
+    assert sliding.cumulative_length_int == 1
+    assert vars(StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=4)).keys() == {
+        *("layers", "layer_class_to_replicate", "offloading"),
+    }
 
 
 def test_exported_program_can_be_built() -> None:

@@ -26,6 +26,7 @@ PRIVATE = {
     "transformers.core_model_loading": {"capture/hf_weights.py"},
     "transformers.conversion_mapping": {"capture/hf_weights.py"},
     "transformers.initialization": {"capture/hf.py"},
+    "transformers.cache_utils": {"capture/hf_cache.py"},
 }
 """Private API → the only files that may import it. What breaks when it changes is in tests/test_adapters.py."""
 

@@ -6,7 +6,7 @@ checkpoint (`inv_freq`, embedding scales).
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +57,23 @@ def _lazy_initialisers() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch.nn.init, name, original)
+
+
+@contextmanager
+def with_fakes(module: torch.nn.Module) -> Iterator[None]:
+    """Within this context a module whose parameters are fake can be called, and gives fake results; others as ever.
+
+    >>> with fake_parameters():
+    ...     layer = torch.nn.Linear(2, 1 << 12)
+    >>> with with_fakes(layer):
+    ...     made = layer(torch.ones(1 << 30, 2))
+    >>> is_fake(made), tuple(made.shape)
+    (True, (1073741824, 4096))
+    """
+    held = [parameter.data for parameter in module.parameters()]
+    mode = next((each.fake_mode for each in held if isinstance(each, FakeTensor)), None)
+    with mode or nullcontext():
+        yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

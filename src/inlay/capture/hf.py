@@ -146,8 +146,7 @@ def _build(config: Any, name: str, options: HFOptions) -> Any:
 
 
 def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], tokenizer: Callable[[], Any]) -> Model:
-    config = model.config.get_text_config()
-    facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
+    facts, architecture = describe(model)
     vocabulary = max(1, facts.get("vocabulary", 1))
     ids = (torch.arange(16) % vocabulary).reshape(2, 8)
     example = Example(model, (), {"input_ids": ids}, {"input_ids": {0: "batch", 1: "length"}})
@@ -158,10 +157,17 @@ def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], toke
         example=example,
         tensors=_bound(model, name, refs),
         config=facts,
-        architecture=_architecture(model.config),
+        architecture=architecture,
         limits=limits,
         tokenizer=tokenizer,
     )
+
+
+def describe(model: Any) -> tuple[dict[str, int], str]:
+    """What the configuration of a stock model says: facts by name, and its architecture."""
+    config = model.config.get_text_config()
+    facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
+    return facts, _architecture(model.config)
 
 
 def _bound(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, TensorRef]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from inlay.errors import ProgramError
 from inlay.ops.define import DECOMPOSITIONS
 from inlay.program.bindings import Role
 from inlay.program.graphs import all_nodes, copy_graph
@@ -54,10 +55,11 @@ def aot_library(program: Program) -> Callable[[list[Any]], Sequence[Any]]:
         file = aoti_compile_and_package(exported, package_path=f"{folder}/program.pt2", inductor_configs=settings)
         library: Any = aoti_load_package(file)
     rows = program.bindings.ins
+    constants = _constants(program, library.get_constant_fqns())
     bound: list[int] = []
 
     def run(values: list[Any]) -> Sequence[Any]:
-        held = {row.target: value for row, value in zip(rows, values, strict=True) if row.role is not Role.INPUT}
+        held = {row.target: value for row, value in zip(rows, values, strict=True) if row.name in constants}
         places = [value.data_ptr() for value in held.values()]
         if places != bound:
             library.load_constants(held, check_full_update=False, user_managed=True)
@@ -67,6 +69,16 @@ def aot_library(program: Program) -> Callable[[list[Any]], Sequence[Any]]:
         return tree_leaves(library(*args, **kwargs))
 
     return run
+
+
+def _constants(program: Program, known: Sequence[str]) -> set[str]:
+    """The bindings that a library keeps as constants. A weight of a few values is part of its code instead."""
+    owned = [row for row in program.bindings.ins if row.role is not Role.INPUT]
+    kept = {row.name for row in owned if row.target in known}
+    lost = [row for row in program.bindings.state if row in owned and row.name not in kept]
+    if lost:
+        raise ProgramError(f"AOTInductor made the state {lost[0].target} part of its code.", "Pass it as an argument.")
+    return kept
 
 
 def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:

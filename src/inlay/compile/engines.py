@@ -38,7 +38,8 @@ def inductor(program: Program, made: InPlace) -> Run:
     """Code that Inductor makes of the graph, in this process."""
     module = flat_module(in_place(canonical_updates(program)[0]))
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    compiled = run_below("inductor", module, examples)
+    with torch.no_grad():  # or a backward pass is compiled as well, wherever a weight could be trained
+        compiled = run_below("inductor", module, examples)
 
     def run(values: list[Any]) -> Sequence[Any]:
         with torch.no_grad():

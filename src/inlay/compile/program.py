@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from inlay.compile.engines import find_engine
+from inlay.compile.given import Given
 from inlay.errors import UsageError
 from inlay.program.bindings import Role
 from inlay.state import InPlace, declare, in_place, lift_mutated_buffers
@@ -62,6 +63,7 @@ class CompiledProgram:
     """Weights, and the state that the program owns."""
 
     def __post_init__(self) -> None:
+        self._given = Given(self.made.program)
         written = {row.name for row in self.bindings.state}
         for row in self.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
             value = self.made.program.tensors[row.name].read()
@@ -89,7 +91,7 @@ class CompiledProgram:
         if spec != calling.in_spec:
             given = self._reordered(args, kwargs)
         rows = self.bindings.of(Role.INPUT)
-        values = self.held | dict(zip((row.name for row in rows), given, strict=True))
+        values = self._given(self.held | dict(zip((row.name for row in rows), given, strict=True)))
         flat = [values[row.name] for row in self.bindings.ins]
         results = iter(self.run(flat))
         states = {state.position: values[state.binding.name] for state in self.states}

@@ -1,6 +1,6 @@
 """State that a program updates: which bindings, in what form, whether in place, and if not why."""
 
-from inlay.state.buffers import inline_lifted_buffers, lift_mutated_buffers
+from inlay.state.buffers import inline_lifted_buffers, lift_mutated_buffers, zeros
 from inlay.state.canonical import canonical_updates
 from inlay.state.declared import declare
 from inlay.state.in_place import InPlace, in_place
@@ -16,4 +16,5 @@ __all__ = [
     "inline_lifted_buffers",
     "lift_mutated_buffers",
     "recognise",
+    "zeros",
 ]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from inlay.errors import UsageError
-from inlay.program.bindings import Binding, Bindings, Role
+from inlay.errors import UsageError, nearest
+from inlay.program.bindings import Binding, Bindings, Role, tensor_text
+from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from inlay.program.program import Program
+    from inlay.program.weights import TensorRef
 
 
 def lift_mutated_buffers(program: Program) -> Program:
@@ -33,11 +36,13 @@ def lift_mutated_buffers(program: Program) -> Program:
     return _rebound(program, [*ins, *lifted.values()], lambda kwargs: kwargs | arguments)
 
 
-def inline_lifted_buffers(program: Program) -> Program:
+def inline_lifted_buffers(program: Program, values: Mapping[str, torch.Tensor] | None = None) -> Program:
     """The way back: arguments that were buffers are buffers again, and the program owns its state.
 
-    `program.module()` is then a plain module that `torch.export` and saving understand.
+    `values` makes buffers of other arguments too, which start with these values (copied: the caller's tensors stay the
+    caller's). `program.module()` is then a plain module that `torch.export` and saving understand.
     """
+    program = _given(program, values or {})
     held = set(program.tensors)
     lifted = [row for row in program.bindings.of(Role.INPUT) if row.name in held]
     if not lifted:
@@ -48,6 +53,38 @@ def inline_lifted_buffers(program: Program) -> Program:
     ins = [*weights, *inlined.values(), *(row for row in others if row.role is Role.INPUT)]
     gone = {_argument(row) for row in lifted}
     return _rebound(program, ins, lambda kwargs: {key: each for key, each in kwargs.items() if key not in gone})
+
+
+def _given(program: Program, values: Mapping[str, torch.Tensor]) -> Program:
+    """The program with a value for each of these arguments."""
+    rows = {row.target: row for row in program.bindings.of(Role.INPUT)}
+    held: dict[str, TensorRef] = {}
+    for name, value in values.items():
+        if name not in rows:
+            raise UsageError(f"The program has no argument {name}.", nearest(name, rows))
+        row, dtype = rows[name], str(value.dtype).removeprefix("torch.")
+        if (dtype, tuple(value.shape)) != (row.dtype, row.shape):
+            raise UsageError(f"{name} is {row.text}, and its value {tensor_text(dtype, tuple(value.shape))}.")
+        held[row.name] = InMemory(value.detach().clone())
+    return replace(program, tensors={**program.tensors, **held})
+
+
+def zeros(bindings: Bindings) -> dict[str, torch.Tensor]:
+    """Tensors of the right types for all state that a program leaves to its caller, by the name of the argument.
+
+    >>> from inlay.testing import program_of
+    >>> program = program_of(lambda x, state: state.add_(x), [torch.ones(2), torch.zeros(2)])
+    >>> zeros(program.bindings)
+    {'values_1': tensor([0., 0.])}
+    """
+    made = {}
+    for row in bindings.state:
+        if row.role is Role.INPUT:
+            unknown = [size for size in row.shape if not isinstance(size, int)]
+            if unknown:
+                raise UsageError(f"{row.target} is {row.text}: its size {unknown[0]} is the caller's to choose.")
+            made[row.target] = torch.zeros(row.shape, dtype=getattr(torch, row.dtype))  # type: ignore[arg-type]
+    return made
 
 
 def _argument(row: Binding) -> str:
