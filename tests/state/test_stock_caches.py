@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from inlay.compile.program import CompiledProgram
     from inlay.program import Program
 
+COMPILED = ("inductor", "aot")
+
 
 @cache
 def _decoding(model_type: str) -> Program:
@@ -140,6 +142,20 @@ def test_caches_are_the_callers() -> None:
     for value in other.values():
         value.zero_()
     assert torch.equal(decode(step, other, START, 11)[1], whole[1])
+
+
+@pytest.mark.parametrize("engine", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in COMPILED)])
+def test_full_caches_are_not_written_beyond(engine: str) -> None:
+    step = compile_program(_decoding("gpt2"), engine)
+    caches = zeros(step.bindings)
+    for name in ("count_0", "count_1"):
+        caches[name].fill_(ROOM - 1)
+    step(START, **caches)
+    assert caches["count_0"] == ROOM
+    before = caches["key_0"].clone()
+    with pytest.raises((IndexError, RuntimeError)):
+        step(START, **caches)
+    assert torch.equal(caches["key_0"], before)
 
 
 def test_without_weights_in_memory(tmp_path: Path) -> None:
