@@ -204,7 +204,7 @@ def test_a_state_that_cannot_be_in_place_is_told(
     assert module.main(["--engine", "eager"]) == 1
     text = capsys.readouterr().out
     assert "cache is not in place: overlap: copy_ reads " in text
-    assert "; f32[1, 4, 1024, 64] is copied at every call" in text
+    assert "; f32[1, 4, 1024, 64], 1,048,576 bytes, is copied at every call" in text
     assert "NO   0 of 1 states are updated in place" in text
     assert "yes  8 steps equal eager PyTorch, cache included" in text
 
