@@ -79,6 +79,10 @@ def custom_operator(cache: Any, rows: Any, at: Any) -> None:
     write_rows(cache, rows, at)
 
 
+def custom_operator_on_part(cache: Any, rows: Any, at: Any) -> None:
+    write_rows(cache[:, :1], rows[:, :1], at)
+
+
 FORMS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
@@ -94,6 +98,7 @@ FORMS: dict[str, Callable[..., None]] = {
         part_of_part,
         two_updates,
         custom_operator,
+        custom_operator_on_part,
     )
 }
 

@@ -86,6 +86,15 @@ def mutates(node: fx.Node) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
+def sizes(value: torch.Tensor) -> list[str]:
+    """The sizes of a tensor as text: comparing them asks nothing that would become an assumption about symbols.
+
+    >>> sizes(torch.ones(2, 3))
+    ['2', '3']
+    """
+    return [str(size) for size in value.shape]
+
+
 def written_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     """The first call after `first` and before `last` that writes in place, whatever it writes to."""
     at = first.next

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from inlay.program.graphs import operands
+from inlay.program.graphs import operands, written
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -152,19 +152,11 @@ def only_indexed(node: fx.Node) -> bool:
     return all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def may_write(node: fx.Node) -> list[fx.Node]:
     """The nodes a call may write to; all of its tensors when nothing is known about it."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if getattr(node.target, "_schema", None) is None:
         return [] if node.target is operator.getitem else [each for each in operands(node) if is_tensor(each)]
-    if not schema.is_mutable:
-        return []
-    return [
-        each
-        for argument, value in bound(node)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for each in nodes_in(value)
-    ]
+    return written(node)
 
 
 class Aliases:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from torch import fx
 
 from inlay.state.indices import Indexer
 from inlay.state.updates import State, recognise
 from inlay.state.wrapped import is_wrapper
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from inlay.program.program import Program
 
 
 def canonical_updates(program: Program) -> tuple[Program, list[str]]:
     """A program in which every eligible update that can be is a chain of `index_put`, and which states those are."""
     made = program.copy()
-    done = []
-    for state in recognise(made):
-        if state.eligible and _needs_it(state):
-            attempt = made.copy()
-            again = next(each for each in recognise(attempt) if each.position == state.position)
-            if _rewrite(attempt.graph, again):
-                attempt.graph.eliminate_dead_code()
-                made = attempt
-                done.append(state.binding.name)
+    moved: dict[fx.Node, fx.Node] = {}
+    states = [state for state in recognise(made) if state.eligible and _needs_it(state)]
+    done = [state.binding.name for state in states if _rewrite(made.graph, state, moved)]
+    made.graph.eliminate_dead_code()  # what was replaced, and what was begun for a state that cannot be
     return made, done
 
 
@@ -35,7 +31,8 @@ def _needs_it(state: State) -> bool:
     return any(write.place.views or write.target._schema.name not in plain for write in state.writes)
 
 
-def _rewrite(graph: fx.Graph, state: State) -> bool:
+def _rewrite(graph: fx.Graph, state: State, moved: dict[fx.Node, fx.Node]) -> bool:
+    """Replace the updates of one state; `moved` knows what became of values of states before, which it may read."""
     base = next(node for node in graph.nodes if node.name == state.binding.name)
     now = [base]
     for write in state.writes:
@@ -43,7 +40,8 @@ def _rewrite(graph: fx.Graph, state: State) -> bool:
             return False
         with graph.inserting_before(write.node.next):
             try:
-                put = Indexer(graph, write.node.next).put(now[-1], write)
+                args = fx.map_arg(write.args, lambda node: moved.get(node, node))
+                put = Indexer(graph, write.node.next).put(now[-1], replace(write, args=args))
             except (LookupError, RuntimeError):  # a size that has no name here, or that depends on data
                 put = None
         if put is None:
@@ -60,6 +58,7 @@ def _rewrite(graph: fx.Graph, state: State) -> bool:
                 for view in place.views:
                     at = indexer.call(view.target, at, *view.args)
         node.replace_all_uses_with(at, propagate_meta=False)
+        moved[node] = at
     output = graph.output_node()
     values: Any = list(output.args[0])  # type: ignore[arg-type]
     values[state.position] = now[-1]

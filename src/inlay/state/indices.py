@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import MODULE, SOURCE
+from inlay.program.graphs import MODULE, SOURCE, sizes
 from inlay.program.symbols import FakeValues, is_known, symbolic_sizes
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Indexer:
         return self._put(whole, found, given, values)
 
     def _scatter(self, whole: fx.Node, found: Region, dim: int, index: fx.Node, source: fx.Node) -> fx.Node | None:
-        if _sizes(index) != _sizes(source):
+        if sizes(index.meta["val"]) != sizes(source.meta["val"]):
             return None
         axes = tuple(replace(axis, size=size) for axis, size in zip(found.axes, index.meta["val"].shape, strict=True))
         return self._put(whole, replace(found, axes=axes), {dim: index}, source)
@@ -144,13 +144,13 @@ class Indexer:
     def _put(self, whole: fx.Node, found: Region, given: dict[int, fx.Node], source: fx.Node) -> fx.Node:
         """Indices of all axes of the whole, shaped so that together they have the shape of what is written."""
         rank = len(found.axes)
-        sizes = source.meta["val"].shape if source.meta["val"].dim() == rank else [1] * rank
+        given_sizes = source.meta["val"].shape if source.meta["val"].dim() == rank else [1] * rank
         indices: list[Any] = [None] * whole.meta["val"].dim()
         for position, axis in enumerate(found.axes):
             index = given.get(position)
             if index is None:
                 # A source that is not broadcast says the size more simply than ends minus starts do.
-                size = axis.size if str(sizes[position]) == "1" else sizes[position]
+                size = axis.size if str(given_sizes[position]) == "1" else given_sizes[position]
                 index = self.call(aten.arange.default, self._size(size, whole, axis.axis), device=_device(whole))
             if index.meta["val"].dim() == 1 and rank > 1:
                 shape = [-1 if each == position else 1 for each in range(rank)]
@@ -192,10 +192,6 @@ class Indexer:
 def _is_size(node: fx.Node, size: Any) -> bool:
     held = node.meta.get("val")
     return isinstance(held, torch.SymInt) and str(held) == str(size)
-
-
-def _sizes(node: fx.Node) -> list[str]:
-    return [str(size) for size in node.meta["val"].shape]
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from inlay.program.graphs import operands
-from inlay.state.aliases import SIZES_ONLY, Region, dense, overlap, region_of, same, storage_of, written
+from inlay.state.aliases import SIZES_ONLY, Region, dense, may_write, overlap, region_of, same, storage_of
 from inlay.state.wrapped import is_wrapper
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Later:
 
     def _step(self, user: fx.Node) -> Refusal | None:
         copy = user.target is _COPY
-        writes = set() if is_wrapper(user) or user.op == "output" else set(written(user))
+        writes = set() if is_wrapper(user) or user.op == "output" else set(may_write(user))
         reads = set(operands(user)[1:2] if copy else operands(user))
         if user.op == "output" and reads & self.new:
             if self.inputs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import all_graphs, is_view, written_between
+from inlay.program.graphs import all_graphs, is_view, sizes, written_between
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -100,7 +100,7 @@ def _same_type(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     same_layout = [str(step) for step in before.stride()] == [str(step) for step in after.stride()]
-    same_shape = [str(size) for size in before.shape] == [str(size) for size in after.shape]
+    same_shape = sizes(before) == sizes(after)
     return before.dtype == after.dtype and same_shape and same_layout  # kernels round differently in another layout
 
 

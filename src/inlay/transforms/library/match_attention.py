@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, written_between
+from inlay.program.graphs import MODULE, SOURCE, all_graphs, sizes, written_between
 from inlay.rewrite import Miss, alibi
 from inlay.rewrite.masks import Meaning, meaning
 from inlay.rewrite.schema import normalised
@@ -96,9 +96,9 @@ def _refuse(node: fx.Node) -> str:
     if query.dim() != 4:
         return f"shape: the query has {query.dim()} axes, not batch, heads, length, head"
     key, value = given["key"].meta["val"], given["value"].meta["val"]
-    if _sizes(key)[:3] != _sizes(value)[:3]:
+    if sizes(key)[:3] != sizes(value)[:3]:
         return "shape: key and value differ in batch, heads or length"
-    if _sizes(query)[0] != _sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
+    if sizes(query)[0] != sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
         return "shape: the heads of the query are not groups of those of the key"
     if given["dropout_p"]:
         return "constant differs: dropout is on"
@@ -151,10 +151,6 @@ def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None
     graph.erase_node(node)
 
 
-def _sizes(value: Tensor) -> list[str]:
-    return [str(size) for size in value.shape]
-
-
 def _heads(node: fx.Node) -> int:
     return int(node.meta["val"].shape[1])
 
@@ -176,13 +172,12 @@ def _unrepeated(node: fx.Node, attention: fx.Node) -> fx.Node:
         return node
     source: Any = inner.args[0]
     before, after = source.meta["val"], node.meta["val"]
-    sizes = [str(size) for size in before.shape]
-    grown = [str(size) for size in expanded.shape]
-    if before.dim() != 4 or [*grown[:2], *grown[3:]] != sizes:
+    grown = sizes(expanded)
+    if before.dim() != 4 or [*grown[:2], *grown[3:]] != sizes(before):
         return node
     if after.dim() != 4 or int(after.shape[1]) != int(expanded.shape[1]) * int(expanded.shape[2]):
         return node
-    same = [str(size) for size in after.shape[2:]] == sizes[2:]
+    same = sizes(after)[2:] == sizes(before)[2:]
     return source if same and written_between(inner, attention) is None else node
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.graphs import sizes
 from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
 
 if TYPE_CHECKING:
@@ -77,10 +78,9 @@ class MatchRoPEInterleaved(Rewrite):
 
     def check(self, site: Site) -> None:
         x = site.value("x")
-        shape = [str(size) for size in x.shape]
         for node in site.nodes:
             if node.target is torch.ops.aten.view.default:
-                same = [str(size) for size in node.meta["val"].shape] == shape
+                same = sizes(node.meta["val"]) == sizes(x)
                 site.require(same, "shape: the pairs are not flattened to x's shape", node)
         for name in ("cos", "sin"):
             site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.graphs import sizes
 from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
 
 if TYPE_CHECKING:
@@ -145,9 +146,9 @@ class MatchSoftmaxAttention(Rewrite):
     def check(self, site: Site) -> None:
         q, k, v = (site.value(name) for name in "qkv")
         site.require(q.dtype == k.dtype == v.dtype == site.value("mask").dtype, "dtype: operands differ in dtype")
-        same = _sizes(q)[:2] == _sizes(k)[:2] == _sizes(v)[:2]
+        same = sizes(q)[:2] == sizes(k)[:2] == sizes(v)[:2]
         site.require(same, "shape: query, key and value differ in batch or heads")
-        mask, scores = _sizes(site.value("mask")), [*_sizes(q)[:3], _sizes(k)[2]]
+        mask, scores = sizes(site.value("mask")), [*sizes(q)[:3], sizes(k)[2]]
         fits = len(mask) <= 4 and all(one in ("1", two) for one, two in zip(mask[::-1], scores[::-1], strict=False))
         site.require(fits, "shape: the mask is larger than the scores")
         if "sinks" in site.values:
@@ -157,8 +158,8 @@ class MatchSoftmaxAttention(Rewrite):
 
     def _check_sinks(self, site: Site) -> None:
         heads = str(site.value("q").shape[1])
-        for node, sizes in _views(site):
-            site.require(sizes == ["1", heads, "1", "1"], "axis: the sinks are not one a head", node)
+        for node, shape in _views(site):
+            site.require(shape == ["1", heads, "1", "1"], "axis: the sinks are not one a head", node)
 
     def _check_bias(self, site: Site) -> None:
         """The views take batch and heads together and apart again. A view's last size follows from the others."""
@@ -171,8 +172,8 @@ class MatchSoftmaxAttention(Rewrite):
         )
         bias = site.value("bias")
         site.require(bias.dim() == 3 and str(bias.shape[0]) == together, "shape: the bias is not one a head")
-        for node, sizes in _views(site):
-            site.require(sizes[:-1] in allowed, "axis: batch and heads are not taken together", node)
+        for node, shape in _views(site):
+            site.require(shape[:-1] in allowed, "axis: batch and heads are not taken together", node)
 
     def replacement(  # type: ignore[override]
         self,
@@ -191,10 +192,6 @@ class MatchSoftmaxAttention(Rewrite):
         return result
 
 
-def _sizes(value: Tensor) -> list[str]:
-    return [str(size) for size in value.shape]
-
-
 def _views(site: Site) -> list[tuple[fx.Node, list[str]]]:
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-    return [(node, _sizes(node.meta["val"])) for node in site.nodes if node.target in views]
+    return [(node, sizes(node.meta["val"])) for node in site.nodes if node.target in views]
