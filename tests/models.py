@@ -104,6 +104,18 @@ LLAMA = {
 }
 
 
+SEVENTY_BILLION: dict[str, Any] = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+
+
 def config_folder(folder: Path, **changes: Any) -> Path:
     """A Hugging Face folder with a configuration and no weights."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -134,19 +134,9 @@ print(json.dumps({
 
 @pytest.mark.nightly
 def test_seventy_billion_parameters_without_weights(tmp_path: Path) -> None:
-    from models import config_folder
+    from models import SEVENTY_BILLION, config_folder
 
-    folder = config_folder(
-        tmp_path,
-        num_hidden_layers=80,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        dtype="bfloat16",
-    )
+    folder = config_folder(tmp_path, **SEVENTY_BILLION)
     run = subprocess.run([sys.executable, "-c", SEVENTY, str(folder)], capture_output=True, text=True, check=True)
     figures = json.loads(run.stdout.splitlines()[-1])
     print(figures)
