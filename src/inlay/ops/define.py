@@ -9,6 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_LIBRARY: Any = torch.library.Library("inlay", "FRAGMENT")  # type: ignore[no-untyped-call]
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operator overload → its reference, for compilers that want plain ATen."""
 
@@ -20,10 +21,34 @@ def canonical(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
-        operator = torch.library.custom_op(f"inlay::{name}", mutates_args=())(reference)
-        operator.register_fake(reference)
-        overload = getattr(torch.ops.inlay, name).default
-        DECOMPOSITIONS[overload] = reference
+        made = kernel(name)(reference)
+        made.register_fake(reference)
+        DECOMPOSITIONS[made.overload] = reference
         return reference
 
     return register
+
+
+class Kernel:
+    """An operator that compilers call as it is."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+        # torch.library.custom_op would do, but costs milliseconds a call.
+        _LIBRARY.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}")
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.inlay, name).default
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """How the result looks, without computing it."""
+        torch.library.register_fake(self.overload, function, lib=_LIBRARY)
+        return function
+
+
+def kernel(name: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """Register a function as `inlay::name`: no compiler looks inside."""
+    return lambda function: Kernel(name, function)

@@ -1,0 +1,116 @@
+"""Where a program says which position a token stands at: nodes that count up along the length, from sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.state.position_wise import Mixed, carries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+aten = torch.ops.aten
+_COUNTING = {
+    *(aten.arange.default, aten.arange.start, aten.ones.default, aten.zeros.default, aten.full.default),
+    *(aten.cumsum.default, aten.unsqueeze.default, aten.expand.default),
+}
+_SIZES = ((2, 5), (3, 9))
+"""Batch and length to compute with: linear functions of positions that agree here agree everywhere."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A node that is the position of each token, plus an offset."""
+
+    node: fx.Node
+    offset: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All of them, and nodes that have the same value at every position."""
+
+    counting: tuple[Source, ...]
+    uniform: frozenset[fx.Node]
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """Every node that is known."""
+        return {each.node for each in self.counting} | self.uniform
+
+
+def find_sources(graph: fx.Graph, batch: str, length: str) -> Sources | Mixed:
+    """The sources of positions, or the first node made of sizes that is neither a position nor the same everywhere."""
+    counting: list[Source] = []
+    uniform: set[fx.Node] = set()
+    of_sizes: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not all(each in of_sizes for each in node.all_input_nodes):
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                of_sizes.add(node)  # the size of an input says nothing of its values
+            continue
+        of_sizes.add(node)
+        known = {each.node for each in counting}
+        if not carries(node.meta.get("val"), length) or _ancestors(node) & known:
+            continue
+        offset = _offset(node, batch, length)
+        if offset is None:
+            return Mixed(node, "it is made of sizes alone, and neither a position nor the same at every one")
+        if isinstance(offset, int):
+            counting.append(Source(node, offset))
+        else:
+            uniform.add(node)
+    return Sources(tuple(counting), frozenset(uniform))
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        if each not in found:
+            found.add(each)
+            todo.extend(each.all_input_nodes)
+    return found
+
+
+def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
+    """How much more than the position a node is; "uniform" when it has one value; None when it is something else."""
+    found: set[Any] = set()
+    for rows, columns in _SIZES:
+        value = _computed(node, {batch: rows, length: columns})
+        axes = carries(node.meta["val"], length)
+        if value is None or len(axes) != 1 or value.shape[axes[0]] != columns or value.dtype == torch.bool:
+            return None
+        if bool((value == value.flatten()[0]).all()):
+            found.add("uniform")
+            continue
+        shape = [-1 if axis == axes[0] else 1 for axis in range(value.dim())]
+        rest = value - torch.arange(columns).reshape(shape)
+        found.add(int(rest.flatten()[0]) if bool((rest == rest.flatten()[0]).all()) else None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _computed(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """The value of a node that depends on sizes alone, for these sizes."""
+    values: dict[fx.Node, Any] = {}
+    for each in sorted(_ancestors(node)):
+        held = each.meta.get("val")
+        if isinstance(held, torch.SymInt):
+            if str(held) not in sizes:
+                return None
+            values[each] = sizes[str(held)]
+        elif each.op == "call_function" and each.target in _COUNTING:
+            try:
+                args, kwargs = fx.map_arg((each.args, dict(each.kwargs)), values.__getitem__)
+            except KeyError:
+                return None
+            values[each] = each.target(*args, **kwargs)
+        elif each.op == "call_function":
+            return None
+    result = values.get(node)
+    return result if isinstance(result, torch.Tensor) else None
