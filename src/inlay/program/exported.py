@@ -190,15 +190,19 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def to_exported(program: Program) -> ExportedProgram:
-    """An ExportedProgram that computes `program`, with its weights bound."""
+def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
+    """An ExportedProgram that computes `program`, with its weights bound, or only their types."""
     _refuse_clashes(program)
     graph = copy_graph(program.graph)
     root = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
     adopt(root.graph, dict(subgraphs(graph)))
     held = program.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
     written = {row.name for row in program.bindings.state}
-    values = {row.target: program.tensors[row.name].read() for row in held}
+    if weights:
+        values = {row.target: program.tensors[row.name].read() for row in held}
+    else:
+        types = {node.name: node.meta["val"] for node in graph.nodes if node.op == "placeholder"}
+        values = {row.target: types[row.name].detach() for row in held}
     # What the program writes to starts from the captured value each time, and is nobody else's.
     values |= {row.target: values[row.target].clone() for row in held if row.name in written}
     persistent = {row.target for row in program.bindings.of(Role.PARAMETER, Role.BUFFER) if row.persistent}

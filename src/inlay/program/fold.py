@@ -142,13 +142,16 @@ class Folds:
         return {node: number for number, (_, nodes) in enumerate(sorted(stretches)) for node in nodes}
 
 
-def fold(program: Program) -> Folds:
-    """Find the repeated blocks of a program (of its outermost graph)."""
-    return fold_graph(program.graph, labels(program.graph, program.types))
+def fold(program: Program, *, most: bool = False) -> Folds:
+    """Find the repeated blocks of a program (of its outermost graph).
+
+    Blocks begin where the model's own do, as readers expect; with `most`, where that gives most of them.
+    """
+    return fold_graph(program.graph, labels(program.graph, program.types), most=most)
 
 
 @collector_paused()
-def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
+def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable], *, most: bool = False) -> Folds:
     """Find the repeated blocks of a graph whose nodes have these labels."""
     signer = Signer(graph, node_labels)
     nodes, string = signer.nodes, signer.string
@@ -161,7 +164,7 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
         if run is None:
             break
         start, end, period = run
-        stretches = _cut(string, crossing, boundary, start, end, period, known)
+        stretches = _cut(string, crossing, boundary, start, end, period, known, most)
         for begin, stop in stretches:
             known.add(string[begin:stop].tobytes())
             occurrence, signature = signer.sign(begin, stop)
@@ -172,7 +175,7 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable]) -> Folds:
     return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, signer.keep, kinds)))
 
 
-def _size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
+def size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
     """Placeholders, outputs, and numbers computed from them alone.
 
     Sizes are shared by all layers and computed where the first one needs them: counted as its own, they would make
@@ -270,18 +273,20 @@ def _cut(
     end: int,
     period: int,
     known: set[bytes],
+    most: bool,
 ) -> list[tuple[int, int]]:
     """Cut a repeat into blocks where the fewest tensors cross.
 
-    Among such places, one where the modules change, then one that gives blocks seen before, then most blocks.
+    Among such places, one where the modules change, then one that gives blocks seen before, then most blocks; or most
+    blocks before all that.
     """
 
-    def cost(phase: int) -> tuple[int, bool, bool, int, int]:
+    def cost(phase: int) -> tuple[int, int, bool, bool, int, int]:
         count = (end - phase) // period
         cuts = slice(phase, phase + count * period + 1, period)
         new = string[phase : phase + period].tobytes() not in known
         inside = not bool(boundary[cuts][:-1].all())
-        return int(crossing[cuts].max()), inside, new, -count, phase
+        return int(crossing[cuts].max()), -count if most else 0, inside, new, -count, phase
 
     first = min(range(start, start + period), key=cost)
     count = (end - first) // period
@@ -339,7 +344,7 @@ class Signer:
 
     def __init__(self, graph: fx.Graph, node_labels: Sequence[Hashable]) -> None:
         every = list(graph.nodes)
-        outside = _size_arithmetic(every)
+        outside = size_arithmetic(every)
         self.keep = [index for index, node in enumerate(every) if node not in outside]
         self.nodes = [every[index] for index in self.keep]
         ids: dict[Hashable, int] = {}

@@ -1,0 +1,371 @@
+"""Plan: a program as an ordered list of pieces over one binding table. A block that repeats is one piece.
+
+Nothing here compiles. A piece is a Program of its own: its weights are constants that each step binds to weights of the
+whole program, its inputs and outputs are values that steps hand on, and state is an input that it writes to.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_structure
+
+from inlay.errors import ProgramError
+from inlay.program.bindings import Alias, Binding, Bindings, Role
+from inlay.program.fold import fold, size_arithmetic
+from inlay.program.graphs import subgraphs
+from inlay.program.program import Calling, Program
+from inlay.program.types import retyped
+from inlay.program.weights import Absent
+from inlay.state import recognise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from inlay.program.fold import Kind
+
+FEW_CALLS = 24
+"""A piece that runs once a step and makes no more calls than this is not worth compiling."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a program that is compiled once. `plain` ones are run call by call instead."""
+
+    name: str
+    program: Program
+    plain: bool = False
+
+    @property
+    def constants(self) -> tuple[Binding, ...]:
+        """Its weights, in the order in which steps bind them."""
+        return self.program.bindings.of(Role.PARAMETER)
+
+    @property
+    def ins(self) -> tuple[Binding, ...]:
+        """What it takes at every call."""
+        return self.program.bindings.of(Role.INPUT)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a piece: which weights are its constants, which values it takes, what its results are called."""
+
+    piece: str
+    constants: tuple[str, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a program runs."""
+
+    program: Program
+    pieces: tuple[Piece, ...]
+    steps: tuple[Step, ...]
+    results: tuple[str, ...]
+    """The values that the program returns, states left out."""
+
+
+def plan(program: Program, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> Plan:
+    """Cut a program into pieces, for sizes in these ranges (by the names people know; one number: fixed).
+
+    A program whose state cannot be written in place, or that does not fold, is a plan of one piece.
+    """
+    ranges = {raw: (ranges or {}).get(each.name, (each.low, each.high)) for raw, each in program.symbols.items()}
+    program = _with_all_items(program)
+    if any(not state.eligible for state in recognise(program)) or any(True for _ in subgraphs(program.graph)):
+        segments = [_Segment(_calls(program))]
+    else:
+        segments = list(_segments(program))
+    try:
+        return _Cutter(program, segments, ranges).plan()
+    except _CannotCut:
+        return _Cutter(program, [_Segment(_calls(program))], ranges).plan()
+
+
+@dataclass(eq=False)
+class _Segment:
+    nodes: list[fx.Node]
+    kind: Kind | None = None
+
+
+class _CannotCut(Exception):  # noqa: N818 - one more piece is a result, not an error
+    """A cut would need a value that cannot be handed on."""
+
+
+def _calls(program: Program) -> list[fx.Node]:
+    sizes = size_arithmetic(list(program.graph.nodes))
+    return [node for node in program.graph.nodes if node not in sizes]
+
+
+def _with_all_items(program: Program) -> Program:
+    """A copy in which every part of a result has a name, read or not: the last block is then like the others."""
+    made = program.copy()
+    for node in list(made.graph.nodes):
+        value = node.meta.get("val")
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if node.op != "call_function" or not isinstance(value, (tuple, list)) or not items:
+            continue
+        after = node
+        for index, item in enumerate(value):
+            if index not in items:
+                with made.graph.inserting_after(after):
+                    items[index] = made.graph.call_function(operator.getitem, (node, index))
+                items[index].meta = {"val": item}
+            after.append(items[index])
+            after = items[index]
+    return made
+
+
+def _segments(program: Program) -> Iterator[_Segment]:
+    """The blocks of the main kinds in order, and what lies between them."""
+    folds = fold(program, most=True)
+    nodes = _calls(program)
+    largest = max((kind.size for kind in folds.kinds), default=0)
+    done = 0
+    for kind, _, each in folds.in_order():
+        if kind.size * 3 < largest:
+            continue
+        if each.start > done:
+            yield _Segment(nodes[done : each.start])
+        yield _Segment(list(each.nodes), kind)
+        done = each.start + len(each.nodes)
+    if done < len(nodes):
+        yield _Segment(nodes[done:])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a piece looks like from outside, in terms of one of the places where it stands."""
+
+    constants: tuple[str, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+class _Cutter:
+    """Makes pieces of segments. Values are called by the nodes that make them, state by its binding."""
+
+    def __init__(
+        self, program: Program, segments: Sequence[_Segment], ranges: Mapping[str, tuple[int, int | None]]
+    ) -> None:
+        self.program, self.segments, self.ranges = program, list(segments), ranges
+        self.home = {node: index for index, each in enumerate(self.segments) for node in each.nodes}
+        self.outside: dict[int, list[fx.Node]] = {}
+        self.of_kind: dict[Kind, list[int]] = {}
+        for index, each in enumerate(self.segments):
+            if each.kind is not None:
+                self.of_kind.setdefault(each.kind, []).append(index)
+        self.rows = {row.name: row for row in program.bindings.ins}
+        self.states = {row.name for row in program.bindings.state}
+        values: Any = program.graph.output_node().args[0]
+        self.new_states = {
+            value: row.alias.of
+            for row, value in zip(program.bindings.outs, values, strict=True)
+            if row.alias is not None
+        }
+        self.results = [value for row, value in zip(program.bindings.outs, values, strict=True) if row.alias is None]
+
+    def plan(self) -> Plan:
+        """All steps in order; a piece is made where its kind stands first."""
+        pieces: dict[Any, Piece] = {}
+        steps = []
+        for index, segment in enumerate(self.segments):
+            shape = self._shape(index)
+            key = segment.kind if segment.kind is not None and self._alike(segment.kind) else index
+            if key not in pieces:
+                pieces[key] = self._piece(index, shape, len(pieces))
+            steps.append(Step(pieces[key].name, shape.constants, shape.ins, shape.outs))
+        results = tuple(self._value(each) if isinstance(each, fx.Node) else "" for each in self.results)
+        if not all(results):
+            raise ProgramError("The program returns a constant that is no tensor.", "Return tensors only.")
+        return Plan(self.program, tuple(pieces.values()), tuple(steps), results)
+
+    def _value(self, node: fx.Node) -> str:
+        """What a value is called between steps; parts of a result by their place in it."""
+        if node in self.new_states:
+            return self.new_states[node]
+        if node.target is operator.getitem and self.home.get(node) != self.home.get(node.args[0]):  # type: ignore[arg-type]
+            return f"{node.args[0]}.{node.args[1]}"
+        return node.name
+
+    def _outside(self, index: int) -> list[fx.Node]:
+        """The nodes whose values come in from outside, in order of first use; parts of results one by one."""
+        if index not in self.outside:
+            self.outside[index] = self._find_outside(index)
+        return self.outside[index]
+
+    def _find_outside(self, index: int) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        for node in self.segments[index].nodes:
+            if node.target is operator.getitem and self.home.get(node.args[0]) not in (index, None):  # type: ignore[arg-type]
+                found[node] = None
+                continue
+            for each in node.all_input_nodes:
+                if self.home.get(each) != index and isinstance(each.meta.get("val"), torch.Tensor):
+                    found[each] = None
+                elif self.home.get(each) != index and isinstance(each.meta.get("val"), (tuple, list)):
+                    raise _CannotCut
+        return list(found)
+
+    def _shape(self, index: int) -> _Shape:
+        outside = self._outside(index)
+        constants = [each for each in outside if self._is_weight(each, index, outside.index(each))]
+        ins = dict.fromkeys(self._value(each) for each in outside if each not in constants)
+        written = [name for node, name in self.new_states.items() if self.home.get(node) == index]
+        return _Shape(
+            tuple(each.name for each in constants),
+            tuple(dict.fromkeys((*ins, *written))),
+            tuple(self._value(each) for each in self._outputs(index)),
+        )
+
+    def _is_weight(self, node: fx.Node, index: int, place: int) -> bool:
+        """Whether this input is a weight here, and wherever else the block stands."""
+
+        def weight(each: fx.Node) -> bool:
+            return (
+                each.op == "placeholder"
+                and self.rows[each.name].role is not Role.INPUT
+                and each.name not in self.states
+            )
+
+        kind = self.segments[index].kind
+        if kind is None or not weight(node):
+            return weight(node)
+        return all(weight(self._outside(other)[place]) for other in self.of_kind[kind])
+
+    def _outputs(self, index: int) -> list[fx.Node]:
+        """What the segment hands on, where it stands or where another of its kind does; state left out."""
+        segment = self.segments[index]
+        if segment.kind is not None and self._alike(segment.kind):
+            places = sorted({place for each in segment.kind.occurrences for place in self._read_outside(each.nodes)})
+            nodes = [segment.nodes[place] for place in places]
+        else:
+            nodes = [segment.nodes[place] for place in self._read_outside(segment.nodes)]
+        return [node for node in nodes if node not in self.new_states]
+
+    def _read_outside(self, nodes: Sequence[fx.Node]) -> list[int]:
+        home = self.home[nodes[0]]
+        found = []
+        for place, node in enumerate(nodes):
+            if node.target is operator.getitem and self.home.get(node.args[0]) != home:  # type: ignore[arg-type]
+                continue
+            readers = [self.home.get(user) for user in node.users]
+            if any(each != home for each in readers) and not isinstance(node.meta.get("val"), (torch.SymInt, int)):
+                found.append(place)
+        return found
+
+    def _alike(self, kind: Kind) -> bool:
+        """Whether all blocks of a kind also agree in what is state to them."""
+        looks = {
+            (
+                tuple(self._value(each) in self.states for each in self._outside(index)),
+                tuple(place for place, node in enumerate(self.segments[index].nodes) if node in self.new_states),
+            )
+            for index in self.of_kind[kind]
+        }
+        return len(looks) == 1
+
+    def _piece(self, index: int, shape: _Shape, number: int) -> Piece:
+        segment = self.segments[index]
+        builder = _Builder(self.program)
+        outside = {self._value(each): each for each in self._outside(index)}
+        placeholders = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        for place, name in enumerate(shape.constants):
+            builder.input(outside[name], f"w{place}", Role.PARAMETER)
+        for place, name in enumerate(shape.ins):
+            node = outside[name] if name in outside else placeholders[name]
+            builder.input(node, f"x{place}", Role.INPUT, also=self._names(index, name))
+        builder.calls(segment.nodes)
+        states = [
+            (node, f"x{shape.ins.index(name)}")
+            for node, name in self.new_states.items()
+            if self.home.get(node) == index
+        ]
+        name = f"block{number}" if segment.kind is not None else f"part{number}"
+        program = retyped(builder.program(name, states, self._outputs(index)), self.ranges)
+        plain = len(self.segments) > 1 and segment.kind is None and not states and len(segment.nodes) <= FEW_CALLS
+        return Piece(name, program, plain)
+
+    def _names(self, index: int, value: str) -> list[fx.Node]:
+        """Every outside node of a segment that is this value: an old state and a new one lie in the same storage."""
+        return [each for each in self._outside(index) if self._value(each) == value]
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Builds the program of a piece."""
+
+    whole: Program
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    here: dict[fx.Node, Any] = field(default_factory=dict)
+    rows: list[Binding] = field(default_factory=list)
+
+    def input(self, node: fx.Node, name: str, role: Role, also: Sequence[fx.Node] = ()) -> None:
+        made = self.graph.placeholder(name)
+        value = node.meta["val"]
+        made.meta = {"val": value}
+        for each in (node, *also):
+            self.here[each] = made
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.rows.append(Binding(name, role, name, dtype, self.whole.types.shape(value)))
+
+    def calls(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self.here:
+                self.here[node] = self.graph.node_copy(node, self._operand)
+
+    def _operand(self, node: fx.Node) -> Any:
+        """A node of the piece for a node of the whole; sizes are asked of what the piece is given."""
+        if node in self.here:
+            return self.here[node]
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten.sym_size.int:
+            found = self._size(str(value))
+        elif (
+            isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) and node.op == "call_function"
+        ):
+            found = self.graph.node_copy(node, self._operand)
+        else:
+            raise _CannotCut
+        self.here[node] = found
+        return found
+
+    def _size(self, wanted: str) -> fx.Node:
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder":
+                for axis, size in enumerate(value.shape):
+                    if str(size) == wanted:
+                        made = self.graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
+                        made.meta = {"val": size}
+                        return made
+        raise _CannotCut
+
+    def program(self, name: str, states: Sequence[tuple[fx.Node, str]], outputs: Sequence[fx.Node]) -> Program:
+        results = [self.here[node] for node, _ in states] + [self.here[node] for node in outputs]
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code()
+        rows = {row.name: row for row in self.rows}
+        outs = [
+            replace(rows[of], name=f"{of}.out", role=Role.OUTPUT, alias=Alias(of, "kv_cache_update"))
+            for _, of in states
+        ]
+        for place, node in enumerate(outputs):
+            value = node.meta["val"]
+            dtype = str(value.dtype).removeprefix("torch.")
+            outs.append(Binding(f"y{place}", Role.OUTPUT, f"y{place}", dtype, self.whole.types.shape(value)))
+        inputs = [row.name for row in self.rows if row.role is Role.INPUT]
+        calling = Calling(
+            tree_structure((tuple(inputs), {})), tree_structure(tuple(range(len(outputs)))), tuple(inputs)
+        )
+        tensors = {row.name: Absent(row.name) for row in self.rows if row.role is Role.PARAMETER}
+        return Program(
+            name, self.graph, Bindings((*self.rows, *outs)), tensors, self.whole.symbols, calling, self.whole.facts
+        )
