@@ -113,6 +113,9 @@ def test_spaces_and_bytes_of_pieces(tmp_path: Path) -> None:
         ids = tokenizer(string)["input_ids"]
         assert text.encode(string) == ids
         assert _streamed(text, ids) == tokenizer.decode(ids, skip_special_tokens=True) == string
+    end = tokenizer.eos_token_id
+    apart = [id_ for id_ in tokenizer("a b a")["input_ids"] for id_ in (id_, end, end)]
+    assert _streamed(text, [end, *apart]) == "a b a", "special tokens between leave the spaces alone"
     byte = 3
     assert (
         _streamed(text, [byte + 0xC3, byte + 0xA9, byte + 0xC3, text.tokenizer.token_to_id("a")]) == f"é{UNFINISHED}a"
@@ -174,6 +177,14 @@ def test_damaged_packages(tmp_path: Path, file: str, content: str | None, senten
         (tmp_path / file).write_text(content)
     with pytest.raises(ModelError, match=sentence):
         Text.load(tmp_path)
+
+
+@pytest.mark.fast
+def test_a_tokenizer_in_python_is_refused(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    with pytest.raises(ModelError, match="ByT5Tokenizer runs in Python only"):
+        text_of(ByT5Tokenizer(), tmp_path)
 
 
 @pytest.mark.fast

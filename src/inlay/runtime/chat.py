@@ -11,10 +11,17 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
 from inlay.errors import ModelError, UsageError, one_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
+    from jinja2.parser import Parser
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `[{"role": "user", "content": "Hello"}]`."""
@@ -47,8 +54,6 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        from jinja2 import TemplateSyntaxError
-
         try:
             return _environment().from_string(self.source)
         except TemplateSyntaxError as error:
@@ -72,52 +77,58 @@ def _plain(messages: Messages) -> list[dict[str, Any]]:
     return plain
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what the model said, for training; here it is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _PublicNamespace(Namespace):
+    """A namespace without private names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be called self
+        self, *given = args
+        values = dict(*given, **attributes)
+        for name in values:
+            _check_public(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"the template stores {name!r}, a private name")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _environment() -> Environment:
-    """jinja2 as chat templates expect it; see `_compile_jinja_template` of transformers."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the model said, for training; here it is plain text."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    class OpenNamespace(Namespace):
-        """A namespace without private names, through which templates could reach the interpreter."""
-
-        def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be called self
-            self, *given = args
-            values = dict(*given, **attributes)
-            for name in values:
-                check_public(name)
-            Namespace.__init__(self, values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            check_public(name)
-            super().__setitem__(name, value)
-
-    def check_public(name: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"the template stores {name!r}, a private name")
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
+    """jinja2 set up as chat templates expect it; see `_compile_jinja_template` of transformers."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = OpenNamespace
+    environment.globals["namespace"] = _PublicNamespace
     return environment

@@ -54,6 +54,7 @@ class Completion:
     """All tokens that were drawn, an end token included."""
     finish: Finish
     first_token_s: float
+    """From the tokens of the prompt to the first token of the answer."""
     tokens_per_second: float | None
     """After the first token; None when there is no second."""
 

@@ -84,7 +84,10 @@ class LanguageModel:
         return self.text.encode_chat([{"role": "user", "content": prompt}])
 
     def _pieces(self, prompt: list[int], sampling: Sampling, max_tokens: int, stop: Sequence[str]) -> Iterator[Piece]:
-        stepper = self._idle.pop() if self._idle else self._open()
+        try:
+            stepper = self._idle.pop()
+        except IndexError:
+            stepper = self._open()
         try:
             yield from generate(stepper, self.text, prompt, sampling, max_tokens=max_tokens, stop=stop)
         finally:

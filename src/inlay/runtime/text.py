@@ -91,14 +91,15 @@ class TextStream:
     def __init__(self, text: Text) -> None:
         self._text = text
         self._tokens: list[int] = []
-        """Two groups: already given out, needed because decoders look back (at spaces); and waiting."""
+        """Those whose text was given out last, as decoders treat a first token differently, and those that wait."""
         self._given = 0
+        """How many of them were given out."""
 
     def add(self, token: int) -> str:
         """The text that is certain after one more token; often empty."""
         self._tokens.append(token)
         new = self._new()
-        if new.endswith(UNFINISHED):
+        if not new or new.endswith(UNFINISHED):
             return ""
         self._tokens, self._given = self._tokens[self._given :], len(self._tokens) - self._given
         return new
