@@ -72,6 +72,19 @@ def test_ties_and_tokens_beyond_the_logits() -> None:
     assert torch.equal(actual, _expected(logits, [0, 0, 4, 7, 5], settings)), "all that tie for the last place are kept"
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("size", [1, 2, 17, 5000])
+def test_top_p_among_equals(top_p: float, size: int) -> None:
+    """As many of each are kept; which of them, the unstable sort of transformers leaves to chance."""
+    generator = torch.Generator().manual_seed(size)
+    for _ in range(20):
+        logits = torch.randint(-6, 6, (size,), generator=generator).float() / 2
+        actual = probabilities(logits, [], Sampling(temperature=1, top_p=top_p))
+        expected = _expected(logits, [], {"top_p": top_p})
+        assert (actual > 0).sum() == (expected > 0).sum()
+        torch.testing.assert_close(actual.sort().values, expected.sort().values)
+
+
 def test_greedy_counts_repetition() -> None:
     logits = torch.tensor([3.0, 2.9, -1.0])
     generator = torch.Generator()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from inlay.errors import ProgramError, UsageError
@@ -99,10 +100,7 @@ def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampli
         kept = torch.topk(scores, min(sampling.top_k, len(scores))).values
         scores = _without(scores, scores < kept[-1])
     if sampling.top_p < 1:
-        ascending, order = torch.sort(scores)
-        tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        tail[-1] = False
-        scores = _without(scores, torch.empty_like(tail).scatter_(0, order, tail))
+        scores = _without(scores, _beyond(scores, sampling.top_p))
     if sampling.min_p:
         likely = scores.softmax(-1)
         scores = _without(scores, likely < sampling.min_p * likely.max())
@@ -113,9 +111,25 @@ def _penalised(logits: torch.Tensor, history: Sequence[int], penalty: float) -> 
     """Logits with those of tokens already seen made smaller, each once however often it was seen."""
     if penalty == 1:
         return logits
-    seen = torch.tensor(sorted({token for token in history if token < len(logits)}), dtype=torch.long)
+    seen = torch.tensor(history, dtype=torch.long)
+    seen = seen[seen < len(logits)]
     values = logits[seen]
-    return logits.index_copy(0, seen, torch.where(values < 0, values * penalty, values / penalty))
+    return logits.scatter(0, seen, torch.where(values < 0, values * penalty, values / penalty))
+
+
+def _beyond(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Where the unlikeliest tokens are that make up no more than 1 - top_p; of equals, the first are cut first.
+
+    numpy, which sorts values without positions, is ten times faster than torch, and this is done for every token.
+    """
+    ascending = torch.from_numpy(np.sort(scores.numpy()))
+    share = ascending.softmax(-1).cumsum(-1)[:-1]  # the likeliest stays, whatever top_p is
+    count = int((share <= 1 - top_p).sum())
+    edge = ascending[count]
+    beyond = scores < edge
+    equals = (scores == edge).nonzero()[: count - int(beyond.sum()), 0]
+    beyond[equals] = True
+    return beyond
 
 
 def _without(scores: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
