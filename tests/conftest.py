@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,3 +33,13 @@ def smollm2_program(smollm2: Path) -> Program:
     from inlay.capture import capture
 
     return capture(str(smollm2))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2: Path) -> Any:
+    """Converted once a session: it takes ten seconds."""
+    from inlay.capture import open_model
+
+    load = open_model(str(smollm2)).tokenizer
+    assert load is not None
+    return load()

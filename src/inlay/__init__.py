@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Example", "InlayError", "Program", "__version__"]
+__all__ = ["Example", "InlayError", "LanguageModel", "Program", "Sampling", "__version__", "load"]
 
 if TYPE_CHECKING:
     from inlay.capture import Example
     from inlay.errors import InlayError
     from inlay.program import Program
+    from inlay.runtime import LanguageModel, Sampling, load
 
 _HOMES = {
     "Example": "inlay.capture",
     "InlayError": "inlay.errors",
+    "LanguageModel": "inlay.runtime",
     "Program": "inlay.program",
+    "Sampling": "inlay.runtime",
+    "load": "inlay.runtime",
 }
 
 

@@ -53,6 +53,7 @@ def examine() -> Iterator[Check]:
     yield _package("transformers", "hf", "Hugging Face models")
     yield _package("safetensors", "hf", "weights in safetensors files")
     yield _package("gguf", "gguf", "GGUF files")
+    yield _package("tokenizers", "run", "running language models")
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -103,13 +103,9 @@ def test_numbers(smollm2_program: Program, smollm2: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def test_tokenizer(smollm2: Path) -> None:
-    from inlay.capture import open_model
-
-    load = open_model(str(smollm2)).tokenizer
-    assert load is not None
-    tokenizer = load()
-    assert tokenizer.decode(tokenizer("The capital of France is")["input_ids"]) == "The capital of France is"
+def test_tokenizer(smollm2_tokenizer: Any) -> None:
+    ids = smollm2_tokenizer("The capital of France is")["input_ids"]
+    assert smollm2_tokenizer.decode(ids) == "The capital of France is"
 
 
 SEVENTY = """

@@ -1,0 +1,42 @@
+"""The tokenizer of a model as files of a package, from which text can be made without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from inlay.errors import ModelError
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a transformers tokenizer: what it saves itself, and `text.json`, which `inlay.runtime.text` reads.
+
+    `tokenizer.json` alone does not say which tokens end an answer: chat models have several.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            f"The tokenizer {type(tokenizer).__name__} runs in Python only and has no tokenizer.json.",
+            "Convert it with the tokenizers library and put tokenizer.json beside config.json.",
+        )
+    facts = {"eos": sorted(_eos(tokenizer)), "special_tokens": dict(tokenizer.special_tokens_map)}
+    (folder / "text.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _eos(tokenizer: Any) -> set[int]:
+    """End tokens: the tokenizer's own, and those of the generation settings, or else of the configuration, beside it.
+
+    Files beside a GGUF file are not looked at: its tokenizer comes from within, they may be about another model.
+    """
+    found = {tokenizer.eos_token_id} - {None}
+    source = Path(tokenizer.name_or_path)
+    if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return found
+    for name in ("generation_config.json", "config.json"):
+        if (source / name).is_file():
+            stated = json.loads((source / name).read_text("utf-8")).get("eos_token_id")
+            if stated is not None:
+                return found | set(stated if isinstance(stated, list) else [stated])
+    return found

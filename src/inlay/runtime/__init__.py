@@ -1,0 +1,7 @@
+"""Running packages: sampling, text, sessions."""
+
+from inlay.runtime.generate import Completion, Finish, Piece
+from inlay.runtime.model import LanguageModel, load
+from inlay.runtime.sampling import Sampling
+
+__all__ = ["Completion", "Finish", "LanguageModel", "Piece", "Sampling", "load"]

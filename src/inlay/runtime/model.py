@@ -1,0 +1,105 @@
+"""A language model ready to answer: `inlay.load(path).generate(...)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+from inlay.errors import UsageError
+from inlay.runtime.generate import collect, generate
+from inlay.runtime.sampling import Sampling
+from inlay.runtime.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from inlay.runtime.chat import Messages
+    from inlay.runtime.generate import Completion, Piece
+    from inlay.runtime.protocol import Stepper
+
+MAX_TOKENS = 256
+GREEDY = Sampling()
+
+
+class LanguageModel:
+    """Text in, text out, on steppers that `open_stepper` makes.
+
+    Steppers are used again. Answers may overlap: each is made on a stepper of its own.
+    """
+
+    def __init__(self, text: Text, open_stepper: Callable[[], Stepper]) -> None:
+        self.text = text
+        self._open = open_stepper
+        self._idle: list[Stepper] = []
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Messages,
+        *,
+        sampling: Sampling = ...,
+        max_tokens: int = ...,
+        stop: Sequence[str] = ...,
+        raw: bool = ...,
+        stream: Literal[False] = ...,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Messages,
+        *,
+        sampling: Sampling = ...,
+        max_tokens: int = ...,
+        stop: Sequence[str] = ...,
+        raw: bool = ...,
+        stream: Literal[True],
+    ) -> Iterator[Piece]: ...
+
+    def generate(
+        self,
+        prompt: str | Messages,
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        stream: bool = False,
+    ) -> Completion | Iterator[Piece]:
+        """Answer a prompt or a conversation, whole or, with `stream`, piece by piece.
+
+        A prompt becomes a conversation of one message where the model has a chat template; `raw` continues it as it
+        stands, which is what happens without a template.
+        """
+        pieces = self._pieces(self._encode(prompt, raw), sampling, max_tokens, stop)
+        return pieces if stream else collect(pieces)
+
+    def _encode(self, prompt: str | Messages, raw: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            if raw:
+                raise UsageError("A conversation cannot be given raw.", "Give one text, or leave raw out.")
+            return self.text.encode_chat(prompt)
+        if raw or self.text.chat is None:
+            return self.text.encode(prompt)
+        return self.text.encode_chat([{"role": "user", "content": prompt}])
+
+    def _pieces(self, prompt: list[int], sampling: Sampling, max_tokens: int, stop: Sequence[str]) -> Iterator[Piece]:
+        try:
+            stepper = self._idle.pop()
+        except IndexError:
+            stepper = self._open()
+        try:
+            yield from generate(stepper, self.text, prompt, sampling, max_tokens=max_tokens, stop=stop)
+        finally:
+            self._idle.append(stepper)
+
+
+def load(path: Path | str) -> LanguageModel:
+    """The language model in a package that `inlay build` wrote; nothing is compiled or converted."""
+    folder = Path(path)
+    return LanguageModel(Text.load(folder), _stepper_of_package(folder))
+
+
+def _stepper_of_package(folder: Path) -> Callable[[], Stepper]:
+    # TO BE FILLED IN with the compiled package (issue 5): the only place that does not work yet.
+    raise UsageError(f"{folder} cannot be run: compiled packages are not there yet.", "Wait for `inlay build`.")
