@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    """A check ran and its answer is no (`inlay doctor`, later `prove`, `check`)."""
+    """A check ran and its answer is no (`inlay doctor`, `inlay prove`)."""
     USAGE = 2
     """The command line is wrong."""
     MODEL = 3
@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
     """A transform failed; the program is as it was before."""
     CONTRACT = 7
     """A transform did not match as often as it must."""
+    PACKAGE = 8
+    """A package is damaged, does not fit this machine, or is none."""
     INTERNAL = 70
     """A defect of Inlay: please report it."""
 
@@ -88,6 +90,12 @@ class ContractError(InlayError):
     """A transform did not match as often as it must."""
 
     exit_code = ExitCode.CONTRACT
+
+
+class PackageError(InlayError):
+    """A package cannot be read or does not fit this machine. Nothing of it was run."""
+
+    exit_code = ExitCode.PACKAGE
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

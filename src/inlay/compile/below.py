@@ -1,19 +1,15 @@
-"""Adapter: what runs a program in the end. The only file of this room that imports Inductor."""
+"""Adapter: what runs a graph in this process: torch itself, or code that Inductor makes."""
 
 from __future__ import annotations
 
-import tempfile
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from inlay.errors import ProgramError
 from inlay.ops.define import DECOMPOSITIONS
 from inlay.program.bindings import Role
-from inlay.program.graphs import all_nodes, copy_graph
+from inlay.program.graphs import copy_graph
 from inlay.state import canonical_updates, in_place
 
 if TYPE_CHECKING:
@@ -35,50 +31,6 @@ def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Call
 
     compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **DECOMPOSITIONS})
     return compiled  # type: ignore[no-any-return]
-
-
-def aot_library(program: Program) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function from all inputs to all outputs but state: a library made by AOTInductor, on the caller's tensors."""
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-
-    exported = program.to_exported()
-    if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
-        exported = exported.run_decompositions(dict(DECOMPOSITIONS))
-    inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
-    exported.example_inputs = tree_unflatten(examples, program.calling.in_spec)
-    # Folding takes a buffer of one value for a constant, also where the program writes to it: pytorch#165444.
-    owned = any(row.role is Role.BUFFER for row in program.bindings.state)
-    settings: dict[str, Any] = {"joint_graph_constant_folding": False} if owned else {}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        file = aoti_compile_and_package(exported, package_path=f"{folder}/program.pt2", inductor_configs=settings)
-        library: Any = aoti_load_package(file)
-    rows = program.bindings.ins
-    constants = _constants(program, library.get_constant_fqns())
-    bound: list[int] = []
-
-    def run(values: list[Any]) -> Sequence[Any]:
-        held = {row.target: value for row, value in zip(rows, values, strict=True) if row.name in constants}
-        places = [value.data_ptr() for value in held.values()]
-        if places != bound:
-            library.load_constants(held, check_full_update=False, user_managed=True)
-            bound[:] = places
-        given = [value for row, value in zip(rows, values, strict=True) if row.role is Role.INPUT]
-        args, kwargs = tree_unflatten(given, program.calling.in_spec)
-        return tree_leaves(library(*args, **kwargs))
-
-    return run
-
-
-def _constants(program: Program, known: Sequence[str]) -> set[str]:
-    """The bindings that a library keeps as constants. A weight of a few values is part of its code instead."""
-    owned = [row for row in program.bindings.ins if row.role is not Role.INPUT]
-    kept = {row.name for row in owned if row.target in known}
-    lost = [row for row in program.bindings.state if row in owned and row.name not in kept]
-    if lost:
-        raise ProgramError(f"AOTInductor made the state {lost[0].target} part of its code.", "Pass it as an argument.")
-    return kept
 
 
 def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:

@@ -348,8 +348,16 @@ class _Builder:
                         return made
         raise _CannotCut
 
+    def _laid_out(self, node: fx.Node) -> fx.Node:
+        """A value as the next piece expects it in memory: compiled code reads it as it was told to."""
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.graph.call_function(
+            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+
     def program(self, name: str, states: Sequence[tuple[fx.Node, str]], outputs: Sequence[fx.Node]) -> Program:
-        results = [self.here[node] for node, _ in states] + [self.here[node] for node in outputs]
+        results = [self.here[node] for node, _ in states] + [self._laid_out(self.here[node]) for node in outputs]
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         rows = {row.name: row for row in self.rows}

@@ -14,10 +14,11 @@ from inlay.program.bindings import Role
 from inlay.state import InPlace, declare, in_place, lift_mutated_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
+    from inlay.compile.engines import Code, Run
     from inlay.program.bindings import Bindings
     from inlay.program.program import Program
     from inlay.program.remarks import Remark
@@ -48,7 +49,7 @@ def compile_program(
     if lift_mutable_buffers:
         program = lift_mutated_buffers(program)
     made = in_place(program)
-    return CompiledProgram(made, find_engine(engine)(program, made), engine)
+    return CompiledProgram(made, find_engine(engine)(program), engine)
 
 
 @dataclass(eq=False)
@@ -56,14 +57,14 @@ class CompiledProgram:
     """A program that runs. Its table says what it takes, what it returns, and which state it writes to."""
 
     made: InPlace
-    run: Callable[[list[Any]], Sequence[Any]]
-    """All inputs in the order of the table → all outputs that are not state, in order."""
+    code: Code
     engine: str
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     """Weights, and the state that the program owns."""
 
     def __post_init__(self) -> None:
         self._given = Given(self.made.program)
+        self._bound: tuple[list[int], Run] | None = None
         written = {row.name for row in self.bindings.state}
         for row in self.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
             value = self.made.program.tensors[row.name].read()
@@ -92,12 +93,18 @@ class CompiledProgram:
             given = self._reordered(args, kwargs)
         rows = self.bindings.of(Role.INPUT)
         values = self._given(self.held | dict(zip((row.name for row in rows), given, strict=True)))
-        flat = [values[row.name] for row in self.bindings.ins]
-        results = iter(self.run(flat))
+        results = iter(self._run()([values[row.name] for row in rows]))
         states = {state.position: values[state.binding.name] for state in self.states}
         every = [states[index] if index in states else next(results) for index in range(len(self.bindings.outs))]
         users = [self._user_value(index, every, values) for index in self._users()]
         return tree_unflatten(users, calling.out_spec)
+
+    def _run(self) -> Run:
+        """The code, bound to what is held now."""
+        places = [value.data_ptr() for value in self.held.values()]
+        if self._bound is None or self._bound[0] != places:
+            self._bound = places, self.code(self.held)
+        return self._bound[1]
 
     def _users(self) -> list[int]:
         return [index for index, row in enumerate(self.bindings.outs) if row.alias is None]

@@ -202,7 +202,8 @@ def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
         values = {row.target: program.tensors[row.name].read() for row in held}
     else:
         types = {node.name: node.meta["val"] for node in graph.nodes if node.op == "placeholder"}
-        values = {row.target: types[row.name].detach() for row in held}
+        # Memory that is never touched costs nothing; of fake tensors a compiler takes two of one shape for the same.
+        values = {row.target: torch.empty(types[row.name].shape, dtype=types[row.name].dtype) for row in held}
     # What the program writes to starts from the captured value each time, and is nobody else's.
     values |= {row.target: values[row.target].clone() for row in held if row.name in written}
     persistent = {row.target for row in program.bindings.of(Role.PARAMETER, Role.BUFFER) if row.persistent}

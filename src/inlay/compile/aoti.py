@@ -1,0 +1,216 @@
+"""Adapter: a program without weights → a library made by AOTInductor, and what its code does to state."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._pytree import tree_unflatten
+
+from inlay.errors import ProgramError
+from inlay.ops.define import DECOMPOSITIONS
+from inlay.program.bindings import Role
+from inlay.program.exported import to_exported
+from inlay.program.graphs import all_nodes, target_text
+from inlay.state import canonical_updates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inlay.program.program import Program
+
+FILLED_ROWS = {"inlay.cached_attention.default"}
+"""Operators that read no more of a state than the rows that hold something."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """A kernel or call that touches a state: how many bytes it reads and writes there, as expressions of sizes."""
+
+    state: str
+    """The input that the state is."""
+    by: str
+    reads: str
+    writes: str
+    copies: str = ""
+    """Bytes of the state that it writes somewhere else."""
+    unknown: str = ""
+    """Why it is not understood."""
+
+    def to_json(self) -> dict[str, str]:
+        """The access for the manifest."""
+        return {key: value for key, value in vars(self).items() if value}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What AOTInductor made: a library without weights, its source, and the calls it leaves to torch."""
+
+    library: bytes
+    source: str
+    calls: list[Any]
+    constants: tuple[str, ...]
+    """The names it wants its constants bound by, in the order of the program's table."""
+    accesses: tuple[Access, ...]
+
+
+def build_library(program: Program) -> Built:
+    """Compile a program whose weights are given later, one set a container."""
+    import torch._inductor as inductor
+
+    program = canonical_updates(program)[0]
+    exported = to_exported(program, weights=False)
+    if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
+        exported = exported.run_decompositions(dict(DECOMPOSITIONS))
+    inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
+    args, kwargs = tree_unflatten(examples, program.calling.in_spec)
+    watching = _Watching(program)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {
+            "aot_inductor.output_path": f"{folder}/piece.so",
+            "aot_inductor.package_constants_in_so": False,
+            # A small weight would become part of the code, and a buffer of one value a constant: pytorch#165444.
+            "always_keep_tensor_constants": True,
+            "joint_graph_constant_folding": False,
+            "_post_fusion_custom_pass": watching,
+        }
+        module: Any = exported.module(check_guards=False)
+        inductor.aot_compile(module, args, kwargs, options=options)
+        found = Path(folder)
+        library = (found / "piece.so").read_bytes()
+        source = next(found.glob("*.wrapper.cpp")).read_text()
+        calls = next(iter(found.glob("*.wrapper.json")), None)
+        nodes = json.loads(calls.read_text())["nodes"] if calls else []
+    return Built(library, source, nodes, _constants(program, source), tuple(watching.accesses))
+
+
+def _constants(program: Program, source: str) -> tuple[str, ...]:
+    """Every weight under the name the library has for it; a constant that is none of them fails the build."""
+    rows = program.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+    known: dict[str, str] = {}
+    for line in source.splitlines():
+        text = line.strip()
+        if text.startswith("constants_info_[") and (".name = " in text or ".original_fqn = " in text):
+            number, _, rest = text.removeprefix("constants_info_[").partition("]")
+            known[number + rest.partition(" = ")[0]] = rest.partition(" = ")[2].strip('";')
+    names = {known[f"{number}.original_fqn"]: known[f"{number}.name"] for number in _numbers(known)}
+    strange = sorted(set(names) - {row.target for row in rows})
+    if strange:
+        raise ProgramError(
+            f"The compiler made a constant {strange[0]} that no weight of the model is.",
+            "Weights are packed by weight maps, not by the compiler: switch its freezing and packing off.",
+        )
+    lost = [row.target for row in rows if row.target not in names]
+    if lost:
+        raise ProgramError(f"The compiler did not keep {lost[0]} as a constant of its own.", "Pass it as an argument.")
+    return tuple(names[row.target] for row in rows)
+
+
+def _numbers(known: dict[str, str]) -> Iterator[str]:
+    yield from dict.fromkeys(key.partition(".")[0] for key in known)
+
+
+class _Watching:
+    """A pass of Inductor's scheduler that changes nothing and notes who touches state."""
+
+    def __init__(self, program: Program) -> None:
+        self.states = [
+            (place, row)
+            for place, row in enumerate(program.bindings.of(Role.INPUT))
+            if row.name in {each.name for each in program.bindings.state}
+        ]
+        self.names = {raw: symbol.name for raw, symbol in program.symbols.items()}
+        self.accesses: list[Access] = []
+
+    def __deepcopy__(self, memo: Any) -> _Watching:
+        return self  # options are copied on their way, and what is noted is wanted here
+
+    def _named(self, text: str) -> str:
+        """An expression with the names that people know for its symbols."""
+        return re.sub(r"\bs\d+\b", lambda found: self.names.get(found[0], found[0]), text)
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        from torch._inductor.virtualized import V
+
+        inputs = list(V.graph.graph_input_names)
+        state = {inputs[place]: row for place, row in self.states}
+        sizes = {name: V.graph.graph_inputs[name] for name in state}
+        root = {name: name for name in state}
+        for node in nodes:
+            for buffer in node.get_outputs():
+                for name in buffer.get_mutations():
+                    if name in root:
+                        root[buffer.get_name()] = root[name]
+        for node in nodes:
+            for name in state:
+                access = self._access(node, name, root, sizes[name])
+                if access is not None:
+                    self.accesses.append(Access(state[name].name, *map(self._named, access)))
+        return nodes
+
+    def _access(self, node: Any, name: str, root: dict[str, str], held: Any) -> tuple[str, ...] | None:
+        """What one kernel or call does to the state `name`."""
+        reads = [dep for dep in node.read_writes.reads if root.get(dep.name) == name]
+        writes = [dep for dep in node.read_writes.writes if root.get(dep.name) == name]
+        if not reads and not writes:
+            return None
+        width = held.get_dtype().itemsize
+        whole = math.prod([1, *held.get_size()]) * width
+        kernel = node.node if node.is_extern() else None
+        operator = getattr(kernel, "op_overload", None)
+        by = target_text(operator) if operator is not None else _label(node)
+        if kernel is not None:
+            return self._call(node, by, operator, bool(writes), str(whole))
+        # A kernel that writes to a state depends on all of it, for the order of things; what it reads it names.
+        read = [_bytes(dep, width) for dep in reads if hasattr(dep, "size")]
+        if any(not hasattr(dep, "size") for dep in reads) and not writes:
+            return by, "", "", "", "it reads the state in a way the compiler does not name"
+        written = [_bytes(dep, width) for dep in writes if hasattr(dep, "size")]
+        if len(written) < len(writes):
+            return by, "", "", "", "it writes to the state in a way the compiler does not name"
+        copies = str(whole) if read and self._writes_elsewhere(node, root, whole) else ""
+        return by, " + ".join(read), " + ".join(written), copies, ""
+
+    def _call(self, node: Any, by: str, operator: Any, writes: bool, whole: str) -> tuple[str, ...]:
+        """A call that is left to torch."""
+        if operator is None:
+            return by, "", "", "", "a call that is no operator of torch"
+        if writes or operator._schema.is_mutable:
+            return by, "", "", "", "an operator that writes to the state itself"
+        if by in FILLED_ROWS:
+            return by, "filled rows", "", "", ""
+        copies = whole if self._writes_elsewhere(node, {}, int(whole) if whole.isdigit() else 0) else ""
+        return by, whole, "", copies, ""
+
+    def _writes_elsewhere(self, node: Any, root: dict[str, str], whole: Any) -> bool:
+        """Whether something at least as large as the state, which is none, is written."""
+        from torch._inductor.virtualized import V
+
+        for buffer in node.get_outputs():
+            if buffer.get_name() in root or buffer.get_mutations():
+                continue
+            try:
+                size = math.prod([1, *buffer.node.get_size()]) * buffer.node.get_dtype().itemsize
+            except (AttributeError, NotImplementedError, AssertionError):
+                continue  # several results: each is a buffer of its own
+            if not V.graph.sizevars.statically_known_lt(size, whole):
+                return True
+        return False
+
+
+def _label(node: Any) -> str:
+    """What a kernel computes, from the calls it was made of."""
+    names = [target_text(each.target) for part in node.get_nodes() for each in getattr(part.node, "origins", ())]
+    return f"kernel({', '.join(sorted(set(names)))})"
+
+
+def _bytes(dep: Any, width: int) -> str:
+    return str(math.prod([1, *dep.size]) * width)

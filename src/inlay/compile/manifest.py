@@ -1,0 +1,194 @@
+"""The manifest of a package: one table of bindings, buckets of steps over it, files and their hashes. JSON, versioned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import PackageError
+from inlay.program.bindings import Alias, Binding, Bindings, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT = 1
+NAME = "manifest.json"
+CHUNK = 1 << 26
+"""Weights are hashed in chunks of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the code was built for. It runs nowhere else."""
+
+    torch: str
+    machine: str
+    cpu_features: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """A piece: a library and its source, or calls; and what it does to the states among its inputs."""
+
+    name: str
+    file: str
+    constants: tuple[str, ...]
+    """What the library calls its constants, in the order in which steps bind them; empty for calls."""
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    states: tuple[str, ...] = ()
+    """Inputs that it writes to."""
+    accesses: tuple[dict[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One call of a piece."""
+
+    piece: str
+    constants: tuple[str, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Code for sizes within these ranges, by name."""
+
+    name: str
+    sizes: dict[str, tuple[int, int | None]]
+    pieces: tuple[PieceFile, ...]
+    steps: tuple[StepRow, ...]
+    results: tuple[str, ...]
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these sizes are within the ranges."""
+        return all(
+            low <= sizes[name] and (high is None or sizes[name] <= high)
+            for name, (low, high) in self.sizes.items()
+            if name in sizes
+        )
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """A tensor of the weights file: which tensors of the model it is made from, by which map."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+    """Names in the model; empty for what no checkpoint holds."""
+    map: str = "same"
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file of the package: its size and hash."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The file that holds all weights, and the hashes of its chunks."""
+
+    size: int
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a package without opening another file."""
+
+    model: str
+    architecture: str
+    kind: str
+    """`decoder`: tokens in, scores out, with a cache of its own; `program`: anything else."""
+    bindings: Bindings
+    buckets: tuple[Bucket, ...]
+    weights: dict[str, WeightRow]
+    weights_file: WeightsFile
+    files: dict[str, FileRow]
+    target: Target
+    initial: dict[str, str] = field(default_factory=dict)
+    """State that starts with a value → the tensor that holds it."""
+    facts: dict[str, int] = field(default_factory=dict)
+    inlay: str = ""
+    format: int = FORMAT
+
+    def text(self) -> str:
+        """The manifest as JSON; equal manifests give equal text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @property
+    def states(self) -> tuple[Binding, ...]:
+        """The state bindings."""
+        return self.bindings.state
+
+
+def parse(text: str) -> Manifest:
+    """A manifest from its JSON."""
+    try:
+        found = json.loads(text)
+        if found.get("format") != FORMAT:
+            raise PackageError(
+                f"The package has format {found.get('format')}, and this Inlay reads format {FORMAT}.",
+                f"It was built by Inlay {found.get('inlay') or 'of another version'}: build it again, or install that.",
+            )
+        return _manifest(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PackageError("The manifest is not what its format says.", "Build or copy the package again.") from error
+
+
+def _manifest(found: dict[str, Any]) -> Manifest:
+    return Manifest(
+        **found
+        | {
+            "bindings": Bindings(tuple(_binding(row) for row in found["bindings"]["rows"])),
+            "buckets": tuple(_bucket(each) for each in found["buckets"]),
+            "weights": {name: WeightRow(**_tuples(row)) for name, row in found["weights"].items()},
+            "weights_file": WeightsFile(**_tuples(found["weights_file"])),
+            "files": {name: FileRow(**row) for name, row in found["files"].items()},
+            "target": Target(**_tuples(found["target"])),
+        }
+    )
+
+
+def _binding(row: dict[str, Any]) -> Binding:
+    alias = Alias(**row["alias"]) if row["alias"] else None
+    return Binding(**_tuples(row) | {"role": Role(row["role"]), "alias": alias})
+
+
+def _bucket(found: dict[str, Any]) -> Bucket:
+    return Bucket(
+        **_tuples(found)
+        | {
+            "sizes": {name: (low, high) for name, (low, high) in found["sizes"].items()},
+            "pieces": tuple(PieceFile(**_tuples(each)) for each in found["pieces"]),
+            "steps": tuple(StepRow(**_tuples(each)) for each in found["steps"]),
+        }
+    )
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def sha256(file: Path) -> str:
+    """The hash of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def identity(text: str) -> str:
+    """The name of a version of a package: the hash of its manifest, which holds all other hashes.
+
+    >>> identity("{}")
+    '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'
+    """
+    return hashlib.sha256(text.encode()).hexdigest()
