@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Example", "InlayError", "LanguageModel", "Program", "Sampling", "__version__", "load"]
+__all__ = ["Example", "InlayError", "LanguageModel", "Program", "Sampling", "__version__", "build", "load"]
 
 if TYPE_CHECKING:
     from inlay.capture import Example
     from inlay.errors import InlayError
+    from inlay.flow import build
     from inlay.program import Program
     from inlay.runtime import LanguageModel, Sampling, load
 
@@ -19,6 +20,7 @@ _HOMES = {
     "LanguageModel": "inlay.runtime",
     "Program": "inlay.program",
     "Sampling": "inlay.runtime",
+    "build": "inlay.flow",
     "load": "inlay.runtime",
 }
 

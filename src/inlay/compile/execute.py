@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.errors import UsageError
+from inlay.program.bindings import Role
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from inlay.compile.manifest import Bucket
+    from inlay.program.bindings import Bindings
 
     Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -45,3 +51,51 @@ class Execution:
                 for name in gone:
                     del values[name]
         return [values[name] for name in self.results]
+
+
+class Executable:
+    """A program in one or several buckets that share their weights, and the state it works on."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        buckets: Sequence[tuple[Bucket, Execution]],
+        initial: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
+        self.results = [row.name for row in bindings.outs if row.alias is None]
+
+    def new_state(self) -> dict[str, torch.Tensor]:
+        """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
+        made = {}
+        for row in self.bindings.state:
+            if row.name in self.initial:
+                made[row.name] = self.initial[row.name].clone()
+            else:
+                shape = [size for size in row.shape if isinstance(size, int)]
+                made[row.name] = torch.empty(shape, dtype=getattr(torch, row.dtype))
+        return made
+
+    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs and state by name → results by name. State is written to in place."""
+        sizes = self._sizes(given)
+        for bucket, execution in self.buckets:
+            if bucket.fits(sizes):
+                return dict(zip(self.results, execution(given), strict=True))
+        asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        ranges = " or ".join(bucket.text for bucket, _ in self.buckets)
+        raise UsageError(f"Nothing was built for {asked}.", f"It takes {ranges}.")
+
+    def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes that a call has, by name; inputs that do not fit their types are refused."""
+        sizes: dict[str, int] = {}
+        for row in self.bindings.of(Role.INPUT):
+            value = given.get(row.name)
+            if not isinstance(value, torch.Tensor) or str(value.dtype) != f"torch.{row.dtype}":
+                raise UsageError(f"{row.target} must be {row.text}.")
+            if value.dim() != len(row.shape) or not value.is_contiguous():
+                raise UsageError(f"{row.target} must be {row.text}, contiguous, and has shape {list(value.shape)}.")
+            for wanted, size in zip(row.shape, value.shape, strict=True):
+                if (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)) != size:
+                    raise UsageError(f"{row.target} must be {row.text}, and has shape {list(value.shape)}.")
+        return sizes

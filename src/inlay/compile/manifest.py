@@ -1,4 +1,4 @@
-"""The manifest of a package: one table of bindings, buckets of steps over it, files and their hashes. JSON, versioned."""
+"""The manifest of a package: one table of bindings, buckets of steps over it, files and their hashes."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ class Bucket:
             low <= sizes[name] and (high is None or sizes[name] <= high)
             for name, (low, high) in self.sizes.items()
             if name in sizes
+        )
+
+    @property
+    def text(self) -> str:
+        """The ranges as people read them."""
+        return ", ".join(
+            f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
+            for name, (low, high) in self.sizes.items()
         )
 
 

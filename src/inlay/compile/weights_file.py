@@ -81,7 +81,7 @@ def mapped(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Tensor]
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header: dict[str, Any] = json.loads(opened.read(length)) if length < size else {}
-    storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
+    storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
     found = {}
     for name, row in rows.items():
         entry = header.get(name)
@@ -89,7 +89,8 @@ def mapped(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Tensor]
             raise PackageError(f"{file.name} does not hold {name} as the manifest says.", "Build the package again.")
         dtype = _dtype(row)
         offset = (8 + length + entry["data_offsets"][0]) // dtype.itemsize
-        found[name] = torch.empty(0, dtype=dtype).set_(storage, offset, tuple(row.shape))
+        strides = [math.prod(row.shape[axis + 1 :]) for axis in range(len(row.shape))]
+        found[name] = torch.empty(0, dtype=dtype).set_(storage, offset, tuple(row.shape), strides)
     return found
 
 
@@ -103,7 +104,8 @@ def _size(row: WeightRow) -> int:
 
 
 def _bytes(value: torch.Tensor) -> memoryview:
-    return memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 class _Hashed:

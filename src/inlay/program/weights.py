@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import torch
 
-    import torch
+from inlay.errors import ProgramError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 class TensorRef(Protocol):
@@ -78,3 +80,38 @@ class Mapped:
 
     def read(self) -> torch.Tensor:
         return self.make(*(source.read() for source in self.sources))
+
+
+WEIGHT_MAPS: dict[str, Callable[..., torch.Tensor]] = {
+    "same": lambda tensor: tensor,
+    "concat": lambda *tensors: torch.cat(tensors),
+    "transpose": lambda tensor: tensor.t().contiguous(),
+}
+"""How transforms make weights of weights, by name: packages name them, so that they can be refitted."""
+
+
+def weight_map(name: str) -> Callable[..., torch.Tensor]:
+    """The map of this name."""
+    if name not in WEIGHT_MAPS:
+        raise ProgramError(f"There is no weight map {name}.", nearest(name, WEIGHT_MAPS))
+    return WEIGHT_MAPS[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A tensor that a transform makes of weights of the model: which ones, by the names users know, and how.
+
+    >>> one, two = InMemory(torch.ones(1)), InMemory(torch.zeros(1))
+    >>> Derived({"a": one, "b": two}, "concat").read()
+    tensor([1., 0.])
+    """
+
+    sources: Mapping[str, TensorRef]
+    map: str
+
+    @property
+    def origin(self) -> str:
+        return f"{', '.join(self.sources)} via {self.map}"
+
+    def read(self) -> torch.Tensor:
+        return weight_map(self.map)(*(ref.read() for ref in self.sources.values()))

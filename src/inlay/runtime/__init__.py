@@ -3,5 +3,6 @@
 from inlay.runtime.generate import Completion, Finish, Piece
 from inlay.runtime.model import LanguageModel, load
 from inlay.runtime.sampling import Sampling
+from inlay.runtime.session import Session
 
-__all__ = ["Completion", "Finish", "LanguageModel", "Piece", "Sampling", "load"]
+__all__ = ["Completion", "Finish", "LanguageModel", "Piece", "Sampling", "Session", "load"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from inlay.errors import UsageError
 from inlay.runtime.generate import collect, generate
 from inlay.runtime.sampling import Sampling
+from inlay.runtime.session import OneSequence
 from inlay.runtime.text import Text
 
 if TYPE_CHECKING:
@@ -27,10 +28,21 @@ class LanguageModel:
     Steppers are used again. Answers may overlap: each is made on a stepper of its own.
     """
 
-    def __init__(self, text: Text, open_stepper: Callable[[], Stepper]) -> None:
-        self.text = text
+    def __init__(self, text: Text | Path, open_stepper: Callable[[], Stepper]) -> None:
+        self._text = text
         self._open = open_stepper
         self._idle: list[Stepper] = []
+
+    @property
+    def text(self) -> Text:
+        """Tokenizer and chat template, read when they are first needed."""
+        if isinstance(self._text, Path):
+            self._text = Text.load(self._text)
+        return self._text
+
+    def open(self) -> Stepper:
+        """A sequence of one's own: token numbers in, scores out."""
+        return self._open()
 
     @overload
     def generate(
@@ -94,12 +106,16 @@ class LanguageModel:
             self._idle.append(stepper)
 
 
-def load(path: Path | str) -> LanguageModel:
-    """The language model in a package that `inlay build` wrote; nothing is compiled or converted."""
-    folder = Path(path)
-    return LanguageModel(Text.load(folder), _stepper_of_package(folder))
+def load(path: Path | str, *, verify: bool = False) -> LanguageModel:
+    """The language model in a package that `inlay build` wrote; nothing is compiled or converted.
 
+    `verify` also reads all weights and holds them against their hashes, which otherwise happens at the first load.
+    """
+    from inlay.compile.load import load_package
 
-def _stepper_of_package(folder: Path) -> Callable[[], Stepper]:
-    # TO BE FILLED IN with the compiled package (issue 5): the only place that does not work yet.
-    raise UsageError(f"{folder} cannot be run: compiled packages are not there yet.", "Wait for `inlay build`.")
+    package = load_package(path, verify=verify)
+    if package.manifest.kind != "decoder":
+        raise UsageError(
+            f"{path} is a compiled program, not a language model.", "Call it with inlay.compile.load_package(path)."
+        )
+    return LanguageModel(package.folder / "tokenizer", lambda: OneSequence(package))

@@ -1,0 +1,184 @@
+"""From plans to a package: pieces compiled, weights streamed, all of it published at once."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import inlay
+from inlay import host
+from inlay.compile import manifest as manifests
+from inlay.compile import store, weights_file
+from inlay.compile.aoti import build_library
+from inlay.compile.calls import encode
+from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, StepRow, Target, WeightRow
+from inlay.compile.plan import plan
+from inlay.errors import UsageError, nearest
+from inlay.program.bindings import Role
+from inlay.program.weights import Derived
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from inlay.compile.plan import Piece, Plan
+    from inlay.program.program import Program
+
+Sizes = dict[str, tuple[int, int | None]]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program cut into pieces, once for each bucket of sizes; the last one takes all sizes."""
+
+    program: Program
+    buckets: tuple[tuple[str, Sizes, Plan], ...]
+
+    @property
+    def compiled(self) -> list[Piece]:
+        """The pieces that a compiler has to work on."""
+        return [piece for _, _, each in self.buckets for piece in each.pieces if not piece.plain]
+
+
+def lower(program: Program, buckets: Sequence[str] = ()) -> Lowered:
+    """Plans for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for every size."""
+    every: Sizes = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
+    wanted = [_sizes(text, every) for text in buckets]
+    named = [(text.replace(" ", ""), sizes) for text, sizes in zip(buckets, wanted, strict=True)]
+    return Lowered(program, tuple((name, sizes, plan(program, sizes)) for name, sizes in (*named, ("all", every))))
+
+
+def _sizes(text: str, every: Sizes) -> Sizes:
+    """A bucket from its text.
+
+    >>> _sizes("length=1", {"batch": (1, 4), "length": (1, 64)})
+    {'batch': (1, 4), 'length': (1, 1)}
+    """
+    sizes = dict(every)
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        low, dots, high = value.partition("..")
+        if not equals or not low.isdigit() or (high and not high.isdigit()):
+            raise UsageError(
+                f"{text!r} is not a bucket.", "Write --buckets length=1 or --buckets batch=1,length=2..64."
+            )
+        if name not in every:
+            raise UsageError(f"The program has no size {name}.", nearest(name, every) or f"It has {', '.join(every)}.")
+        floor, ceiling = every[name]
+        least, most = int(low), int(high) if high else ceiling if dots else int(low)
+        if least < floor or (ceiling is not None and (most is None or most > ceiling)):
+            raise UsageError(f"{text}: {name} must be within {floor} … {ceiling}.")
+        sizes[name] = (least, most)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a package holds beside code and weights."""
+
+    model: str
+    architecture: str = ""
+    kind: str = "program"
+    facts: Mapping[str, int] | None = None
+    texts: Mapping[str, str] | None = None
+    """Files by name."""
+    save_tokenizer: Callable[[Path], None] | None = None
+
+
+def pack(
+    lowered: Lowered, path: Path, contents: Contents, on_step: Callable[[str], None] = lambda step: None
+) -> Manifest:
+    """Compile what has to be, and write the package."""
+    with store.staged(path) as folder:
+        buckets = []
+        for number, (name, sizes, each) in enumerate(lowered.buckets):
+            pieces = []
+            for piece in each.pieces:
+                on_step(f"compiling {piece.name} ({name})" if not piece.plain else "")
+                pieces.append(_write_piece(piece, folder, f"{number}-{piece.name}"))
+            steps = tuple(StepRow(step.piece, step.constants, step.ins, step.outs) for step in each.steps)
+            buckets.append(Bucket(name, sizes, tuple(pieces), _by_target(steps, lowered.program), each.results))
+        on_step("writing weights")
+        rows, read, initial = _weights(lowered, buckets)
+        written = weights_file.write(folder / weights_file.NAME, rows, read)
+        on_step("writing the package")
+        for name, text in (contents.texts or {}).items():
+            (folder / name).write_text(text)
+        if contents.save_tokenizer is not None:
+            (folder / "tokenizer").mkdir()
+            contents.save_tokenizer(folder / "tokenizer")
+        files = {
+            file.relative_to(folder).as_posix(): FileRow(file.stat().st_size, manifests.sha256(file))
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and file.name != weights_file.NAME
+        }
+        manifest = Manifest(
+            model=contents.model,
+            architecture=contents.architecture,
+            kind=contents.kind,
+            bindings=lowered.program.bindings,
+            buckets=tuple(buckets),
+            weights=rows,
+            weights_file=written,
+            files=files,
+            target=_target(),
+            initial=initial,
+            facts=dict(contents.facts or {}),
+            inlay=inlay.__version__,
+        )
+        store.publish(path, folder, manifest.text())
+    return manifest
+
+
+def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
+    states = tuple(row.name for row in piece.program.bindings.state)
+    ins = tuple(row.name for row in piece.ins)
+    outs = tuple(row.name for row in piece.program.bindings.outs if row.alias is None)
+    if piece.plain:
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(encode(piece.program.graph), indent=1))
+        return PieceFile(piece.name, file.name, (), ins, outs, states)
+    built = build_library(piece.program)
+    file = folder / f"{name}.so"
+    file.write_bytes(built.library)
+    file.with_suffix(".cpp").write_text(built.source)
+    file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
+    accesses = tuple(each.to_json() for each in built.accesses)
+    return PieceFile(piece.name, file.name, built.constants, ins, outs, states, accesses)
+
+
+def _by_target(steps: Sequence[StepRow], program: Program) -> tuple[StepRow, ...]:
+    """Steps that name weights as users know them."""
+    names = {row.name: row.target for row in program.bindings.ins}
+    return tuple(replace(step, constants=tuple(names[each] for each in step.constants)) for step in steps)
+
+
+def _weights(
+    lowered: Lowered, buckets: Sequence[Bucket]
+) -> tuple[dict[str, WeightRow], Callable[[str], torch.Tensor], dict[str, str]]:
+    """The tensors the steps bind, and the values that state starts with; how to read each."""
+    program = lowered.program
+    used = {name for bucket in buckets for step in bucket.steps for name in step.constants}
+    initial = {row.name: row.target for row in program.bindings.state if row.name in program.tensors}
+    rows: dict[str, WeightRow] = {}
+    homes: dict[str, str] = {}
+    for row in program.bindings.ins:
+        if row.target not in used and row.name not in initial:
+            continue
+        ref: Any = program.tensors[row.name]
+        sources: tuple[str, ...] = (row.target,) if row.persistent and row.role is not Role.INPUT else ()
+        way = "same"
+        if isinstance(ref, Derived):
+            sources, way = tuple(ref.sources), ref.map
+        rows[row.target] = WeightRow(row.dtype, tuple(int(size) for size in row.shape), sources, way)
+        homes[row.target] = row.name
+    return rows, lambda name: program.tensors[homes[name]].read(), initial
+
+
+def _target() -> Target:
+    version = torch.__version__.partition("+")[0]
+    return Target(version, platform.machine(), host.cpu_features(), torch.get_num_threads())

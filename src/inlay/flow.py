@@ -1,0 +1,170 @@
+"""The flow: a model is captured, transformed, lowered and packed. `inlay.build` is this file."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from inlay.capture import Example, Model, capture, open_model
+from inlay.capture.hf import HFOptions
+from inlay.capture.tokenizer import save_tokenizer
+from inlay.compile import store
+from inlay.compile.pack import Contents, lower, pack
+from inlay.config import resolve
+from inlay.errors import ModelError
+from inlay.state import declare, lift_mutated_buffers
+from inlay.transforms import configure, run
+from inlay.transforms.instruments import Dump
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from inlay.compile.manifest import Manifest
+    from inlay.config import Resolved
+    from inlay.program.program import Program
+    from inlay.transforms.pipeline import Record
+
+_T = TypeVar("_T")
+DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
+"""Settings for a model that tokens go into and scores come out of."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a build may be asked for."""
+
+    max_length: int = 2048
+    max_batch: int = 1
+    buckets: tuple[str, ...] | None = None
+    """Sizes to compile for separately, beside all of them; by default single tokens, for a decoder."""
+    weights: str = ""
+    """Number format of the weights; by default the checkpoint's own."""
+    config: tuple[Path, ...] = ()
+    settings: tuple[str, ...] = ()
+    alias: Mapping[str | int, str | int] = field(default_factory=dict)
+    """Outputs that live in the storage of inputs."""
+    dump: Path | None = None
+    """Folder for the program before and after each transform."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Built:
+    """A package that was built, and what happened on the way."""
+
+    path: Path
+    manifest: Manifest
+    records: tuple[Record, ...]
+    seconds: Mapping[str, float]
+    """Stage → how long it took."""
+
+
+def build(
+    model: str | Model | Example,
+    path: str | Path,
+    options: Options | None = None,
+    *,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Built:
+    """Build a package from MODEL: captured, transformed, lowered, packed."""
+    options, path, clock = options or Options(), Path(path), _Clock()
+    store.check_free(path)
+    source = _opened(model, options)
+    program = clock("capture", lambda: capture(source, on_step=on_step))
+    program, resolved, records = clock("transform", lambda: transform(program, options, on_step))
+    lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
+    contents = _contents(source, program, resolved, records)
+    manifest = clock("pack", lambda: pack(lowered, path, contents, on_step))
+    return Built(path, manifest, tuple(records), clock.seconds)
+
+
+def transform(
+    program: Program, options: Options, on_step: Callable[[str], None] = lambda step: None
+) -> tuple[Program, Resolved, list[Record]]:
+    """Run the configured transforms. A decoder without state of its own gets a cache."""
+    on_step("transforming")
+    if options.alias:
+        program = declare(program, options.alias)
+    program = lift_mutated_buffers(program)
+    settings = [*_for_decoders(program, options), *options.settings]
+    resolved = resolve(
+        architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
+    )
+    program, records = run(program, configure(resolved), [Dump(options.dump)] if options.dump else [])
+    return program, resolved, records
+
+
+def is_decoder(program: Program) -> bool:
+    """Whether tokens go in and scores come out, and no state is the model's own."""
+    inputs = [row.target for row in program.bindings.ins if row.role.value == "input"]
+    outputs = [row.name for row in program.bindings.outs]
+    return inputs == ["input_ids"] and outputs == ["logits"]
+
+
+def _opened(model: str | Model | Example, options: Options) -> Model:
+    if isinstance(model, str):
+        import torch
+
+        dtype = getattr(torch, options.weights) if options.weights else None
+        return open_model(model, HFOptions(dtype, options.trust_remote_code))
+    return Model(type(model.module).__name__, "module", model, {}) if isinstance(model, Example) else model
+
+
+def _for_decoders(program: Program, options: Options) -> list[str]:
+    if not is_decoder(program):
+        return []
+    most = program.facts.max_length.value if program.facts.max_length else options.max_length
+    room = min(options.max_length, most)
+    return [*DECODER, f"insert_kv_cache.max_length={room}", f"insert_kv_cache.max_batch={options.max_batch}"]
+
+
+def _buckets(program: Program, options: Options) -> Sequence[str]:
+    if options.buckets is not None:
+        return options.buckets
+    return ("length=1",) if "lengths" in {row.target for row in program.bindings.ins} else ()
+
+
+def _contents(source: Model, program: Program, resolved: Resolved, records: Sequence[Record]) -> Contents:
+    remarks = [remark.to_json() for record in records for remark in record.remarks]
+    settings = {
+        entry.key: {name: setting.value for name, setting in entry.options.items()} for entry in resolved.entries
+    }
+    tokenizer = source.tokenizer
+    return Contents(
+        model=source.name,
+        architecture=program.facts.architecture,
+        kind="decoder" if "lengths" in {row.target for row in program.bindings.ins} else "program",
+        facts={name: fact.value for name, fact in program.facts.known()},
+        texts={
+            "resolved.yaml": yaml.safe_dump({"transforms": settings}, sort_keys=False),
+            "remarks.jsonl": "".join(json.dumps(remark, ensure_ascii=False) + "\n" for remark in remarks),
+        },
+        save_tokenizer=None if tokenizer is None else lambda folder: _save_tokenizer(tokenizer, folder),
+    )
+
+
+def _save_tokenizer(tokenizer: Callable[[], Any], folder: Path) -> None:
+    """A model without a tokenizer is packed without one: token numbers go in and out."""
+    try:
+        save_tokenizer(tokenizer(), folder)
+    except ModelError as error:
+        folder.mkdir(exist_ok=True)
+        (folder / "missing.txt").write_text(f"{error.problem}\n")
+
+
+class _Clock:
+    """How long stages take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, stage: Callable[[], _T]) -> _T:
+        start = time.perf_counter()
+        result = stage()
+        self.seconds[name] = time.perf_counter() - start
+        return result
