@@ -68,6 +68,14 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(feature for feature in CPU_FEATURES if feature in flags)
 
 
+def version(package: str) -> str:
+    """The version of an installed package, or nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

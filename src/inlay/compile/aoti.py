@@ -21,7 +21,7 @@ from inlay.program.graphs import all_nodes, target_text
 from inlay.state import canonical_updates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from inlay.program.program import Program
 
@@ -60,8 +60,8 @@ class Built:
     accesses: tuple[Access, ...]
 
 
-def build_library(program: Program) -> Built:
-    """Compile a program whose weights are given later, one set a container."""
+def build_library(program: Program, states: Sequence[str] = ()) -> Built:
+    """Compile a program whose weights are given later, one set a container. `states` are inputs to keep an eye on."""
     import torch._inductor as inductor
 
     program = canonical_updates(program)[0]
@@ -71,7 +71,7 @@ def build_library(program: Program) -> Built:
     inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
     args, kwargs = tree_unflatten(examples, program.calling.in_spec)
-    watching = _Watching(program)
+    watching = _Watching(program, states)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {
@@ -121,12 +121,9 @@ def _numbers(known: dict[str, str]) -> Iterator[str]:
 class _Watching:
     """A pass of Inductor's scheduler that changes nothing and notes who touches state."""
 
-    def __init__(self, program: Program) -> None:
-        self.states = [
-            (place, row)
-            for place, row in enumerate(program.bindings.of(Role.INPUT))
-            if row.name in {each.name for each in program.bindings.state}
-        ]
+    def __init__(self, program: Program, states: Sequence[str]) -> None:
+        rows = [row for row in program.bindings.of(Role.INPUT) if row.is_tensor]
+        self.states = [(place, row) for place, row in enumerate(rows) if row.name in states]
         self.names = {raw: symbol.name for raw, symbol in program.symbols.items()}
         self.accesses: list[Access] = []
 

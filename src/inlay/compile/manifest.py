@@ -41,6 +41,8 @@ class PieceFile:
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     states: tuple[str, ...] = ()
+    """Inputs that are state."""
+    written: tuple[str, ...] = ()
     """Inputs that it writes to."""
     accesses: tuple[dict[str, str], ...] = ()
 

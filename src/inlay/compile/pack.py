@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import inlay
 from inlay import host
 from inlay.compile import manifest as manifests
 from inlay.compile import store, weights_file
@@ -128,27 +127,27 @@ def pack(
             target=_target(),
             initial=initial,
             facts=dict(contents.facts or {}),
-            inlay=inlay.__version__,
+            inlay=host.version("inlay"),
         )
         store.publish(path, folder, manifest.text())
     return manifest
 
 
 def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
-    states = tuple(row.name for row in piece.program.bindings.state)
     ins = tuple(row.name for row in piece.ins)
     outs = tuple(row.name for row in piece.program.bindings.outs if row.alias is None)
     if piece.plain:
         file = folder / f"{name}.json"
         file.write_text(json.dumps(encode(piece.program.graph), indent=1))
-        return PieceFile(piece.name, file.name, (), ins, outs, states)
-    built = build_library(piece.program)
+        return PieceFile(piece.name, file.name, (), ins, outs)
+    built = build_library(piece.program, piece.states)
     file = folder / f"{name}.so"
     file.write_bytes(built.library)
     file.with_suffix(".cpp").write_text(built.source)
     file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
     accesses = tuple(each.to_json() for each in built.accesses)
-    return PieceFile(piece.name, file.name, built.constants, ins, outs, states, accesses)
+    written = tuple(row.name for row in piece.program.bindings.state)
+    return PieceFile(piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses)
 
 
 def _by_target(steps: Sequence[StepRow], program: Program) -> tuple[StepRow, ...]:

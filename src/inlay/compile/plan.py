@@ -39,6 +39,8 @@ class Piece:
     name: str
     program: Program
     plain: bool = False
+    states: tuple[str, ...] = ()
+    """Inputs that are state of the whole program, written to or not."""
 
     @property
     def constants(self) -> tuple[Binding, ...]:
@@ -290,8 +292,9 @@ class _Cutter:
         ]
         name = f"block{number}" if segment.kind is not None else f"part{number}"
         program = retyped(builder.program(name, states, self._outputs(index)), self.ranges)
-        plain = len(self.segments) > 1 and segment.kind is None and not states and len(segment.nodes) <= FEW_CALLS
-        return Piece(name, program, plain)
+        touched = tuple(f"x{place}" for place, value in enumerate(shape.ins) if value in self.states)
+        plain = len(self.segments) > 1 and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
+        return Piece(name, program, plain, touched)
 
     def _names(self, index: int, value: str) -> list[fx.Node]:
         """Every outside node of a segment that is this value: an old state and a new one lie in the same storage."""

@@ -1,0 +1,112 @@
+"""What a call writes and allocates, measured: pages written to, and tensors made, whatever code did it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What happened in one call."""
+
+    written: int
+    """Bytes of the watched tensor's pages that were written to."""
+    allocated: tuple[int, ...]
+    """Sizes of all blocks of memory that torch allocated, in bytes."""
+
+    def copies(self, size: int) -> int:
+        """Bytes that were allocated in blocks at least as large as a state of `size` bytes."""
+        return sum(each for each in self.allocated if each >= size)
+
+
+def paged(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in memory of their own pages, which `watch` can tell apart from everything else.
+
+    >>> paged([2, 3]).shape
+    torch.Size([2, 3])
+    """
+    count = math.prod(shape)
+    size = max(count * dtype.itemsize, 1)
+    held = mmap.mmap(-1, -(-size // _PAGE) * _PAGE)
+    return torch.frombuffer(held, dtype=dtype, count=count).view(*shape)
+
+
+def watch(call: Callable[[], Any], state: torch.Tensor) -> Moved:
+    """Run `call` twice: once watching which pages of `state` (made by `paged`) it writes, once what it allocates."""
+    written = sum(pages_written(call, state)) * _PAGE
+    return Moved(written, tuple(allocations(call)))
+
+
+def pages_written(call: Callable[[], Any], state: torch.Tensor) -> list[int]:
+    """Run `call`; 1 for every page of `state` (made by `paged`) that it wrote to, 0 for the others."""
+    if state.data_ptr() % _PAGE:
+        raise UsageError("The state does not begin at a page.", "Make it with inlay.state.watch.paged.")
+    library = _library()
+    size = -(-state.numel() * state.element_size() // _PAGE) * _PAGE
+    marks = (ctypes.c_ubyte * (size // _PAGE))()
+    if library.watch_start(ctypes.c_void_p(state.data_ptr()), ctypes.c_long(size), ctypes.c_long(_PAGE), marks):
+        raise UsageError("The memory of the state cannot be protected.")
+    try:
+        call()
+    finally:
+        library.watch_stop()
+    return list(marks)
+
+
+def arena(shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tensors of these types, each in pages of its own, side by side in one tensor that `pages_written` can watch."""
+    sizes = {
+        name: -(-max(math.prod(shape) * dtype.itemsize, 1) // _PAGE) * _PAGE for name, (shape, dtype) in shapes.items()
+    }
+    whole = paged([sum(sizes.values())], torch.uint8)
+    made, at = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        made[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        at += sizes[name]
+    return whole, made
+
+
+def allocations(call: Callable[[], Any]) -> list[int]:
+    """Run `call`; the sizes of all blocks of memory that torch allocated, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        measured.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [
+        event["args"]["Bytes"] for event in events if event.get("name") == "[memory]" and event["args"]["Bytes"] > 0
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    folder = Path(tempfile.mkdtemp())
+    source = resources.files("inlay.state").joinpath("watch.c")
+    (folder / "watch.c").write_text(source.read_text())
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(folder / "watch.so"), str(folder / "watch.c")]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError("A C compiler is needed to watch memory.", "Install gcc or clang as `cc`.") from error
+    return ctypes.CDLL(str(folder / "watch.so"))
