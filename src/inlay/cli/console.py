@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from inlay.errors import ExitCode, InlayError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 WIDTH = 120
 """Columns used when nobody is looking at a terminal."""
@@ -62,20 +63,36 @@ def _escape(text: str) -> str:
 
 
 @contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar over `steps` named steps with the time so far, on the terminal only."""
+def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
+    """A bar over named steps, with the time so far and what is left, on the terminal only.
+
+    `steps` says what steps there will be and how long they take relative to each other; a step is known by the first
+    word of its name, and one more of a kind makes the whole longer.
+    """
     if not err.is_terminal:
         yield lambda step: None
         return
-    columns = (TextColumn("{task.description:<28}"), BarColumn(32), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True) as bar:
-        task = bar.add_task("starting", total=steps)
-        started = False
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(32),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=sum(steps.values()), left="")
+        todo, running, start = dict(steps), 0.0, time.monotonic()
 
         def step(name: str) -> None:
-            nonlocal started
-            bar.update(task, description=name, advance=1 if started else 0)
-            started = True
+            nonlocal running
+            if not name:
+                return
+            bar.advance(task, running)
+            kind = name if name in steps else name.split()[0]
+            running = todo.pop(kind, steps.get(kind, 1.0))
+            done = bar.tasks[task].completed
+            total = max(bar.tasks[task].total or 0.0, done + running + sum(todo.values()))
+            left = (time.monotonic() - start) * (total - done) / done if done else 0.0
+            bar.update(task, description=name, total=total, left=f"about {left:.0f} s left" if left else "")
 
         yield step
 

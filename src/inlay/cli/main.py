@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import diff, doctor, passes, show
+from inlay.cli import build, diff, doctor, inspect, passes, prove, run, show
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -20,6 +20,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("build")(build.build)
+app.command("run")(run.run)
+app.command("prove")(prove.prove)
+app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("diff")(diff.diff)

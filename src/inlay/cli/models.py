@@ -23,6 +23,10 @@ ModelArgument = Annotated[
 ]
 
 
+CAPTURE = {"importing": 2, "opening": 3, "exporting": 8, "making": 12, "reading": 1}
+"""The steps of a capture, by first word, and how long each takes relative to the others."""
+
+
 class DType(StrEnum):
     """Number format to capture the model in."""
 
@@ -41,7 +45,7 @@ TrustOption = Annotated[
 
 def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
     """Capture MODEL, or read it when it is a dump, with a progress bar."""
-    with progress(5) as step:
+    with progress(CAPTURE) as step:
         step("importing torch")
         if text.endswith(".py") and Path(text).is_file():
             from inlay.errors import UsageError

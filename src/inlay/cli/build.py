@@ -1,0 +1,156 @@
+"""`inlay build`"""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from inlay.cli.console import failing_kindly, out, print_json, progress
+from inlay.cli.models import CAPTURE, DType, ModelArgument, TrustOption
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.cli.sizes import bytes_text
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from inlay.flow import Built
+
+
+def build(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the package.", show_default=False)],
+    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 1,
+    buckets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--buckets",
+            metavar="SIZES",
+            help="Sizes to compile for separately, such as length=1 (the default for a decoder) or"
+            " batch=1,length=2..64; may be given several times; none: the same code for all sizes.",
+        ),
+    ] = None,
+    weights: Annotated[
+        DType | None, typer.Option("--weights", help="Number format of the weights; by default the checkpoint's own.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option("--alias", metavar="OUTPUT=INPUT", help="This output lives in the storage of this input."),
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="Write the program after each transform here."),
+    ] = None,
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    trust: TrustOption = False,
+) -> None:
+    """Compile a model into a package: one folder that loads in a moment and needs no compiler.
+
+    Example: [bold]inlay build SmolLM2-135M-Instruct.Q4_1.gguf -o ./smollm2 --max-length 2048[/]
+
+    Example: [bold]inlay build ./my-model -o ./package --weights bfloat16 --max-batch 8[/]
+    """
+    with failing_kindly():
+        from inlay.flow import Options, build
+
+        options = Options(
+            max_length=max_length,
+            max_batch=max_batch,
+            buckets=_buckets(buckets),
+            weights=weights.value if weights else "",
+            config=tuple(files or ()),
+            settings=tuple(settings or ()),
+            alias=_aliases(alias or ()),
+            dump=dump,
+            trust_remote_code=trust,
+        )
+        steps = {**CAPTURE, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
+        with progress(steps) as step:
+            made = build(model, output, options, on_step=step)
+        if as_json:
+            print_json(_as_json(made))
+        else:
+            _print(made)
+
+
+def _buckets(given: list[str] | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(each for each in given if each != "none")
+
+
+def _aliases(given: tuple[str, ...] | list[str]) -> dict[str | int, str | int]:
+    found: dict[str | int, str | int] = {}
+    for text in given:
+        output, equals, source = text.partition("=")
+        if not equals:
+            raise UsageError(f"{text!r} is not an alias.", "Write --alias OUTPUT=INPUT.")
+        found[int(output) if output.isdigit() else output] = int(source) if source.isdigit() else source
+    return found
+
+
+def _as_json(made: Built) -> dict[str, Any]:
+    manifest = made.manifest
+    return {
+        "package": str(made.path),
+        "model": manifest.model,
+        "kind": manifest.kind,
+        "transforms": [record.to_json() for record in made.records],
+        "pieces": [
+            {
+                "bucket": bucket.name,
+                "piece": piece.name,
+                "steps": sum(step.piece == piece.name for step in bucket.steps),
+            }
+            for bucket in manifest.buckets
+            for piece in bucket.pieces
+        ],
+        "weights_bytes": manifest.weights_file.size,
+        "code_bytes": sum(row.size for name, row in manifest.files.items() if name.endswith(".so")),
+        "seconds": {name: round(value, 2) for name, value in made.seconds.items()},
+    }
+
+
+def _print(made: Built) -> None:
+    manifest = made.manifest
+    table = Table(box=None, pad_edge=False)
+    for column in ("transform", "sites", "missed"):
+        table.add_column(column, justify="right" if column != "transform" else "left")
+    for record in made.records:
+        if record.status == "ran" and (record.sites or record.remarks):
+            table.add_row(record.key, str(record.sites), str(len(record.remarks) or ""))
+    out.print(table)
+    out.print()
+    print_pieces(manifest, made.path)
+    total = sum(made.seconds.values())
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in made.seconds.items())
+    out.print(f"\nBuilt {made.path} in {total:.0f} s ({parts}).")
+    state = sum(row_bytes(row) for row in manifest.states)
+    out.print(f"{bytes_text(manifest.weights_file.size)} of weights, {bytes_text(state)} of state a session.")
+    if manifest.kind == "decoder":
+        out.print(f'Try: inlay run {made.path} "Once upon a time"', markup=False)
+
+
+def row_bytes(row: Any) -> int:
+    """The bytes that a state takes."""
+    import torch
+
+    count: int = getattr(torch, row.dtype).itemsize
+    for size in row.shape:
+        count *= size if isinstance(size, int) else 1
+    return count
+
+
+def print_pieces(manifest: Any, path: Path) -> None:
+    """A table of all pieces: how often each runs, what it is, how large."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("sizes", "piece", "steps", "what", "size"):
+        table.add_column(column, justify="right" if column in ("steps", "size") else "left")
+    for bucket in manifest.buckets:
+        for piece in bucket.pieces:
+            steps = sum(step.piece == piece.name for step in bucket.steps)
+            what = "compiled" if piece.file.endswith(".so") else "calls"
+            table.add_row(bucket.text, piece.name, f"× {steps}", what, bytes_text(manifest.files[piece.file].size))
+    out.print(table)
