@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import build, diff, doctor, inspect, passes, prove, run, show
+from inlay.cli import build, diff, doctor, inspect, passes, prove, refit, run, show
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("build")(build.build)
 app.command("run")(run.run)
 app.command("prove")(prove.prove)
+app.command("refit")(refit.refit)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)

@@ -1,0 +1,34 @@
+"""`inlay refit`"""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import Annotated
+
+import typer
+
+from inlay.cli.console import failing_kindly, out, progress
+from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
+from inlay.cli.sizes import bytes_text
+
+
+def refit(
+    package: PackageArgument,
+    weights: Annotated[
+        str,
+        typer.Option("--weights", metavar="FOLDER", help="A checkpoint of the same model.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write another package; by default this one is changed.")
+    ] = None,
+) -> None:
+    """Put the weights of another checkpoint of the same model into a package. Compiles nothing.
+
+    Example: [bold]inlay refit ./package --weights ./my-finetuned-model[/]
+    """
+    with failing_kindly():
+        from inlay.compile.refit import refit
+
+        with progress({"opening": 4, "writing": 4}) as step:
+            made = refit(package, weights, output=output, on_step=step)
+        out.print(f"{output or package} now holds {made.model}: {bytes_text(made.weights_file.size)} of weights.")

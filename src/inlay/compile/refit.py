@@ -1,0 +1,91 @@
+"""Refit: new weights in a compiled package, through the maps that its manifest names. Nothing is compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from inlay.capture import open_model
+from inlay.capture.hf import HFOptions
+from inlay.compile import store, weights_file
+from inlay.compile.load import check, read_manifest
+from inlay.errors import UsageError
+from inlay.program.weights import weight_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.capture import Model
+    from inlay.compile.manifest import Manifest
+    from inlay.program.weights import TensorRef
+
+
+def refit(
+    path: str | Path, weights: str, *, output: Path | None = None, on_step: Callable[[str], None] = lambda step: None
+) -> Manifest:
+    """A package with the weights of another checkpoint of the same model, in its place or at `output`."""
+    manifest, folder = read_manifest(path)
+    check(manifest, folder)
+    on_step("opening the weights")
+    model = open_model(weights, HFOptions(_dtype(manifest)))
+    _check_model(manifest, model)
+    old = weights_file.mapped(folder / weights_file.NAME, manifest.weights)
+    home = output or Path(path)
+    with store.staged(home) as staging:
+        for name in manifest.files:
+            _link(folder / name, staging / name)
+        on_step("writing weights")
+
+        def read(name: str) -> torch.Tensor:
+            row = manifest.weights[name]
+            if not row.sources:
+                return old[name]
+            return weight_map(row.map)(*(model.tensors[source].read() for source in row.sources))
+
+        written = weights_file.write(staging / weights_file.NAME, manifest.weights, read)
+        made = replace(manifest, weights_file=written, model=model.name)
+        store.publish(home, staging, made.text())
+    return made
+
+
+def _dtype(manifest: Manifest) -> torch.dtype | None:
+    """The number format of the weights that checkpoints hold."""
+    found = [getattr(torch, row.dtype) for row in manifest.weights.values() if row.sources]
+    return next((dtype for dtype in found if dtype.is_floating_point), None)
+
+
+def _check_model(manifest: Manifest, model: Model) -> None:
+    if manifest.architecture and model.architecture and manifest.architecture != model.architecture:
+        raise UsageError(
+            f"{model.name} is of the architecture {model.architecture}, and the package is {manifest.architecture}.",
+            "Refit with a checkpoint of the same model, or build a new package.",
+        )
+    tensors: Mapping[str, TensorRef] = model.tensors
+    for name, row in manifest.weights.items():
+        missing = [source for source in row.sources if source not in tensors]
+        if missing:
+            raise UsageError(f"{model.name} has no {missing[0]}, from which {name} is made.")
+    facts = [(name, model.config.get(name), value) for name, value in manifest.facts.items()]
+    differing = [
+        (name, new, old) for name, new, old in facts if new is not None and new != old and name != "max_length"
+    ]
+    if differing:
+        name, new, old = differing[0]
+        raise UsageError(
+            f"{model.name} has {new:,} {name.replace('_', ' ')}, and the package was built for {old:,}.",
+            "Refit with a checkpoint of the same model, or build a new package.",
+        )
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the disk cannot do that."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
