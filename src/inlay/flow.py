@@ -14,6 +14,7 @@ from inlay.capture import Example, Model, capture, open_model
 from inlay.capture.hf import HFOptions
 from inlay.capture.tokenizer import save_tokenizer
 from inlay.compile import store
+from inlay.compile.in_process import compile_lowered
 from inlay.compile.pack import Contents, lower, pack
 from inlay.config import resolve
 from inlay.errors import ModelError
@@ -24,6 +25,7 @@ from inlay.transforms.instruments import Dump
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from inlay.compile.execute import Executable
     from inlay.compile.manifest import Manifest
     from inlay.config import Resolved
     from inlay.program.program import Program
@@ -81,6 +83,13 @@ def build(
     contents = _contents(source, program, resolved, records)
     manifest = clock("pack", lambda: pack(lowered, path, contents, on_step))
     return Built(path, manifest, tuple(records), clock.seconds)
+
+
+def compiled(model: str | Model | Example, engine: str = "inductor", options: Options | None = None) -> Executable:
+    """The same flow without a package: a model compiled by an engine, to run in this process."""
+    options = options or Options()
+    program = transform(capture(_opened(model, options)), options)[0]
+    return compile_lowered(lower(program, _buckets(program, options)), engine)
 
 
 def transform(

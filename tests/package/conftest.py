@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from eager import byte_tokenizer
+from models import random_model
+from package.packages import FIELDS, ROOM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    return random_model(FIELDS)
+
+
+@pytest.fixture(scope="session")
+def model_folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def package(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with two buckets and four slots. Read it only: all tests share it."""
+    from inlay.flow import Options, build
+
+    path = tmp_path_factory.mktemp("package") / "package"
+    build(str(model_folder), path, Options(max_length=ROOM, max_batch=4))
+    return path

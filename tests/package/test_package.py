@@ -1,0 +1,271 @@
+"""A package: built once, loaded without a compiler, the same tokens as the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from inlay.compile import load_package
+from inlay.compile import manifest as manifests
+from inlay.compile.load import read_manifest
+from inlay.compile.refit import refit
+from inlay.errors import PackageError, UsageError
+from inlay.flow import build
+from inlay.runtime import Session
+from models import Convolutions, random_model
+from package.packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.xdist_group("package")
+
+
+def test_pieces(package: Path) -> None:
+    """One compiled block for all layers, and a few calls before and after it."""
+    manifest, folder = read_manifest(package)
+    assert [bucket.name for bucket in manifest.buckets] == ["length=1", "all"]
+    for bucket in manifest.buckets:
+        compiled = [piece for piece in bucket.pieces if piece.file.endswith(".so")]
+        assert [sum(step.piece == piece.name for step in bucket.steps) for piece in compiled] == [3]
+        assert len(bucket.pieces) == 3
+    assert len(manifest.states) == 6
+    assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in folder.rglob("*"))
+    weight = load_package(package).weights["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()[:64]
+    assert weight in (folder / "weights.safetensors").read_bytes()
+    assert not any(weight in file.read_bytes() for file in folder.glob("*.so")), "code holds no weights"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_same_tokens_as_the_model(package: Path, model: Any, batch: int) -> None:
+    prompts = torch.randint(3, 300, (batch, 7), generator=torch.Generator().manual_seed(batch))
+    assert torch.equal(greedy(load_package(package), prompts, 64), eager_greedy(model, prompts, 64))
+
+
+NEW_PROCESS = """
+import sys, torch
+from inlay.compile import load_package
+from inlay.runtime import Session
+session = Session(load_package(sys.argv[1]))
+scores = session.advance([[5, 6, 7]])
+for _ in range(8):
+    scores = session.advance([[int(scores.argmax())]])
+loaded = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo", "transformers", "sympy"))]
+print(loaded, session.lengths)
+"""
+
+
+def test_a_new_process_needs_no_compiler(package: Path) -> None:
+    assert in_new_process(NEW_PROCESS, package).stdout.strip() == "[] [11]"
+
+
+def test_generate(package: Path) -> None:
+    import inlay
+
+    answer = inlay.load(package).generate("The quick", max_tokens=8, raw=True)
+    assert len(answer.tokens) == 8
+    pieces = list(inlay.load(package).generate("The quick", max_tokens=8, raw=True, stream=True))
+    assert [piece.token for piece in pieces] == list(answer.tokens)
+
+
+class TestSession:
+    def test_starting_over_needs_no_zeroing(self, package: Path, model: Any) -> None:
+        session = Session(load_package(package), 2)
+        first = session.advance([[9] * 60, [8] * 60])
+        for value in session._state.values():
+            value.fill_(float("nan"))
+        session.restart()
+        prompts = torch.tensor([[5, 6, 7], [7, 6, 5]])
+        again = session.advance(prompts)
+        with torch.no_grad():
+            torch.testing.assert_close(again, model(prompts).logits[:, -1])
+        assert bool(torch.isfinite(first).all())
+
+    def test_one_sequence_of_several_starts_over(self, package: Path, model: Any) -> None:
+        session = Session(load_package(package), 2)
+        session.advance([[9] * 20, [8] * 20])
+        session.restart(0)
+        assert session.lengths == [0, 20]
+        scores = session.advance([[5, 6], [7, 7]])
+        with torch.no_grad():
+            torch.testing.assert_close(scores[0], model(torch.tensor([[5, 6]])).logits[0, -1])
+            torch.testing.assert_close(scores[1], model(torch.tensor([[8] * 20 + [7, 7]])).logits[0, -1])
+
+    def test_a_prompt_in_parts(self, package: Path, model: Any) -> None:
+        session = Session(load_package(package))
+        tokens = torch.arange(3, 40)[None]
+        for part in tokens.split([1, 5, 1, 1, 29], 1):
+            scores = session.advance(part)
+        with torch.no_grad():
+            torch.testing.assert_close(scores, model(tokens).logits[:, -1])
+
+    def test_results_stay(self, package: Path) -> None:
+        session = Session(load_package(package))
+        held = session.advance([[5, 6, 7]])
+        before = held.clone()
+        for _ in range(5):
+            session.advance([[9]])
+        assert torch.equal(held, before)
+
+    def test_two_sessions_share_weights_and_no_state(self, package: Path, model: Any) -> None:
+        loaded = load_package(package)
+        one, two = Session(loaded), Session(loaded)
+        one.advance([[5, 6, 7]])
+        two.advance([[9, 9, 9, 9]])
+        scores = one.advance([[8]])
+        with torch.no_grad():
+            torch.testing.assert_close(scores, model(torch.tensor([[5, 6, 7, 8]])).logits[:, -1])
+
+    def test_room_ends(self, package: Path) -> None:
+        session = Session(load_package(package))
+        session.advance([[5] * ROOM])
+        with pytest.raises(UsageError, match=f"room for {ROOM}"):
+            session.advance([[5]])
+        with pytest.raises(UsageError, match="4 slots"):
+            Session(load_package(package), 5)
+        with pytest.raises(UsageError, match=r"\[1, length\]"):
+            Session(load_package(package)).advance([[1], [2]])
+
+
+class TestRefusals:
+    def changed(self, package: Path, tmp_path: Path, **changes: Any) -> Path:
+        """A copy of a package whose manifest says something else, consistently."""
+        copy = tmp_path / "changed"
+        shutil.copytree(package, copy, symlinks=True)
+        folder = (copy / "current").resolve()
+        found = json.loads((folder / manifests.NAME).read_text())
+        for path, value in changes.items():
+            *parents, last = path.split("__")
+            at = found
+            for name in parents:
+                at = at[name]
+            at[last] = value
+        text = json.dumps(found)
+        (folder / manifests.NAME).write_text(text)
+        home = folder.rename(folder.with_name(manifests.identity(text)))
+        (copy / "current").unlink()
+        (copy / "current").symlink_to(f"versions/{home.name}")
+        return copy
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"target__torch": "2.12.1"}, "built with torch 2.12.1"),
+            ({"target__machine": "riscv"}, "built for riscv"),
+            ({"target__cpu_features": ["avx2", "avx1024"]}, "a CPU with avx1024"),
+            ({"format": 99}, "has format 99"),
+            ({"buckets": 3}, "not what its format says"),
+        ],
+        ids=["torch", "machine", "features", "format", "shape"],
+    )
+    def test_what_does_not_fit(self, package: Path, tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+        with pytest.raises(PackageError, match=sentence):
+            load_package(self.changed(package, tmp_path, **changes))
+
+    def test_a_constant_the_library_does_not_know(self, package: Path, tmp_path: Path) -> None:
+        manifest, _ = read_manifest(package)
+        buckets = json.loads(manifest.text())["buckets"]
+        buckets[0]["pieces"][1]["constants"][0] = "other"
+        with pytest.raises(PackageError, match="disagree about the constant"):
+            load_package(self.changed(package, tmp_path, buckets=buckets))
+
+    def test_no_package(self, tmp_path: Path) -> None:
+        with pytest.raises(PackageError, match="is no package"):
+            load_package(tmp_path)
+        (tmp_path / "mine.txt").write_text("mine")
+        with pytest.raises(UsageError, match="is no package"):
+            build("unused", tmp_path)
+
+
+def test_a_module_of_ones_own(tmp_path: Path) -> None:
+    """Not a decoder: a plain program with sizes that change."""
+    from inlay import Example
+
+    torch.manual_seed(0)
+    module = Convolutions().eval()
+    example = Example(module, (torch.randn(2, 1, 64),), axes={"audio": {0: "batch", 2: "frames"}})
+    build(example, tmp_path / "package")
+    loaded = load_package(tmp_path / "package")
+    for shape in ((1, 1, 64), (3, 1, 97)):
+        audio = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded({"audio": audio})["output"], module(audio), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UsageError, match="must be f32"):
+        loaded({"audio": torch.ones(2, 1, 64, dtype=torch.float64)})
+
+
+class Counting(torch.nn.Module):
+    """State that the module brings along, and that starts with a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.register_buffer("seen", torch.full((16, 4), 2.0))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        self.seen.index_copy_(0, at, torch.nn.functional.linear(x, self.weight))
+        return self.seen.sum(0)
+
+
+def test_a_module_keeps_its_own_state(tmp_path: Path) -> None:
+    from inlay import Example
+
+    build(Example(Counting(), (torch.ones(2, 4), torch.tensor([1, 2]))), tmp_path / "package")
+    loaded = load_package(tmp_path / "package")
+    state, module = loaded.new_state(), Counting()
+    for step in range(3):
+        given = {"x": torch.full((2, 4), float(step)), "at": torch.tensor([step, step + 5])}
+        with torch.no_grad():
+            expected = module(given["x"], given["at"])
+        torch.testing.assert_close(next(iter(loaded({**state, **given}).values())), expected)
+
+
+def test_refit(package: Path, model_folder: Path, tmp_path: Path) -> None:
+    """Other weights, other tokens, the same code."""
+    other = random_model(FIELDS, seed=5)
+    other.save_pretrained(tmp_path / "other")
+    before, _ = read_manifest(package)
+    made = refit(package, str(tmp_path / "other"), output=tmp_path / "package")
+    prompts = torch.randint(3, 300, (2, 7))
+    tokens = greedy(load_package(tmp_path / "package", verify=True), prompts, 16)
+    assert torch.equal(tokens, eager_greedy(other, prompts, 16))
+    assert not torch.equal(tokens, greedy(load_package(package), prompts, 16))
+    code = {name: row for name, row in before.files.items() if name.endswith((".so", ".cpp"))}
+    assert {name: made.files[name] for name in code} == code
+    random_model(FIELDS | {"num_hidden_layers": 2}).save_pretrained(tmp_path / "shallow")
+    with pytest.raises(UsageError, match=r"has no model\.layers\.2"):
+        refit(package, str(tmp_path / "shallow"), output=tmp_path / "refused")
+    assert not (tmp_path / "refused" / "current").exists()
+
+
+def test_buckets_are_told_apart(package: Path) -> None:
+    """Single tokens run in code made for them, prompts in code for any length."""
+    loaded = load_package(package)
+    used: list[str] = []
+    for bucket, execution in loaded.buckets:
+        first = execution.steps[0]
+        execution.steps[0] = (_noting(first[0], used, bucket.name), *first[1:])
+    session = Session(loaded)
+    session.advance([[5, 6, 7]])
+    session.advance([[8]])
+    assert used == ["all", "length=1"]
+
+
+def _noting(run: Any, used: list[str], name: str) -> Any:
+    def noted(inputs: Any) -> Any:
+        used.append(name)
+        return run(inputs)
+
+    return noted
+
+
+@pytest.mark.parametrize("text", ["length", "length=x", "length=0", "width=1", "length=5..900"])
+def test_wrong_buckets(text: str) -> None:
+    from inlay.compile.pack import _sizes
+
+    with pytest.raises(UsageError):
+        _sizes(text, {"batch": (1, 4), "length": (1, 96)})
