@@ -54,8 +54,8 @@ session = Session(load_package(sys.argv[1]))
 scores = session.advance([[5, 6, 7]])
 for _ in range(8):
     scores = session.advance([[int(scores.argmax())]])
-loaded = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo", "transformers", "sympy"))]
-print(loaded, session.lengths)
+heavy = ("torch._inductor", "torch._dynamo", "transformers", "sympy")
+print([name for name in sys.modules if name.startswith(heavy)], session.lengths)
 """
 
 

@@ -180,7 +180,7 @@ class _Watching:
         """A call that is left to torch."""
         if operator is None:
             return by, "", "", "", "a call that is no operator of torch"
-        if writes or operator._schema.is_mutable:
+        if writes:
             return by, "", "", "", "an operator that writes to the state itself"
         if by in FILLED_ROWS:
             return by, "filled rows", "", "", ""
