@@ -14,6 +14,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, to
 """How far a compiled value may be off, as a share of the largest value, beyond twice what eager is off itself."""
 _UNLIKE = 32
 """A reference further from eager than so many tolerances of the largest value of its kind computes something else."""
+_NOISE = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def differences(
     for name in dict.fromkeys((*eager, *compiled)):
         one, two = eager.get(name, _Missing()), compiled.get(name, _Missing())
         if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-            rows = _tensors(name, one, two, _Judge(reference.get(name), tolerance, largest.get(_kind(name), 0.0)))
+            size, noise = largest.get(_kind(name), 0.0), _NOISE if _kind(name) == "gradient" else 0
+            rows = _tensors(name, one, two, _Judge(reference.get(name), tolerance, size, noise))
         else:
             rows = [] if _same(one, two) else [("value", _text(one), _text(two))]
         found += [Difference(run, name, *row) for row in rows]
@@ -60,7 +62,9 @@ class _Judge:
     reference: Any
     tolerance: float
     largest: float
-    """The largest value of the same kind: a gradient that is zero but for rounding is small beside the others."""
+    """The largest value of the same kind."""
+    noise: float
+    """Roundings of that value which do not matter: a gradient may be zero but for them."""
 
 
 def _kind(name: str) -> str:
@@ -133,7 +137,7 @@ def _values(one: torch.Tensor, two: torch.Tensor, judge: _Judge) -> list[tuple[s
         if away <= _UNLIKE * tolerance * judge.largest:  # also refuses a reference that is not finite
             base, own = exact, float(away)
     error = (right - base).where(finite, 0).abs()
-    allowed = tolerance * scale + 2 * own
+    allowed = tolerance * scale + 2 * own + judge.noise * torch.finfo(one.dtype).eps * judge.largest
     return [_worst(one, two, error, f"allowed {allowed:.1e}")] if error.max() > allowed else []
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 _MANY = 1 << 16
+_LIMIT = "recompile limit exceeded"
 _CACHES = {"inductor": "fxgraph_cache_", "aot_autograd": "autograd_cache_"}
 
 
@@ -36,6 +37,8 @@ class Compile:
     """`file.py:line` of the function."""
     reason: str
     """The guards that failed, where the code had been compiled before; empty the first time."""
+    gave_up: bool = False
+    """Compiled too often already: from now on what no compiled code serves runs eagerly, and nobody is told."""
 
 
 @contextmanager
@@ -48,10 +51,12 @@ def compiles() -> Iterator[list[Compile]]:
         yield made
     finally:
         for each in dynamo.get_compilation_metrics()[before:]:
+            frame, why = str(each.compile_id).partition("/")[0], (each.fail_reason or "").partition("\n")[0]
             if each.co_name is not None:  # a backward pass that is compiled later has no frame
-                frame = str(each.compile_id).partition("/")[0]
                 place = f"{each.co_filename}:{each.co_firstlineno}"
                 made.append(Compile(frame, each.co_name, place, (each.recompile_reason or "").strip()))
+            elif _LIMIT in why:
+                made.append(Compile(frame, f"frame {frame}", "", why, gave_up=True))
         dynamo.set_compilation_metrics_limit(dynamo.DEFAULT_COMPILATION_METRICS_LIMIT)
 
 

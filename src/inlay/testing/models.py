@@ -18,6 +18,7 @@ from inlay.testing.inputs import call, compiled, copied, sets_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from inlay.testing.compiler import Compile
     from inlay.testing.inputs import Inputs, Model
 
 
@@ -47,13 +48,16 @@ class _Plan:
             model.zero_grad(set_to_none=True)
             if self.dtype is not None:
                 model.to(self.dtype)
+        places = {name: value.data_ptr() for name, value in _state(model).items()}
         torch.manual_seed(0)
         with nullcontext() if self.gradients else torch.no_grad():
             outputs = call(self.run(model), given)
         values = _named("output", outputs)
         values |= _sharing(values, _named("input", given))
         values |= {f"{name} afterwards": value for name, value in _named("input", given).items()}
-        values |= {f"state {name} afterwards": value for name, value in _state(model).items()}
+        for name, value in _state(model).items():
+            values[f"state {name} afterwards"] = value
+            values[f"memory of {name}"] = "where it was" if places.get(name) == value.data_ptr() else "elsewhere"
         if self.gradients:
             _backward(outputs)
             trained = _named("input", given) | _state(model)
@@ -83,7 +87,7 @@ def check_model(
     What a plain function keeps outside its arguments is not reset.
 
     >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
-    Checked(runs=8, compared=48, frames=8)
+    Checked(runs=8, compared=64, frames=8)
     """
     sets = sets_of(inputs)
     if gradients is None:
@@ -104,14 +108,21 @@ def check_model(
                     found += differences(run, one, two, _reference(eager, given), limit)
                     runs, compared = runs + 1, compared + len(one)
             frames += len(made)
-            assert made, (
-                "Nothing was compiled, so nothing was checked. Is torch.compile disabled, by a stance or by "
-                "TORCHDYNAMO_DISABLE, or does the model leave everything to functions that Dynamo skips?"
-            )
+            _assert_compiled(made)
     assert not found, (
         f"The compiled model ({_backend_text(backend)}) differs from eager in {len(found)} places.\n{table(found)}"
     )
     return Checked(runs, compared, frames)
+
+
+def _assert_compiled(made: Sequence[Compile]) -> None:
+    assert made, (
+        "Nothing was compiled, so nothing was checked. Is torch.compile disabled, by a stance or by "
+        "TORCHDYNAMO_DISABLE, or does the model leave everything to functions that Dynamo skips?"
+    )
+    assert not any(each.gave_up for each in made), (
+        "The model was compiled so often that the last input sets ran eagerly. Give dynamic=True, or fewer sets."
+    )
 
 
 def _run_text(dtype: torch.dtype | None, index: int, training: bool) -> str:

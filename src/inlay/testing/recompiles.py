@@ -77,6 +77,8 @@ def assert_no_recompiles(
                 stopped = f"inputs {index}: {error}"
                 break
     assert first or later, "Nothing was compiled, so nothing was checked. Is torch.compile disabled?"
+    lost = [each for each in first if each.gave_up]
+    assert not lost, f"The warm-up compiles too often, so that later calls run eagerly.\n{_told(lost)}\n{_REMEDY}"
     assert not stopped, f"The function would be compiled again.\n{stopped}\n{_REMEDY}"
     assert not later, f"{len(later)} times something was compiled after the warm-up.\n{_told(later)}\n{_REMEDY}"
     cuts = graph_breaks() - broken
