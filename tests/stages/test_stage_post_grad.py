@@ -1,4 +1,4 @@
-"""Functionalization and post-grad shaping: the graphs that Inductor makes code of."""
+"""Post-grad shaping: the graphs that Inductor makes code of."""
 
 from __future__ import annotations
 
