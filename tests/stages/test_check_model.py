@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from inlay.testing import check_model
+from models import LLAMA, random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,11 +214,46 @@ def test_a_tolerance_can_be_given() -> None:
     )
 
 
+def test_strides_can_be_left_out() -> None:
+    """A concatenation with nothing: Inductor takes it away, and the layout is that of what is left."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.new_empty(0), (x + 1).t()])
+
+    given = (torch.randn(3, 4),)
+    with pytest.raises(AssertionError, match=r"output +stride +\(3, 1\) +\(1, 4\)"):
+        check_model(function, given, dtypes=(torch.float32,))
+    check_model(function, given, dtypes=(torch.float32,), strides=False)
+
+
 def test_inputs_by_name_and_values_that_are_no_tensors() -> None:
     def function(x: torch.Tensor, *, twice: bool) -> tuple[torch.Tensor, int, None]:
         return (x * 2 if twice else x + 0), x.shape[0], None
 
     check_model(function, [{"x": torch.ones(3), "twice": True}, {"x": torch.ones(4), "twice": False}], backend="eager")
+
+
+class Pair:
+    """An object that torch cannot look into, as a cache may be."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.left, self.right = left, right
+
+
+def test_objects_are_compared_by_their_attributes() -> None:
+    def function(x: torch.Tensor) -> dict[str, Pair]:
+        return {"pair": Pair(x + 1, x.view(3, 1).expand(3, 2) * 1)}
+
+    check_model(function, torch.ones(3), backend="eager")
+    with pytest.raises(AssertionError, match=r"output\['pair'\].right +value"):
+        check_model(function, torch.ones(3), backend=wrong(lambda x: x * 2))
+
+
+def test_a_stock_model() -> None:
+    model = random_model(LLAMA)
+    lengths = [{"input_ids": torch.arange(2 * length).reshape(2, length)} for length in (7, 10)]
+    made = check_model(model, lengths, backend="inlay", dtypes=(torch.float32,))
+    assert made.compared > 2 * 2 * 2, "the caches of two layers are among the outputs"
 
 
 def test_an_error_says_in_which_run() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,14 +30,34 @@ class Difference:
     compiled: str
 
 
+def named(prefix: str, value: Any, depth: int = 4) -> dict[str, Any]:
+    """The parts of a value by name. An object that only equals itself, such as a cache, is its attributes.
+
+    >>> named("output", {"x": [1, 2], "y": None})
+    {"output['x'][0]": 1, "output['x'][1]": 2, "output['y']": None}
+    """
+    if isinstance(value, torch.Tensor):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        name = prefix + keystr(path)
+        if depth and hasattr(leaf, "__dict__") and getattr(type(leaf), "__eq__", None) is object.__eq__:
+            for attribute, part in vars(leaf).items():
+                found |= named(f"{name}.{attribute}", part, depth - 1)
+        else:
+            found[name] = leaf
+    return found
+
+
 def differences(
     run: str,
     eager: Mapping[str, Any],
     compiled: Mapping[str, Any],
     reference: Mapping[str, Any],
     tolerance: float,
+    strides: bool,
 ) -> list[Difference]:
-    """Everything that differs: names, types, shapes, dtypes, strides, values."""
+    """Everything that differs: names, types, shapes, dtypes, strides if they matter, values."""
     largest = _largest(eager)
     found = []
     for name in dict.fromkeys((*eager, *compiled)):
@@ -45,7 +67,7 @@ def differences(
             rows = _tensors(name, one, two, _Judge(reference.get(name), tolerance, size, noise))
         else:
             rows = [] if _same(one, two) else [("value", _text(one), _text(two))]
-        found += [Difference(run, name, *row) for row in rows]
+        found += [Difference(run, name, *row) for row in rows if strides or row[0] != "stride"]
     return found
 
 
@@ -68,7 +90,7 @@ class _Judge:
 
 
 def _kind(name: str) -> str:
-    return name.split("[")[0].split()[0]
+    return re.split(r"[\[. ]", name)[0]
 
 
 def _largest(values: Mapping[str, Any]) -> dict[str, float]:

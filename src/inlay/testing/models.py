@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from inlay.compile import inlay
-from inlay.testing.compare import TOLERANCE, Difference, differences, table
+from inlay.testing.compare import TOLERANCE, Difference, differences, named, table
 from inlay.testing.compiler import compiles, same_random_numbers
 from inlay.testing.inputs import call, compiled, copied, sets_of
 
@@ -52,15 +52,15 @@ class _Plan:
         torch.manual_seed(0)
         with nullcontext() if self.gradients else torch.no_grad():
             outputs = call(self.run(model), given)
-        values = _named("output", outputs)
-        values |= _sharing(values, _named("input", given))
-        values |= {f"{name} afterwards": value for name, value in _named("input", given).items()}
+        values = named("output", outputs)
+        values |= _sharing(values, named("input", given))
+        values |= {f"{name} afterwards": value for name, value in named("input", given).items()}
         for name, value in _state(model).items():
             values[f"state {name} afterwards"] = value
             values[f"memory of {name}"] = "where it was" if places.get(name) == value.data_ptr() else "elsewhere"
         if self.gradients:
             _backward(outputs)
-            trained = _named("input", given) | _state(model)
+            trained = named("input", given) | _state(model)
             wanted = {name: value for name, value in trained.items() if getattr(value, "requires_grad", False)}
             values |= {f"gradient of {name}": value.grad for name, value in wanted.items() if value.is_leaf}
         return values
@@ -76,6 +76,7 @@ def check_model(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     tolerance: Mapping[torch.dtype, float] | None = None,
+    strides: bool = True,
 ) -> Checked:
     """The compiled model gives what the model gives: values, dtypes, strides, gradients, state, and who shares memory.
 
@@ -84,7 +85,8 @@ def check_model(
     each of `dtypes`; None leaves them as they are. Errors are measured against the model in float64 where that can be
     computed: a compiled value may be off by `tolerance` (a share of the largest value) plus twice what eager is off.
     Gradients are compared where a parameter or an input requires one, unless the backend is Inlay's, which has none.
-    What a plain function keeps outside its arguments is not reset.
+    With `strides=False` the layout of outputs is free. What a plain function keeps outside its arguments is not reset,
+    and tensors inside objects that torch cannot look into are not converted.
 
     >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
     Checked(runs=8, compared=64, frames=8)
@@ -105,7 +107,7 @@ def check_model(
                     run = _run_text(dtype, index, training)
                     one, two = eager.ran(given), _noted(run, fast, given)
                     limit = allowed.get(dtype, 0.0) if dtype is not None else 0.0
-                    found += differences(run, one, two, _reference(eager, given), limit)
+                    found += differences(run, one, two, _reference(eager, given), limit, strides)
                     runs, compared = runs + 1, compared + len(one)
             frames += len(made)
             _assert_compiled(made)
@@ -150,12 +152,6 @@ def _reference(eager: _Plan, inputs: Inputs) -> dict[str, Any]:
         return _Plan(eager.model, torch.float64, eager.gradients).ran(inputs)
     except Exception:
         return {}
-
-
-def _named(prefix: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return {prefix: value}
-    return {prefix + keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
 
 
 def _state(model: Model) -> dict[str, torch.Tensor]:
