@@ -212,6 +212,9 @@ def test_a_tolerance_can_be_given() -> None:
     check_model(
         lambda x: x * 1, given, backend=wrong_by(0.01), dtypes=(torch.float32,), tolerance={torch.float32: 0.02}
     )
+    check_model(lambda x: x * 1, given, backend=wrong_by(1e-6), dtypes=(torch.float32,))
+    with pytest.raises(AssertionError, match=r"off by 9.5e-07, allowed 0.0e\+00"):
+        check_model(lambda x: x * 1, given, backend=wrong_by(1e-6), tolerance={torch.float32: 0})
 
 
 def test_strides_can_be_left_out() -> None:

@@ -104,6 +104,12 @@ def test_graphs_that_cannot_be_cached() -> None:
         cache_round_trip(product, torch.ones(3, 4), options=options)
 
 
+def test_what_inlay_hands_down_is_not_cached() -> None:
+    """A limit that docs/stages.md states. When this fails, it is gone: say so there."""
+    with pytest.raises(AssertionError, match="1 graphs cannot be cached"):
+        cache_round_trip(product, torch.ones(3, 4), backend="inlay", options={"below": "inductor"})
+
+
 def test_no_cache_at_all() -> None:
     with pytest.raises(AssertionError, match="Nothing was looked up"):
         cache_round_trip(product, torch.ones(3, 4), backend="eager")

@@ -12,7 +12,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+    torch.complex64: 1e-5,
+    torch.complex128: 1e-12,
+}
 """How far a compiled value may be off, as a share of the largest value, beyond twice what eager is off itself."""
 _UNLIKE = 32
 """A reference further from eager than so many tolerances of the largest value of its kind computes something else."""
@@ -54,7 +61,7 @@ def differences(
     eager: Mapping[str, Any],
     compiled: Mapping[str, Any],
     reference: Mapping[str, Any],
-    tolerance: float,
+    tolerance: Mapping[torch.dtype, float],
     strides: bool,
 ) -> list[Difference]:
     """Everything that differs: names, types, shapes, dtypes, strides if they matter, values."""
@@ -64,7 +71,7 @@ def differences(
         one, two = eager.get(name, _Missing()), compiled.get(name, _Missing())
         if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
             size, noise = largest.get(_kind(name), 0.0), _NOISE if _kind(name) == "gradient" else 0
-            rows = _tensors(name, one, two, _Judge(reference.get(name), tolerance, size, noise))
+            rows = _tensors(name, one, two, _Judge(reference.get(name), tolerance.get(one.dtype, 0.0), size, noise))
         else:
             rows = [] if _same(one, two) else [("value", _text(one), _text(two))]
         found += [Difference(run, name, *row) for row in rows if strides or row[0] != "stride"]
@@ -146,7 +153,6 @@ def _values(one: torch.Tensor, two: torch.Tensor, judge: _Judge) -> list[tuple[s
         return [_worst(one, two, wrong.to(torch.float64), "must be equal")] if wrong.any() else []
     wide = torch.complex128 if one.is_complex() else torch.float64
     left, right = one.to(wide), two.to(wide)
-    tolerance = max(judge.tolerance, TOLERANCE.get(one.dtype, 0.0))
     finite = left.isfinite()
     unlike = (finite != right.isfinite()) | ~finite & ~((left == right) | left.isnan() & right.isnan())
     if unlike.any():
@@ -156,10 +162,10 @@ def _values(one: torch.Tensor, two: torch.Tensor, judge: _Judge) -> list[tuple[s
     if isinstance(judge.reference, torch.Tensor) and judge.reference.shape == one.shape:
         exact = judge.reference.detach().to(wide)
         away = (left - exact).where(finite, 0).abs().max()
-        if away <= _UNLIKE * tolerance * judge.largest:  # also refuses a reference that is not finite
+        if away <= _UNLIKE * judge.tolerance * judge.largest:  # also refuses a reference that is not finite
             base, own = exact, float(away)
     error = (right - base).where(finite, 0).abs()
-    allowed = tolerance * scale + 2 * own + judge.noise * torch.finfo(one.dtype).eps * judge.largest
+    allowed = judge.tolerance * scale + 2 * own + judge.noise * torch.finfo(one.dtype).eps * judge.largest
     return [_worst(one, two, error, f"allowed {allowed:.1e}")] if error.max() > allowed else []
 
 
