@@ -191,6 +191,21 @@ def wrong_by(share: float) -> Callable[..., Any]:
     return backend
 
 
+def test_values_that_are_not_finite() -> None:
+    check_model(lambda x: x / 0, torch.tensor([1.0, -1.0, 0.0]), backend="aot_eager")
+    with pytest.raises(AssertionError, match=r"inf at \[0\] +-inf, off by .*not finite"):
+        check_model(lambda x: x / 0, torch.ones(2), backend=wrong_by(-2.0))
+
+
+def test_a_reference_that_computes_something_else_is_not_used() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 100 if x.dtype is torch.float64 else x * 1
+
+    check_model(function, torch.ones(3), backend="aot_eager")
+    with pytest.raises(AssertionError, match=r"off by 1\.0e-01"):
+        check_model(function, torch.ones(3), backend=wrong_by(0.1), dtypes=(torch.float32,))
+
+
 def test_a_gradient_that_is_zero_but_for_rounding() -> None:
     """The bias before a batch norm has no influence: what is left of its gradient is noise, in eager as well."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from inlay.testing import cache_round_trip
@@ -69,6 +70,15 @@ def test_guards_that_diverge_give_a_fresh_compile() -> None:
 def test_inputs_that_do_not_diverge() -> None:
     with pytest.raises(AssertionError, match="diverging inputs were served from the cache"):
         cache_round_trip(guarded, torch.ones(8, 4), diverging=torch.ones(9, 4), dynamic=True)
+
+
+def test_code_that_is_used_for_what_it_is_not_for() -> None:
+    """Torch's own switch for not looking at the guards of what is cached."""
+    with (
+        config.patch(unsafe_skip_cache_dynamic_shape_guards=True),
+        pytest.raises(AssertionError, match="diverging inputs were served from the cache"),
+    ):
+        cache_round_trip(guarded, torch.ones(8, 4), diverging=torch.ones(3, 4), dynamic=True)
 
 
 class _Pass(CustomGraphPass):

@@ -10,7 +10,7 @@ import torch
 from inlay.capture import Example, capture
 from inlay.compile import compile_program
 from inlay.errors import UsageError
-from inlay.testing import Step, assert_in_place
+from inlay.testing import MeasuredStep, assert_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,12 +61,12 @@ class Replaces(Holds):
 
 
 def test_an_input() -> None:
-    assert assert_in_place(append, inputs(), state=0) == Step(SIZE, 4096, 4096)
+    assert assert_in_place(append, inputs(), state=0) == MeasuredStep(SIZE, 4096, 4096)
 
 
 def test_a_buffer() -> None:
     _, row, at = inputs()
-    assert assert_in_place(Holds(), {"row": row, "at": at}, state="layer.cache") == Step(SIZE, 4096, 4096)
+    assert assert_in_place(Holds(), {"row": row, "at": at}, state="layer.cache") == MeasuredStep(SIZE, 4096, 4096)
 
 
 def test_inductor_copies_the_state_for_a_scatter_and_inlay_does_not() -> None:
@@ -84,7 +84,7 @@ def test_a_step_compiled_elsewhere() -> None:
     step = compile_program(capture(Example(Module(), inputs())), "eager")
     assert assert_in_place(append, inputs(), state=0, step=step).written == 4096
     with pytest.raises(UsageError, match="Give the state as an input"):
-        assert_in_place(Holds(), inputs()[1:], state="layer.cache", step=step)
+        assert_in_place(Holds(), {"row": inputs()[1], "at": inputs()[2]}, state="layer.cache", step=step)
 
 
 def _backend(run: Any) -> Any:
@@ -143,6 +143,11 @@ def test_what_is_enough_can_be_said() -> None:
     assert assert_in_place(two, inputs(), state=0, backend="eager", at_most=8192).written == 8192
     with pytest.raises(AssertionError, match="more than the update is written"):
         assert_in_place(two, inputs(), state=0, backend="eager", at_most=4096)
+
+
+def test_nothing_compiled_is_nothing_checked() -> None:
+    with torch.compiler.set_stance("force_eager"), pytest.raises(AssertionError, match="Nothing was compiled"):
+        assert_in_place(append, inputs(), state=0)
 
 
 def test_wrong_calls_say_what_to_do() -> None:

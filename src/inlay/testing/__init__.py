@@ -7,7 +7,7 @@ compiler: docs/stages.md says which check is for which.
 from inlay.testing.caching import RoundTrip, cache_round_trip
 from inlay.testing.code import Generated, generated_code
 from inlay.testing.graphs import post_grad_graphs
-from inlay.testing.in_place import Step, assert_in_place
+from inlay.testing.in_place import MeasuredStep, assert_in_place
 from inlay.testing.models import Checked, check_model
 from inlay.testing.recompiles import Compiles, assert_no_recompiles
 from inlay.testing.rewrites import assert_rewrites, assert_untouched, op_counts, program_of
@@ -16,8 +16,8 @@ __all__ = [
     "Checked",
     "Compiles",
     "Generated",
+    "MeasuredStep",
     "RoundTrip",
-    "Step",
     "assert_in_place",
     "assert_no_recompiles",
     "assert_rewrites",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import UsageError, nearest
+from inlay.testing.compiler import compiles
 from inlay.testing.inputs import call, compiled, copied
 from inlay.testing.watch import paged, watch
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One step, measured."""
 
     size: int
@@ -41,7 +42,7 @@ def assert_in_place(
     backend: str | Callable[..., Any] = "inductor",
     options: Mapping[str, Any] | None = None,
     at_most: int | None = None,
-) -> Step:
+) -> MeasuredStep:
     """The compiled step updates its state where it is: no block as large is allocated, no other page is written.
 
     `state` is the position or name of an input, or the name of a buffer of the model. How much must be written is
@@ -51,15 +52,17 @@ def assert_in_place(
     >>> def append(cache, row):
     ...     cache[3] = row
     >>> assert_in_place(append, (torch.zeros(64, 1024), torch.ones(1024)), state=0, backend="eager")
-    Step(size=262144, written=4096, needed=4096)
+    MeasuredStep(size=262144, written=4096, needed=4096)
     """
-    if step is not None and not isinstance(state, int) and not isinstance(inputs, Mapping):
+    if step is not None and state in _buffers(model):
         raise UsageError("A step compiled elsewhere has buffers of its own.", "Give the state as an input.")
     with torch.no_grad():
         plain, plain_moved, _ = _watched(model, lambda made: made, inputs, state)
         make = (lambda made: compiled(made, backend, options, None)) if step is None else (lambda _: step)
         torch.compiler.reset()
-        fast, moved, stayed = _watched(model, make, inputs, state)
+        with compiles() as made:
+            fast, moved, stayed = _watched(model, make, inputs, state)
+    assert made or step is not None, "Nothing was compiled, so nothing was checked. Is torch.compile disabled?"
     size = fast.numel() * fast.element_size()
     needed = plain_moved.written if at_most is None else at_most
     assert stayed, f"The state {state} is another tensor after the step: it was replaced, not written to."
@@ -75,7 +78,7 @@ def assert_in_place(
         f"{'all of it is copied back' if moved.written >= size else 'more than the update is written'}."
     )
     torch.testing.assert_close(fast, plain, equal_nan=True, msg=lambda text: f"The state {state} afterwards: {text}")
-    return Step(size, moved.written, needed)
+    return MeasuredStep(size, moved.written, needed)
 
 
 def _watched(
