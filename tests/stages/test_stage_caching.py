@@ -11,8 +11,9 @@ import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from inlay.testing import cache_round_trip
+from inlay.testing import assert_no_recompiles, cache_round_trip, generated_code, post_grad_graphs
 from inlay.testing.compiler import cache_counts, fresh_caches
+from inlay.testing.fuzz_writes import operators  # noqa: F401 - registers torch.ops.inlay_fuzz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,27 @@ def test_misses_then_hits() -> None:
     assert (trip.cold.hits, trip.cold.misses) == (0, 2), "Inductor's cache, and that of autograd above it"
     assert (trip.warm.hits, trip.warm.misses) == (2, 0)
     assert trip.diverging is None
+
+
+class Counts(torch.nn.Module):
+    """A model with state: what it gives depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, 3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.ops.inlay_fuzz.put(self.total, x)
+        return self.total @ self.total
+
+
+def test_every_call_begins_with_the_same_state() -> None:
+    model, given = Counts(), (torch.ones(4, dtype=torch.int64),)
+    assert cache_round_trip(model, given).warm.misses == 0
+    assert_no_recompiles(model, given)
+    assert post_grad_graphs(model, given)
+    assert generated_code(model, given).external["inlay_fuzz.put"] == 1
+    assert not model.total.any()
 
 
 def test_an_empty_cache_has_no_hits() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from inlay.testing.compiler import cache_counts, fresh_caches
-from inlay.testing.inputs import call, compiled, copied
+from inlay.testing.inputs import call, compiled, copied, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ def cache_round_trip(
     def looked_up(given: Inputs) -> tuple[Lookups, Any]:
         torch.compiler.reset()
         before = cache_counts()
-        value = call(compiled(model, backend, options, dynamic), copied(given))
+        value = call(compiled(fresh(model), backend, options, dynamic), copied(given))
         return _lookups(cache_counts() - before), value
 
     with fresh_caches():
@@ -85,7 +85,7 @@ def cache_round_trip(
         f"The diverging inputs were served from the cache: {other[0]}. "
         "Either their guards hold for both, and then they do not diverge, or the code is used for what it is not for."
     )
-    _assert_same(call(model, copied(diverging)), other[1], "for the diverging inputs", 1e-4)
+    _assert_same(call(fresh(model), copied(diverging)), other[1], "for the diverging inputs", 1e-4)
     return RoundTrip(cold, warm, other[0], saved[0])
 
 

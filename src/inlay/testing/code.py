@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
 from inlay.testing.compiler import sources_of, without_caches
-from inlay.testing.inputs import call, compiled, copied
+from inlay.testing.inputs import call, compiled, copied, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ def generated_code(
     ({}, {'mm': 1})
     """
     with without_caches():
-        sources = sources_of(lambda: call(compiled(model, backend, options, dynamic), copied(inputs)))
+        sources = sources_of(lambda: call(compiled(fresh(model), backend, options, dynamic), copied(inputs)))
     if not sources:
         raise UsageError("Inductor generated no code.", "Is it below the backend, and is torch.compile on?")
     kernels: Counter[str] = Counter()

@@ -62,7 +62,10 @@ def compiles() -> Iterator[list[Compile]]:
 
 def graph_breaks() -> Counter[str]:
     """Why Dynamo cut a function in two, and how often, since the process began."""
-    return Counter({reason.splitlines()[0]: count for reason, count in dynamo.counters["graph_break"].items()})
+    found: Counter[str] = Counter()
+    for reason, count in dynamo.counters["graph_break"].items():
+        found[reason.splitlines()[0]] += count
+    return found
 
 
 def is_compiled(function: Any) -> bool:

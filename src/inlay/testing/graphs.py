@@ -8,7 +8,7 @@ import torch
 
 from inlay.errors import UsageError
 from inlay.testing.compiler import graphs_to_lower, without_caches
-from inlay.testing.inputs import call, compiled, copied
+from inlay.testing.inputs import call, compiled, copied, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ def post_grad_graphs(
     """
     torch.compiler.reset()
     with without_caches(), graphs_to_lower() as made:
-        call(compiled(model, backend, options, dynamic), copied(inputs))
+        call(compiled(fresh(model), backend, options, dynamic), copied(inputs))
     if not made:
         raise UsageError("No graph reached Inductor.", "Is it below the backend, and is torch.compile on?")
     return made

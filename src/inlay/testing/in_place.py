@@ -57,8 +57,8 @@ def assert_in_place(
     if step is not None and state in _buffers(model):
         raise UsageError("A step compiled elsewhere has buffers of its own.", "Give the state as an input.")
     with torch.no_grad():
-        plain, plain_moved, _ = _watched(model, lambda made: made, inputs, state)
-        make = (lambda made: compiled(made, backend, options, None)) if step is None else (lambda _: step)
+        plain, plain_moved, _ = _watched(model, lambda each: each, inputs, state)
+        make = (lambda each: compiled(each, backend, options, None)) if step is None else (lambda _: step)
         torch.compiler.reset()
         with compiles() as made:
             fast, moved, stayed = _watched(model, make, inputs, state)

@@ -53,6 +53,11 @@ def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     return made
 
 
+def fresh(model: Model) -> Model:
+    """The model with state of its own, so that the caller's stays as it is; what is compiled already is not copied."""
+    return model if is_compiled(model) else copy.deepcopy(model)
+
+
 def compiled(
     model: Model, backend: str | Callable[..., Any], options: Mapping[str, Any] | None, dynamic: bool | None
 ) -> Model:

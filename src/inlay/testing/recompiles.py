@@ -9,7 +9,7 @@ import torch
 
 from inlay.errors import UsageError
 from inlay.testing.compiler import compiles, graph_breaks
-from inlay.testing.inputs import call, compiled, copied, sets_of
+from inlay.testing.inputs import call, compiled, copied, fresh, sets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ def assert_no_recompiles(
         raise UsageError(f"All {len(sets)} sets of inputs are for the warm-up.", "Give more, or a smaller warmup.")
     torch.compiler.reset()
     broken = graph_breaks()
-    fast = compiled(model, backend, options, dynamic)
+    fast = compiled(fresh(model), backend, options, dynamic)
     early = "default" if stance == "fail_on_recompile" else stance
     with compiles() as first, torch.compiler.set_stance(early):
         for each in sets[:warmup]:
