@@ -19,6 +19,7 @@ F = torch.nn.functional
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
     yield
     torch.compiler.reset()
 

@@ -20,6 +20,7 @@ fuzz = torch.ops.inlay_fuzz
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
     yield
     torch.compiler.reset()
 

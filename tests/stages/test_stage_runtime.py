@@ -22,6 +22,7 @@ SIZE = ROWS * WIDTH * 4
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
     yield
     torch.compiler.reset()
 
