@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
+from inlay.errors import UsageError
 from inlay.testing import check_model
 from models import LLAMA, random_model
 
@@ -292,3 +293,8 @@ def test_nothing_compiled_is_nothing_checked() -> None:
     sizes = [(torch.ones(size),) for size in range(1, 14)]
     with pytest.raises(AssertionError, match="compiled so often that the last input sets ran eagerly"):
         check_model(lambda x: x + 1, sizes, backend="eager", dynamic=False, dtypes=(None,))
+
+
+def test_a_compiled_model_is_not_compared_with_itself() -> None:
+    with pytest.raises(UsageError, match=r"compiled already\. Give the model itself"):
+        check_model(torch.compile(Model(), backend=wrong(lambda x: x * 2)), inputs()[:1])

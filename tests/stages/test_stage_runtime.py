@@ -152,6 +152,8 @@ def test_nothing_compiled_is_nothing_checked() -> None:
 
 
 def test_wrong_calls_say_what_to_do() -> None:
+    with pytest.raises(UsageError, match="compiled already"):
+        assert_in_place(torch.compile(append), inputs(), state=0)
     with pytest.raises(UsageError, match=r"There is no state layer.cahce. Did you mean layer.cache\?"):
         assert_in_place(Holds(), inputs()[1:], state="layer.cahce")
     with pytest.raises(UsageError, match="The model does not write to 1"):

@@ -11,7 +11,7 @@ import torch
 
 from inlay.errors import UsageError, nearest
 from inlay.testing.compiler import compiles
-from inlay.testing.inputs import call, compiled, copied
+from inlay.testing.inputs import call, compiled, copied, refuse_compiled
 from inlay.testing.watch import paged, watch
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def assert_in_place(
     >>> assert_in_place(append, (torch.zeros(64, 1024), torch.ones(1024)), state=0, backend="eager")
     MeasuredStep(size=262144, written=4096, needed=4096)
     """
+    refuse_compiled(model)
     if step is not None and state in _buffers(model):
         raise UsageError("A step compiled elsewhere has buffers of its own.", "Give the state as an input.")
     with torch.no_grad():

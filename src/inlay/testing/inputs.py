@@ -53,6 +53,12 @@ def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     return made
 
 
+def refuse_compiled(model: Model) -> None:
+    """Where the model is also run eagerly, it must not be compiled already."""
+    if is_compiled(model):
+        raise UsageError("The model is compiled already.", "Give the model itself, and what compiles it as backend.")
+
+
 def fresh(model: Model) -> Model:
     """The model with state of its own, so that the caller's stays as it is; what is compiled already is not copied."""
     return model if is_compiled(model) else copy.deepcopy(model)

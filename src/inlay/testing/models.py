@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from inlay.compile import inlay
 from inlay.testing.compare import TOLERANCE, Difference, differences, named, table
 from inlay.testing.compiler import compiles, same_random_numbers
-from inlay.testing.inputs import call, compiled, copied, sets_of
+from inlay.testing.inputs import call, compiled, copied, refuse_compiled, sets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +93,7 @@ def check_model(
     >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
     Checked(runs=8, compared=64, frames=8)
     """
+    refuse_compiled(model)
     sets = sets_of(inputs)
     if gradients is None:
         gradients = backend not in ("inlay", inlay) and any(_requires_grad(model, each) for each in sets)
