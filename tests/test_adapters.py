@@ -197,3 +197,34 @@ def test_wrappers_of_functionalization() -> None:
     missing: dict[str, object] = {"x": None}
     write_view_information_to_args(["x"], types, missing, {})
     assert _view(missing, "_x") is None
+
+
+def test_what_the_compiler_tells() -> None:
+    """testing/compiler.py: the names that `inlay.testing` reads counts, reasons, graphs and code by."""
+    from torch._dynamo import utils
+    from torch._functorch import config as functorch_config
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+    from torch.compiler._cache import CacheArtifactManager
+
+    fields = utils.CompilationMetrics.__dataclass_fields__
+    assert {"compile_id", "co_name", "co_filename", "co_firstlineno", "recompile_reason"} <= set(fields)
+    assert utils.get_compilation_metrics.__module__ == utils.__name__
+    assert utils.DEFAULT_COMPILATION_METRICS_LIMIT > 0
+    called = inspect.getsource(compile_fx._InProcessFxCompile.codegen_and_compile)
+    assert "_recursive_post_grad_passes(gm, is_inference=is_inference)" in called
+    assert list(inspect.signature(compile_fx._recursive_post_grad_passes).parameters) == ["gm", "is_inference"]
+    assert hasattr(GraphLowering, "save_output_code")
+    assert hasattr(CacheArtifactManager, "with_fresh_cache")
+    settings = config.fx_graph_cache, config.fallback_random, config.cpp_cache_precompile_headers
+    assert all(isinstance(each, bool) for each in (*settings, functorch_config.enable_autograd_cache))
+
+
+def test_what_compiled_functions_are_known_by() -> None:
+    """testing/compiler.py"""
+    from inlay.testing.compiler import is_compiled
+
+    assert is_compiled(torch.compile(torch.nn.Linear(2, 2)))
+    assert is_compiled(torch.compile(torch.sin))
+    assert not is_compiled(torch.nn.Linear(2, 2))
+    assert not is_compiled(torch.sin)

@@ -1,5 +1,31 @@
-"""Assertions for your own transforms: they fire where they should, not where they must not, and keep the numbers."""
+"""Assertions for your own transforms and models.
 
+Transforms fire where they should, not where they must not, and keep the numbers. Models survive every stage of the
+compiler: docs/stages.md says which check is for which.
+"""
+
+from inlay.testing.caching import RoundTrip, cache_round_trip
+from inlay.testing.code import Generated, generated_code
+from inlay.testing.graphs import post_grad_graphs
+from inlay.testing.in_place import MeasuredStep, assert_in_place
+from inlay.testing.models import Checked, check_model
+from inlay.testing.recompiles import Compiles, assert_no_recompiles
 from inlay.testing.rewrites import assert_rewrites, assert_untouched, op_counts, program_of
 
-__all__ = ["assert_rewrites", "assert_untouched", "op_counts", "program_of"]
+__all__ = [
+    "Checked",
+    "Compiles",
+    "Generated",
+    "MeasuredStep",
+    "RoundTrip",
+    "assert_in_place",
+    "assert_no_recompiles",
+    "assert_rewrites",
+    "assert_untouched",
+    "cache_round_trip",
+    "check_model",
+    "generated_code",
+    "op_counts",
+    "post_grad_graphs",
+    "program_of",
+]
