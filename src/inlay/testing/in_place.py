@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import UsageError, nearest
+from inlay.state.watch import paged, watch
 from inlay.testing.compiler import compiles
 from inlay.testing.inputs import call, compiled, copied, refuse_compiled
-from inlay.state.watch import paged, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inlay.testing.inputs import Inputs, Model
     from inlay.state.watch import Moved
+    from inlay.testing.inputs import Inputs, Model
 
 
 @dataclass(frozen=True)
