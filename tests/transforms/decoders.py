@@ -51,6 +51,12 @@ class Parts:
         }
         self.filled = [0] * SLOTS
 
+    def forget(self) -> None:
+        """As before the first call."""
+        for cache in self.caches.values():
+            cache.fill_(float("nan"))
+        self.filled = [0] * SLOTS
+
     def __call__(self, slots: list[int], **inputs: Tensor) -> Any:
         """The next tokens of the sequences that lie in these slots."""
         lengths = torch.tensor([self.filled[slot] for slot in slots])
