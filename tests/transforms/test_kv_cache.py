@@ -25,7 +25,7 @@ REFUSED = {
     "mixtral": r"\(aten\.arange\.default\): it is made of sizes alone",
     "qwen3_moe": r"\(aten\.arange\.default\): it is made of sizes alone",
     "gpt_oss": r"\(aten\.arange\.default\): it is made of sizes alone",
-    "deepseek_v3": r"\(aten\.new_empty\.default\): the length is used as a number",
+    "deepseek_v3": r"\(aten\.arange\.default\): it is made of sizes alone",
     "lfm2": r"aten\.conv1d\.\w+ is not known to keep positions apart",
 }
 """Tokens that are sorted by expert, a convolution over positions: what is refused, and what for."""
