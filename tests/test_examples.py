@@ -93,7 +93,14 @@ def test_every_pass_of_the_list_is_meant() -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_that_is_refused(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the decoder's blocks write attention out, with a mask added that is not told to be causal."""
+    assert example.main(["--pass", "insert_kv_cache"]) == 7
+    assert "its mask is not known to be causal" in capsys.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [each for each in PASSES if each != "insert_kv_cache"])
 def test_before_and_after(example: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--pass", name]) == 0
     text = capsys.readouterr().out

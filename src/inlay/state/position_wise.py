@@ -33,38 +33,53 @@ class Mixed:
     node: fx.Node
     reason: str
 
+    def __str__(self) -> str:
+        """Which value, what computes it, and why that is too much."""
+        named = self.node.op != "call_function" or target_text(self.node.target) in self.reason
+        return (
+            f"{self.node}: {self.reason}" if named else f"{self.node} ({target_text(self.node.target)}): {self.reason}"
+        )
+
+
+def depends(size: Any, symbol: str) -> bool:
+    """Whether a number is an expression of a symbol."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return any(str(each) == symbol for each in size.node.expr.free_symbols)
+
 
 def carries(value: Any, length: str) -> list[int]:
     """The axes of a value whose size depends on the symbol `length`."""
     if not isinstance(value, torch.Tensor):
         return []
-    sizes: list[Any] = list(value.shape)
-    return [
-        axis
-        for axis, size in enumerate(sizes)
-        if not isinstance(size, int) and any(str(each) == length for each in size.node.expr.free_symbols)
-    ]
+    return [axis for axis, size in enumerate(value.shape) if depends(size, length)]
 
 
-def first_mixed(graph: fx.Graph, length: str, apart: set[fx.Node]) -> Mixed | None:
-    """The first call that mixes positions. Those of `apart` are known to be harmless: sources of positions, attention.
+def first_mixed(graph: fx.Graph, length: str, sources: set[fx.Node], attention: set[fx.Node]) -> Mixed | None:
+    """The first call that mixes positions. `sources` are known to be harmless; `attention` is to get a cache.
 
     A choice of the last position is none of them: what it gives is of one position.
     """
     picked: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node in apart:
+        reason: str | None = None
+        if node.op == "placeholder":
+            reason = _given(node, length)
+        elif node.op == "output":
+            reason = "the length itself is returned" if _numbers(node, length) else None
+        elif node.op != "call_function" or node in sources or _is_size(node):
             continue
-        carrying = [each for each in node.all_input_nodes if _axes(each, length)]
-        if any(each in picked for each in node.all_input_nodes):
-            if carrying:
-                return Mixed(node, "the last position is brought together with others")
+        elif node in attention:
+            reason = _attends(node, length, picked)
+        elif any(each in picked for each in node.all_input_nodes):
             picked.add(node)
-        elif not carrying or node.target is aten.sym_size.int:
-            continue
+            if any(_axes(each, length) for each in (*node.all_input_nodes, node)):
+                reason = "the last position is brought together with others"
         elif _picks_last(node, length):
             picked.add(node)
-        elif (reason := _mixes(node, carrying, length)) is not None:
+        else:
+            reason = _reads_the_length(node, length) or mixes(node, length)
+        if reason is not None:
             return Mixed(node, reason)
     return None
 
@@ -75,24 +90,75 @@ def _axes(node: fx.Node, length: str) -> list[int]:
     return max(found, key=len, default=[])
 
 
+def _numbers(node: fx.Node, length: str) -> list[fx.Node]:
+    """The operands that are the length, or a number computed from it."""
+    return [each for each in node.all_input_nodes if depends(each.meta.get("val"), length)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """A size, or something computed from sizes alone: harmless until a tensor is computed with it."""
+    if node.target in (aten.sym_size.int, aten._assert_scalar.default):
+        return True
+    values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    return all(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for each in values)
+
+
+def _given(node: fx.Node, length: str) -> str | None:
+    """An input may have the axis of positions, but none that is longer or shorter by a rule."""
+    value: Any = node.meta.get("val")
+    exact = all(str(value.shape[axis]) == length for axis in carries(value, length))
+    return None if exact else "the size of an axis is computed from the length"
+
+
+def _attends(node: fx.Node, length: str, picked: set[fx.Node]) -> str | None:
+    given: dict[str, Any] = dict(normalised(node))
+    operands = {given[name] for name in ("query", "key", "value")}
+    if any(each in picked for each in node.all_input_nodes):
+        return "the last position is brought together with others"
+    if _numbers(node, length):
+        return _AS_A_NUMBER
+    for each in node.all_input_nodes:
+        if carries(each.meta["val"], length) != ([2] if each in operands else []):
+            return f"{each} has positions along another axis than attention expects"
+    return None
+
+
+_AS_A_NUMBER = "the length is used as a number, which is another one for a part of the sequence"
+
+
+def _reads_the_length(node: fx.Node, length: str) -> str | None:
+    """A shape may hold the length, when the call is known to make nothing else of it."""
+    if not _numbers(node, length) or node.target is aten.expand.default:
+        return None
+    if node.target in _VIEWS and any(_axes(each, length) for each in node.all_input_nodes):
+        return None
+    return _AS_A_NUMBER
+
+
 def _picks_last(node: fx.Node, length: str) -> bool:
     if node.target not in (aten.select.int, aten.slice.Tensor):
         return False
     given: dict[str, Any] = dict(normalised(node))
+    if len(_axes(given["self"], length)) != 1:
+        return False
     axis = _from_the_end(given["self"], length)
     last = given["index"] == -1 if node.target is aten.select.int else given["start"] == -1
     return bool(given["dim"] == axis and last)
 
 
-def _mixes(node: fx.Node, carrying: list[fx.Node], length: str) -> str | None:
-    if any(len(_axes(each, length)) != 1 for each in (*carrying, node)):
-        return "its result or an operand has no axis of positions, or several"
+def mixes(node: fx.Node, symbol: str, what: str = "positions") -> str | None:
+    """Why a call may bring values together along the axis of a symbol."""
+    carrying = [each for each in node.all_input_nodes if _axes(each, symbol)]
+    if not carrying:
+        return None
+    if any(len(_axes(each, symbol)) != 1 for each in (*carrying, node)):
+        return f"{target_text(node.target)}: its result or an operand has no axis of {what}, or several"
     known = _RULES.get(node.target)
     if known is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         known = _aligned
     if known is None:
-        return f"{target_text(node.target)} is not known to keep positions apart"
-    return None if known(node, carrying, length) else f"{target_text(node.target)} works along the axis of positions"
+        return f"{target_text(node.target)} is not known to keep {what} apart"
+    return None if known(node, carrying, symbol) else f"{target_text(node.target)} works along the axis of {what}"
 
 
 def _from_the_end(node: fx.Node, length: str) -> int:
@@ -176,22 +242,24 @@ def _embedding(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     return carrying == [node.args[1]]
 
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     **dict.fromkeys(
         (
-            *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default),
+            *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default),
             *(aten.clone.default, aten.alias.default, aten.detach.default, operator.getitem),
         ),
         _always,
     ),
     **dict.fromkeys((aten._to_copy.default, canonical.swiglu.default, canonical.geglu.default), _aligned),
     canonical.clamped_swiglu.default: _aligned,
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _viewed),
+    **dict.fromkeys(_VIEWS, _viewed),
     **dict.fromkeys(
         (
             *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
             *(aten.softmax.int, aten._softmax.default, aten.sum.dim_IntList, aten.mean.dim, aten.topk.default),
             *(aten.repeat_interleave.self_int, aten.amax.default, aten.argmax.default, aten.cumsum.default),
+            aten.squeeze.dim,
         ),
         _along("dim"),
     ),

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
+from inlay.errors import ProgramError, one_line
+from inlay.program.symbols import FakeValues, symbolic_sizes
 from inlay.state.position_wise import Mixed, carries
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ _COUNTING = {
 }
 _SIZES = ((2, 5), (3, 9))
 """Batch and length to compute with: linear functions of positions that agree here agree everywhere."""
+
+_UNLIKELY = 10007
+"""No constant of a model is this, or a little more."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +92,19 @@ def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
         axes = carries(node.meta["val"], length)
         if value is None or len(axes) != 1 or value.shape[axes[0]] != columns or value.dtype == torch.bool:
             return None
-        if bool((value == value.flatten()[0]).all()):
-            found.add("uniform")
-            continue
         shape = [-1 if axis == axes[0] else 1 for axis in range(value.dim())]
         rest = value - torch.arange(columns).reshape(shape)
-        found.add(int(rest.flatten()[0]) if bool((rest == rest.flatten()[0]).all()) else None)
-    return found.pop() if len(found) == 1 else None
+        found.add((_constant(value), _constant(rest)))
+    uniform, offset = found.pop() if len(found) == 1 else (None, None)
+    if uniform is not None:
+        return "uniform"
+    return int(offset) if offset is not None and offset == int(offset) else None
+
+
+def _constant(value: torch.Tensor) -> float | None:
+    """What a value is everywhere."""
+    first = value.flatten()[0]
+    return float(first) if bool((value == first).all()) else None
 
 
 def _computed(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
@@ -114,3 +126,40 @@ def _computed(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
             return None
     result = values.get(node)
     return result if isinstance(result, torch.Tensor) else None
+
+
+def rehearse(node: fx.Node) -> None:
+    """Compute a call's shape with sizes that no constant of a model is equal to.
+
+    Sizes of a capture are small: where a batch of 2 meets 2 heads, torch would take them to be the same for ever.
+    """
+    chosen: dict[str, int] = {}
+
+    def concrete(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr
+        for symbol in expression.free_symbols:
+            chosen.setdefault(str(symbol), _UNLIKELY + len(chosen))
+        return int(expression.subs({each: chosen[str(each)] for each in expression.free_symbols}))
+
+    fresh = FakeValues([])
+
+    def held(operand: fx.Node) -> Any:
+        value = operand.meta.get("val")
+        return tree_map(
+            lambda each: (
+                fresh.tensor(each.dtype, [concrete(size) for size in each.shape])
+                if isinstance(each, torch.Tensor)
+                else concrete(each)
+            ),
+            value,
+        )
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), held)
+    target: Any = node.target
+    try:
+        with symbolic_sizes(), fresh.mode:
+            target(*args, **kwargs)
+    except Exception as error:
+        raise ProgramError(f"{node} cannot be computed: {one_line(error)}") from error

@@ -71,6 +71,8 @@ class Case:
     args: tuple[Any, ...]
     after: tuple[str, ...] = ()
     """Transforms that run first."""
+    axes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """Axes of any size, by the function's own names of its arguments: `{"x": {0: "batch"}}`."""
 
 
 class Transform(ABC):
@@ -81,6 +83,9 @@ class Transform(ABC):
     numerics: ClassVar[Numerics]
     anchors: ClassVar[tuple[str, ...]] = ()
     """Operators that show the transform has work: if one is there and no site matched, something is wrong."""
+    adds_inputs: ClassVar[bool] = False
+    """The result has inputs that the program did not have: no generic test can call both and compare, and the transform
+    must be compared by a test of its own."""
     Options: ClassVar[type[Options]] = Options
 
     def __init__(self, options: Any = None) -> None:

@@ -57,7 +57,7 @@ class Templates:
 def _case(name: str, kind: str, index: int) -> Template:
     cls = registry()[name]
     case = [*cls.fires(), *cls.leaves()][index]
-    return _capture(name, case.function, case.args, case.after)
+    return _capture(name, case.function, case.args, case.after)  # sizes are numbers here, whatever the case's axes
 
 
 def _pattern(key: tuple[Any, ...], rng: random.Random) -> Template:

@@ -20,8 +20,8 @@ from inlay.program.graphs import MODULE, SOURCE
 from inlay.program.symbols import FakeValues
 from inlay.rewrite import Miss
 from inlay.rewrite.schema import normalised
-from inlay.state.position_wise import Mixed, first_mixed
-from inlay.state.positions import Source, find_sources
+from inlay.state.position_wise import Mixed, carries, first_mixed, mixes
+from inlay.state.positions import Source, find_sources, rehearse
 from inlay.transforms import base
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -39,6 +39,8 @@ SLOTS, LENGTHS = "slots", "lengths"
 class InsertKVCache(Transform):
     """Causal attention runs over a cache that is written in place; slots and lengths become inputs."""
 
+    adds_inputs = True
+
     class Options(base.Options):
         """`max_length` rows a slot (by default what the model allows), `max_batch` slots."""
 
@@ -47,7 +49,7 @@ class InsertKVCache(Transform):
 
     @classmethod
     def fires(cls) -> list[Case]:
-        return [Case("one layer", _decoder, (torch.randn(2, 5, 8), torch.randn(8, 8)), after=_FIRST)]
+        return [Case("one layer", _decoder, (torch.randn(2, 5, 8), torch.randn(8, 8)), **_CAPTURED)]
 
     @classmethod
     def leaves(cls) -> list[Case]:
@@ -67,11 +69,11 @@ class InsertKVCache(Transform):
             return torch.nn.functional.pad(_attend(x, w), (0, 0, 1, 0))
 
         return [
-            Case("attention both ways", both_ways, (x, w), after=_FIRST),
-            Case("a sum over positions", mixed, (x, w), after=_FIRST),
-            Case("a mean over positions", averaged, (x, w), after=_FIRST),
-            Case("positions moved", shifted, (x, w), after=_FIRST),
-            Case("no attention", lambda x, w: torch.nn.functional.linear(x, w), (x, w), after=_FIRST),
+            Case("attention both ways", both_ways, (x, w), **_CAPTURED),
+            Case("a sum over positions", mixed, (x, w), **_CAPTURED),
+            Case("a mean over positions", averaged, (x, w), **_CAPTURED),
+            Case("positions moved", shifted, (x, w), **_CAPTURED),
+            Case("no attention", lambda x, w: torch.nn.functional.linear(x, w), (x, w), **_CAPTURED),
         ]
 
     def apply(self, program: Program) -> Applied:
@@ -81,17 +83,17 @@ class InsertKVCache(Transform):
             return applied
         found = _examine(program, calls)
         if isinstance(found, Mixed):
-            applied.misses.append(
-                Miss(calls[0], found.node, f"refused: {found.node}: {found.reason}", 0, 1, refused=True)
-            )
+            applied.misses.append(Miss(calls[0], found.node, f"refused: {found}", 0, 1, refused=True))
             return applied
         options: Any = self.options
         most = options.max_length or _most(program, found.length)
         places = [node.name for node in calls]
+        untouched = program.copy()
         try:
             applied.program = _insert(program, calls, found, most, options.max_batch)
-        except ProgramError as error:  # a size of 1 is written where the batch now stands
+        except ProgramError as error:  # positions cannot be a row a sequence where they were one for all
             applied.misses.append(Miss(calls[0], calls[0], f"shape: {error.problem}", 0, 1, refused=True))
+            applied.program = untouched
             return applied
         applied.places, applied.sites = places, len(calls)
         return applied
@@ -109,16 +111,20 @@ class _Found:
 def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
     if program.bindings.state:
         return Mixed(calls[0], "the model brings state of its own")
-    shapes = [[str(size) for size in dict(normalised(call))["query"].meta["val"].shape] for call in calls]
-    batch, length = shapes[0][0], shapes[0][2]
+    batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return Mixed(calls[0], f"its length is {length}, not dynamic")
-    for call, shape in zip(calls, shapes, strict=True):
+    if batch == length or (batch not in program.symbols and batch != "1"):
+        return Mixed(calls[0], f"its batch is {batch}, neither dynamic nor 1")
+    for call in calls:
         given: dict[str, Any] = dict(normalised(call))
         if not given["causal"] or given["mask"] is not None:
             return Mixed(call, "its mask is not known to be causal")
-        if (shape[0], shape[2]) != (batch, length) or str(given["key"].meta["val"].shape[2]) != length:
+        if any(_shape(call, name)[::2] != [batch, length] for name in ("query", "key", "value")):
             return Mixed(call, "it works on another batch or length than the first one")
+        if given["window"] and given["slopes"] is not None and given["sinks"] is not None:
+            # cached_attention counts keys from the window's first: only a sink can tell, so only then it matters.
+            return Mixed(call, "it has a window, slopes and sinks, which the operator over a cache cannot do together")
     sources = find_sources(program.graph, batch, length)
     if isinstance(sources, Mixed):
         return sources
@@ -130,8 +136,12 @@ def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
                     return Mixed(user, "it reads positions as if all sequences had the same")
         elif axes not in ([batch, length], ["1", length]):
             return Mixed(source.node, "its positions have another shape than [length] or [batch, length]")
-    mixed = first_mixed(program.graph, length, sources.nodes | set(calls))
+    mixed = first_mixed(program.graph, length, sources.nodes, set(calls))
     return mixed or _Found(batch, length, sources.counting)
+
+
+def _shape(call: fx.Node, name: str) -> list[str]:
+    return [str(size) for size in dict(normalised(call))[name].meta["val"].shape]
 
 
 def _most(program: Program, length: str) -> int:
@@ -204,10 +214,9 @@ class _Puts:
     ) -> None:
         self.graph, self.fakes = graph, fakes
         self.slots, self.lengths = slots, lengths
-        size = next(
-            node for node in graph.nodes if node.target is aten.sym_size.int and str(node.meta["val"]) == found.length
-        )
-        anchor = size.next if size > first or size is first else first
+        self.batch = found.batch
+        size = self.size(found.length, first)
+        anchor = size.next
         with graph.inserting_before(anchor):
             steps = self.call(aten.arange.default, size)
             self.positions = self.call(
@@ -226,11 +235,26 @@ class _Puts:
         node.meta["val"] = self.fakes.value(node)
         return node
 
+    def size(self, length: str, first: fx.Node) -> fx.Node:
+        """The node that is the length."""
+        node: fx.Node
+        for node in self.graph.nodes:
+            if node.target is aten.sym_size.int and str(node.meta["val"]) == length:
+                return node
+            axes = carries(node.meta.get("val"), length)
+            if node.op == "placeholder" and axes:
+                given = node, axes[0]
+        with self.graph.inserting_before(first):
+            return self.call(aten.sym_size.int, *given)
+
     def replace(self, source: Source) -> None:
         """Positions of this call instead of positions from 0 on."""
         here = source.node
+        dtype = here.meta["val"].dtype
         with self.graph.inserting_before(here.next if here > self.row else self.anchor):
             moved = self.call(aten.add.Tensor, self.positions, source.offset) if source.offset else self.positions
+            if dtype != torch.int64:
+                moved = self.call(aten._to_copy.default, moved, dtype=dtype)
         self.moved.append(moved)
         if here.meta["val"].dim() == 1:
             for user in list(here.users):
@@ -242,10 +266,16 @@ class _Puts:
         """Positions have an axis of sequences now: so have the values computed from them alone."""
         changed = {self.positions, *self.moved}
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in changed and not changed.isdisjoint(node.all_input_nodes):
-                before, node.meta["val"] = node.meta["val"], self.fakes.value(node)
-                if str(before) != str(node.meta["val"]):
-                    changed.add(node)
+            if node in changed or changed.isdisjoint(node.all_input_nodes):
+                continue
+            if node.op == "output":
+                raise ProgramError("positions are returned, and they are others for each sequence now")
+            rehearse(node)
+            before, node.meta["val"] = node.meta["val"], self.fakes.value(node)
+            if str(before) != str(node.meta["val"]):
+                changed.add(node)
+            if reason := mixes(node, self.batch, "sequences"):
+                raise ProgramError(f"{node}: {reason}, and positions are others for each sequence now")
 
     def attention(self, call: fx.Node, keys: fx.Node, values: fx.Node) -> list[fx.Node]:
         """Write the new rows, read the filled ones."""
@@ -284,4 +314,7 @@ def _decoder(x: Tensor, w: Tensor) -> Tensor:
     return _attend(x + torch.cos(places), w)
 
 
-_FIRST = ("match_attention",)
+_CAPTURED: dict[str, Any] = {
+    "after": ("clean_noops", "match_attention"),
+    "axes": {"x": {0: "batch", 1: "length"}},
+}
