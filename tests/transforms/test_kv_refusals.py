@@ -284,16 +284,6 @@ def test_operands_of_attention() -> None:
 
 
 @pytest.mark.fast
-def test_a_window_with_slopes_and_sinks() -> None:
-    program = captured(lambda x, w: attend(x + w[:1].unsqueeze(0), w))
-    call = next(node for node in program.graph.nodes if node.target is torch.ops.inlay.attention.default)
-    w = next(node for node in program.graph.nodes if node.name == "w")
-    for index, value in ((6, 3), (8, w), (9, w)):
-        call.update_arg(index, value)
-    assert "a window, slopes and sinks" in _reason(program)
-
-
-@pytest.mark.fast
 def test_attention_on_inputs_themselves() -> None:
     """Nothing in the program asks for the length."""
     program = captured(lambda x, w: functional.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3, is_causal=True))

@@ -37,9 +37,11 @@ def cached_attention(
     batch, _, length, _ = query.shape
     results = _result(query, values)
     plain = not softcap and slopes is None and sinks is None
+    # Slopes count keys from the first one that is read; a shift of all scores matters only where a sink stays behind.
+    sloping_to_sinks = slopes is not None and sinks is not None
     for index, (slot, before) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         filled = before + length
-        first = max(0, filled - window - length + 1) if window else 0
+        first = max(0, filled - window - length + 1) if window and not sloping_to_sinks else 0
         rows = query[index : index + 1]
         key, value = (each[slot : slot + 1, :, first:filled] for each in (keys, values))
         if plain and (length == 1 or (before == 0 and not window)):

@@ -122,9 +122,6 @@ def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
             return Mixed(call, "its mask is not known to be causal")
         if any(_shape(call, name)[::2] != [batch, length] for name in ("query", "key", "value")):
             return Mixed(call, "it works on another batch or length than the first one")
-        if given["window"] and given["slopes"] is not None and given["sinks"] is not None:
-            # cached_attention counts keys from the window's first: only a sink can tell, so only then it matters.
-            return Mixed(call, "it has a window, slopes and sinks, which the operator over a cache cannot do together")
     sources = find_sources(program.graph, batch, length)
     if isinstance(sources, Mixed):
         return sources
