@@ -228,3 +228,43 @@ def test_what_compiled_functions_are_known_by() -> None:
     assert is_compiled(torch.compile(torch.sin))
     assert not is_compiled(torch.nn.Linear(2, 2))
     assert not is_compiled(torch.sin)
+
+
+def test_libraries_are_loaded_directly() -> None:
+    """compile/native.py: containers of one library, user-managed constants, AMX first."""
+    from torch._C import _aoti
+
+    runner = _aoti.AOTIModelContainerRunnerCpu
+    for name in (
+        "run",
+        "update_constant_buffer",
+        "get_constant_names_to_original_fqns",
+        "get_constant_names_to_dtypes",
+    ):
+        assert hasattr(runner, name), f"packages cannot be loaded without {name}"
+    assert "user_managed: bool = False" in str(runner.update_constant_buffer.__doc__), "weights would be copied"
+    assert callable(torch.cpu._init_amx), "AMX code dies with SIGILL when nobody asked for it"
+
+
+def test_what_packages_ask_of_inductor() -> None:
+    """compile/aoti.py: options of AOTInductor, the scheduler's dependencies, names in the generated source."""
+    from torch._inductor import config
+
+    for name in ("always_keep_tensor_constants", "joint_graph_constant_folding", "_post_fusion_custom_pass"):
+        assert hasattr(config, name), f"compile/aoti.py sets {name}"
+    assert hasattr(config.aot_inductor, "package_constants_in_so"), "libraries would hold weights"
+
+    from inlay.compile.aoti import build_library
+    from inlay.testing import program_of
+
+    def step(x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, at, x)
+        return cache.sum(0)
+
+    program = program_of(step, [torch.ones(2, 4), torch.zeros(64, 4), torch.tensor([1, 2])])
+    state = program.bindings.state[0].name
+    built = build_library(program, [state])
+    assert {access.state for access in built.accesses} == {state}, "the scheduler hook sees the state"
+    assert any(access.writes == "32" for access in built.accesses), "two rows of four numbers"
+    assert not any(access.copies or access.unknown for access in built.accesses)
+    assert "AOTInductorModel::run_impl" in built.source, "the proof reads this function"

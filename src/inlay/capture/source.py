@@ -137,8 +137,11 @@ def _open_folder(path: Path, text: str, options: HFOptions | None) -> Model:
 
 
 def _check_folder(path: Path, text: str) -> None:
-    if (path / "manifest.json").exists():
-        raise ModelError(f"{text} is a compiled package; this command needs the model it was built from.", FORMS)
+    if (path / "current" / "manifest.json").exists():
+        raise ModelError(
+            f"{text} is a compiled package; this command needs the model it was built from.",
+            f"`inlay inspect {text}` says what it is.",
+        )
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         hint = f"Pass one of its GGUF files, such as {files[0]}." if files else FORMS
