@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +15,19 @@ from inlay.compile import manifest as manifests
 from inlay.compile.load import read_manifest
 from inlay.compile.refit import refit
 from inlay.errors import PackageError, UsageError
-from inlay.flow import build
+from inlay.flow import Options, build
+from inlay.program.bindings import Bindings
+from inlay.program.weights import Derived
 from inlay.runtime import Session
+from inlay.transforms.base import _REGISTRY, Applied, Numerics, Stage, Transform, transform
 from models import Convolutions, random_model
 from package.packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from inlay.program.program import Program
 
 pytestmark = pytest.mark.xdist_group("package")
 
@@ -269,3 +276,66 @@ def test_wrong_buckets(text: str) -> None:
 
     with pytest.raises(UsageError):
         _sizes(text, {"batch": (1, 4), "length": (1, 96)})
+
+
+@pytest.fixture
+def transposes_the_head() -> Iterator[str]:
+    """A transform that keeps a weight in another layout, and says how it is made."""
+
+    @transform("transposes_the_head", stage=Stage.WEIGHTS, numerics=Numerics.ROUNDING)
+    class TransposesTheHead(Transform):
+        """The last linear layer reads its weight the other way round."""
+
+        def apply(self, program: Program) -> Applied:
+            row = next(row for row in program.bindings if row.target == "lm_head.weight")
+            weight = next(node for node in program.graph.nodes if node.name == row.name)
+            weight.meta["val"] = weight.meta["val"].t().contiguous()
+            for linear in list(weight.users):
+                with program.graph.inserting_before(linear):
+                    new = program.graph.call_function(torch.ops.aten.matmul.default, (linear.args[0], weight))
+                new.meta = dict(linear.meta)
+                linear.replace_all_uses_with(new)
+                program.graph.erase_node(linear)
+            turned = replace(row, shape=tuple(reversed(row.shape)))
+            rows = tuple(turned if each is row else each for each in program.bindings)
+            tensors = {**program.tensors, row.name: Derived({row.target: program.tensors[row.name]}, "transpose")}
+            return Applied(replace(program, bindings=Bindings(rows), tensors=tensors), 1)
+
+    yield "transposes_the_head"
+    del _REGISTRY["transposes_the_head"]
+
+
+def test_refit_goes_through_weight_maps(
+    transposes_the_head: str, model_folder: Path, model: Any, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"transforms:\n  {transposes_the_head}: {{}}\n")
+    path = tmp_path / "package"
+    options = Options(max_length=ROOM, buckets=(), config=(config,), settings=("gather_last_logits.enabled=false",))
+    manifest = build(str(model_folder), path, options).manifest
+    assert manifest.weights["lm_head.weight"].map == "transpose"
+    assert manifest.weights["lm_head.weight"].shape == (32, 320)
+    prompts = torch.randint(3, 300, (1, 7))
+    assert torch.equal(greedy(load_package(path), prompts, 8), eager_greedy(model, prompts, 8))
+    other = random_model(FIELDS, seed=5)
+    other.save_pretrained(tmp_path / "other")
+    refit(path, str(tmp_path / "other"))
+    assert torch.equal(greedy(load_package(path), prompts, 8), eager_greedy(other, prompts, 8))
+
+
+class Adds(torch.nn.Module):
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return total + x
+
+
+def test_a_declared_alias(tmp_path: Path) -> None:
+    """`--alias output=total`: the result lies in the storage of the argument."""
+    from inlay import Example
+
+    example = Example(Adds(), (torch.ones(4), torch.zeros(4)))
+    built = build(example, tmp_path / "package", Options(alias={"output": "total"}))
+    assert [row.target for row in built.manifest.states] == ["total"]
+    loaded, total = load_package(tmp_path / "package"), torch.zeros(4)
+    for _ in range(3):
+        loaded({"x": torch.ones(4), "total": total})
+    assert total.tolist() == [3.0] * 4

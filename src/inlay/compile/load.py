@@ -90,7 +90,7 @@ class LoadedPackage(Executable):
         if file.suffix == ".json":
             calls = Calls(json.loads(file.read_text()))
             return lambda constants: lambda inputs: calls([*constants, *inputs])
-        library = Library(file)
+        library = Library(file, len(piece.ins), len(piece.outs))
         return lambda constants: library.bind(dict(zip(piece.constants, constants, strict=True)))
 
 

@@ -27,10 +27,13 @@ def _prepare() -> None:
 
 
 class Library:
-    """A compiled library. Each container has constants of its own, which stay the tensors they are."""
+    """A compiled library. Each container has constants of its own, which stay the tensors they are.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    `takes` and `gives` say how many tensors a call takes and gives, where that is known.
+    """
+
+    def __init__(self, file: Path, takes: int | None = None, gives: int | None = None) -> None:
+        self.file, self.takes, self.gives = file, takes, gives
 
     def bind(self, constants: Mapping[str, torch.Tensor]) -> Run:
         """A container whose constants are these tensors, which must be all it has and of the right types."""
@@ -49,6 +52,9 @@ class Library:
         for name, value in constants.items():
             if types[name] != _NUMBERS[value.dtype]:
                 raise PackageError(f"{self.file.name} wants {name} in another number format than {value.dtype}.")
+        for known, spec in zip((self.takes, self.gives), container.get_call_spec(), strict=True):
+            if known is not None and spec.count('"type": null') != known:
+                raise PackageError(f"{self.file.name} takes or gives something else than the manifest says.")
         if constants:
             container.update_constant_buffer(dict(constants), False, True, True)
         return container.run  # type: ignore[no-any-return]

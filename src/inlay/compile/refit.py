@@ -15,7 +15,7 @@ from inlay.capture.hf import HFOptions
 from inlay.compile import store, weights_file
 from inlay.compile.load import check, read_manifest
 from inlay.errors import UsageError
-from inlay.program.weights import weight_map
+from inlay.program.weights import InMemory, weight_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,10 @@ def refit(
     check(manifest, folder)
     on_step("opening the weights")
     model = open_model(weights, HFOptions(_dtype(manifest)))
-    _check_model(manifest, model)
+    tensors = dict(model.tensors) or {
+        name: InMemory(value) for name, value in model.example.module.state_dict().items()
+    }
+    _check_model(manifest, model, tensors)
     old = weights_file.mapped(folder / weights_file.NAME, manifest.weights)
     home = output or Path(path)
     with store.staged(home) as staging:
@@ -45,7 +48,7 @@ def refit(
             row = manifest.weights[name]
             if not row.sources:
                 return old[name]
-            return weight_map(row.map)(*(model.tensors[source].read() for source in row.sources))
+            return weight_map(row.map)(*(tensors[source].read() for source in row.sources))
 
         written = weights_file.write(staging / weights_file.NAME, manifest.weights, read)
         made = replace(manifest, weights_file=written, model=model.name)
@@ -59,13 +62,12 @@ def _dtype(manifest: Manifest) -> torch.dtype | None:
     return next((dtype for dtype in found if dtype.is_floating_point), None)
 
 
-def _check_model(manifest: Manifest, model: Model) -> None:
+def _check_model(manifest: Manifest, model: Model, tensors: Mapping[str, TensorRef]) -> None:
     if manifest.architecture and model.architecture and manifest.architecture != model.architecture:
         raise UsageError(
             f"{model.name} is of the architecture {model.architecture}, and the package is {manifest.architecture}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
-    tensors: Mapping[str, TensorRef] = model.tensors
     for name, row in manifest.weights.items():
         missing = [source for source in row.sources if source not in tensors]
         if missing:
