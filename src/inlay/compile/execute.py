@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import UsageError
-from inlay.program.bindings import Role
+from inlay.program.bindings import Role, tensor_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from inlay.compile.manifest import Bucket
-    from inlay.program.bindings import Bindings
+    from inlay.program.bindings import Binding, Bindings
 
     Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -64,6 +64,9 @@ class Executable:
     ) -> None:
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
         self.results = [row.name for row in bindings.outs if row.alias is None]
+        self._types = [
+            (row, getattr(torch, row.dtype), _fixed(row)) for row in bindings.of(Role.INPUT) if row.is_tensor
+        ]
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
@@ -89,13 +92,26 @@ class Executable:
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
         """The sizes that a call has, by name; inputs that do not fit their types are refused."""
         sizes: dict[str, int] = {}
-        for row in self.bindings.of(Role.INPUT):
-            value = given.get(row.name)
-            if not isinstance(value, torch.Tensor) or str(value.dtype) != f"torch.{row.dtype}":
-                raise UsageError(f"{row.target} must be {row.text}.")
-            if value.dim() != len(row.shape) or not value.is_contiguous():
-                raise UsageError(f"{row.target} must be {row.text}, contiguous, and has shape {list(value.shape)}.")
-            for wanted, size in zip(row.shape, value.shape, strict=True):
-                if (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)) != size:
-                    raise UsageError(f"{row.target} must be {row.text}, and has shape {list(value.shape)}.")
+        for row, dtype, shape in self._types:
+            value: Any = given.get(row.name)
+            fits = isinstance(value, torch.Tensor) and value.dtype is dtype and value.is_contiguous()
+            if not fits or (value.shape != shape if shape is not None else not _note_sizes(row, value.shape, sizes)):
+                found = (
+                    tensor_text(str(value.dtype)[6:], tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+                )
+                raise UsageError(f"{row.target} must be {row.text}, contiguous, and {found} was given.")
         return sizes
+
+
+def _fixed(row: Binding) -> torch.Size | None:
+    """The shape of a binding that has one, whatever the sizes of a call."""
+    known = [size for size in row.shape if isinstance(size, int)]
+    return torch.Size(known) if len(known) == len(row.shape) else None
+
+
+def _note_sizes(row: Binding, shape: torch.Size, sizes: dict[str, int]) -> bool:
+    """Take the sizes that have names from a shape; whether it fits what is known."""
+    return len(shape) == len(row.shape) and all(
+        (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)) == size
+        for wanted, size in zip(row.shape, shape, strict=True)
+    )
