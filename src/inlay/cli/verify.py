@@ -1,0 +1,62 @@
+"""`inlay verify`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.errors import ExitCode
+
+if TYPE_CHECKING:
+    from inlay.insight.verify import Verdict
+
+
+def verify(
+    model: ModelArgument,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Say what each transform does to the numbers: nothing, rounding, or wrong; exit code 1 if anything is wrong.
+
+    The program runs on random inputs before and after every transform; the referee is the captured program in float64.
+
+    Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
+    """
+    with failing_kindly():
+        from inlay.config import resolve
+        from inlay.insight.verify import Change, Verify
+        from inlay.transforms import configure, run
+
+        program = read_program(model, dtype, trust)
+        resolved = resolve(
+            architecture=program.facts.architecture, model=program.name, files=files or (), settings=settings or ()
+        )
+        seen = Verify(seed=seed)
+        run(program, configure(resolved), [seen])
+        if as_json:
+            print_json([verdict.to_json() for verdict in seen.verdicts])
+        else:
+            _print(seen.verdicts)
+        if any(verdict.change is Change.WRONG for verdict in seen.verdicts):
+            raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _print(verdicts: list[Verdict]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("transform", "sites", "change", "difference", "error before", "error after", ""):
+        right = column in ("sites", "difference", "error before", "error after")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for each in verdicts:
+        numbers = (f"{value:.1e}" if value else "0" for value in (each.difference, each.before, each.after))
+        worst = "; ".join(f"{node.node} {node.error:.1e} ({node.source})" for node in each.worst)
+        table.add_row(each.transform, str(each.sites), each.change.value, *numbers, each.reason or worst)
+    out.print(table, markup=False)

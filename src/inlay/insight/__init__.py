@@ -1,0 +1,1 @@
+"""Views over what transforms did: why not, what next, whose fault."""

@@ -1,0 +1,103 @@
+"""Running a program call by call: every value on the way can be looked at, in its own precision or in double."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from inlay.program.bindings import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.program.program import Program
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Runner:
+    """Runs programs that share their weights, which are read once."""
+
+    held: dict[tuple[str, torch.dtype | None], torch.Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        program: Program,
+        inputs: Mapping[str, Any],
+        *,
+        precise: torch.dtype | None = None,
+        on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
+    ) -> list[Any]:
+        """What a program returns for inputs by name. With `precise` every floating-point number is of that kind."""
+        values: dict[fx.Node, Any] = {}
+        rows = {row.name: row for row in program.bindings.ins}
+        result: list[Any] = []
+        with torch.no_grad():
+            for node in program.graph.nodes:
+                if node.op == "placeholder":
+                    row = rows[node.name]
+                    given = inputs[row.name] if row.role is Role.INPUT else self._weight(program, row.name, precise)
+                    values[node] = _cast(given, precise)
+                elif node.op == "output":
+                    result = list(fx.map_arg(node.args[0], values.__getitem__))
+                elif node.op == "get_attr":
+                    owner = program.graph.owning_module
+                    values[node] = owner.get_submodule(str(node.target)) if owner is not None else None
+                else:
+                    values[node] = _call(node, values, precise)
+                    on_value(node, values[node])
+                for operand in node.all_input_nodes:
+                    if _last_use(operand, node):
+                        del values[operand]
+        return result
+
+    def _weight(self, program: Program, name: str, precise: torch.dtype | None) -> torch.Tensor:
+        if (name, precise) not in self.held:
+            self.held[name, precise] = _cast(program.tensors[name].read(), precise)
+        return self.held[name, precise]
+
+
+def _last_use(operand: fx.Node, at: fx.Node) -> bool:
+    return all(user <= at for user in operand.users)
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any], precise: torch.dtype | None) -> Any:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if precise is not None:
+        args, kwargs = tree_map(lambda each: precise if _is_float_type(each) else each, (args, kwargs))
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _is_float_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _FLOATS
+
+
+def _cast(value: Any, precise: torch.dtype | None) -> Any:
+    if precise is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(precise)
+
+
+def random_inputs(program: Program, seed: int = 0) -> dict[str, Any]:
+    """Inputs of the sizes a program was captured with: whole numbers below the vocabulary, numbers around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    limit = program.facts.vocabulary.value if program.facts.vocabulary else 2
+    sizes = {symbol.name: symbol.example for symbol in program.symbols.values()}
+    made: dict[str, Any] = {}
+    for row in program.bindings.of(Role.INPUT):
+        if not row.is_tensor:
+            made[row.name] = row.value
+            continue
+        shape = [size if isinstance(size, int) else sizes[size] for size in row.shape]
+        dtype: torch.dtype = getattr(torch, row.dtype)
+        if dtype.is_floating_point:
+            made[row.name] = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            made[row.name] = torch.randint(0, limit, shape, generator=generator).to(dtype)
+    return made

@@ -1,0 +1,118 @@
+"""Every transform is classified; planted faults are found and named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx
+
+from inlay.capture import capture
+from inlay.capture.hf import HFOptions
+from inlay.config import resolve
+from inlay.insight.running import Runner, random_inputs
+from inlay.insight.verify import Change, Verdict, Verify
+from inlay.transforms import configure, run
+from inlay.transforms.base import Applied, Numerics, Stage, Transform
+from inlay.transforms.pipeline import Step
+from models import LLAMA, llama_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inlay.program.program import Program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return capture(str(llama_folder(tmp_path_factory.mktemp("llama"))), HFOptions(dtype=torch.bfloat16))
+
+
+def _verdicts(program: Program, *steps: Step, expected: dict[str, int] | None = None) -> list[Verdict]:
+    seen = Verify(expected or {})
+    run(program, list(steps), [seen])
+    return seen.verdicts
+
+
+def _changes(node_of: str, change: Callable[[fx.Graph, fx.Node], fx.Node]) -> Step:
+    """A transform that changes the first call of an operator."""
+
+    class Changes(Transform):
+        """For one test."""
+
+        name, stage, numerics = "changes", Stage.FUSE, Numerics.ROUNDING
+
+        def apply(self, program: Program) -> Applied:
+            node = next(each for each in program.graph.nodes if node_of in str(each.target))
+            with program.graph.inserting_after(node):
+                new = change(program.graph, node)
+            new.meta = {**node.meta, **new.meta}
+            node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+            return Applied(program, 1)
+
+    return Step("changes", Changes())
+
+
+def _call(target: Any, *rest: Any) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    return lambda graph, node: graph.call_function(target, (node, *rest))
+
+
+def test_the_default_transforms(program: Program) -> None:
+    verdicts = _verdicts(program, *configure(resolve(settings=["match_geglu.enabled=false"])))
+    assert {each.transform for each in verdicts} >= {"match_rms_norm", "match_attention", "match_rope", "match_swiglu"}
+    for each in verdicts:
+        assert each.change in (Change.NONE, Change.NEARER, Change.FARTHER)
+        assert 0 < each.after < 0.05, "bfloat16 against float64"
+
+
+def test_wrong(program: Program) -> None:
+    (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.mul.Tensor, 3.0)))
+    assert verdict.change is Change.WRONG
+    assert verdict.worst
+    assert any("modeling_llama.py" in each.source for each in verdict.worst)
+
+
+def test_not_finite(program: Program) -> None:
+    (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.mul.Tensor, float("nan"))))
+    assert (verdict.change, verdict.reason) == (Change.WRONG, "not finite")
+
+
+def test_rounding(program: Program) -> None:
+    (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.mul.Tensor, 1.004)))
+    assert verdict.change in (Change.NEARER, Change.FARTHER)
+    assert verdict.difference > 0
+    assert (verdict.after <= verdict.before) == (verdict.change is Change.NEARER)
+
+
+def test_nothing(program: Program) -> None:
+    (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.clone.default)))
+    assert (verdict.change, verdict.difference) == (Change.NONE, 0.0)
+
+
+def test_lost_sources(program: Program) -> None:
+    def clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        new = graph.call_function(torch.ops.aten.clone.default, (node,))
+        new.meta = {"val": node.meta["val"], "source": "", "module": ""}
+        return new
+
+    (verdict,) = _verdicts(program, _changes("silu", clone))
+    assert verdict.change is Change.METADATA_LOSS
+    assert "1 calls do not say" in verdict.reason
+
+
+def test_fewer_sites_than_before(program: Program) -> None:
+    steps = configure(resolve(settings=["match_rms_norm.enabled=true"]))
+    (norm,) = [step for step in steps if step.key == "match_rms_norm"]
+    (verdict,) = _verdicts(program, norm, expected={"match_rms_norm": 9})
+    assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 sites fewer")
+
+
+def test_precise_running_is_more_precise(program: Program) -> None:
+    runner, inputs = Runner(), random_inputs(program)
+    (rough,), (precise,) = runner(program, inputs), runner(program, inputs, precise=torch.float64)
+    assert (rough.dtype, precise.dtype) == (torch.bfloat16, torch.float64)
+    assert rough.shape == precise.shape
+    error = float((rough.double() - precise).norm() / precise.norm())
+    assert 1e-4 < error < 5e-2
+    assert LLAMA["num_hidden_layers"] == 2
