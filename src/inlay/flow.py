@@ -21,6 +21,7 @@ from inlay.errors import ModelError
 from inlay.state import declare, lift_mutated_buffers
 from inlay.transforms import configure, run
 from inlay.transforms.instruments import Dump
+from inlay.transforms.lock import Lock, locked, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,10 +78,12 @@ def build(
     options, path, clock = options or Options(), Path(path), _Clock()
     store.check_free(path)
     source = _opened(model, options)
-    program = clock("capture", lambda: capture(source, on_step=on_step))
-    program, resolved, records = clock("transform", lambda: transform(program, options, on_step))
+    captured = clock("capture", lambda: capture(source, on_step=on_step))
+    program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
     lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
-    contents = _contents(source, program, resolved, records)
+    name = model if isinstance(model, str) else source.name
+    lock = Lock(versions=versions(), models=[locked(name, captured, resolved, records)])
+    contents = _contents(source, program, resolved, records, lock)
     manifest = clock("pack", lambda: pack(lowered, path, contents, on_step))
     return Built(path, manifest, tuple(records), clock.seconds)
 
@@ -138,7 +141,7 @@ def _buckets(program: Program, options: Options) -> Sequence[str]:
     return ("length=1",) if "lengths" in {row.target for row in program.bindings.ins} else ()
 
 
-def _contents(source: Model, program: Program, resolved: Resolved, records: Sequence[Record]) -> Contents:
+def _contents(source: Model, program: Program, resolved: Resolved, records: Sequence[Record], lock: Lock) -> Contents:
     remarks = [remark.to_json() for record in records for remark in record.remarks]
     settings = {
         entry.key: {name: setting.value for name, setting in entry.options.items()} for entry in resolved.entries
@@ -150,6 +153,7 @@ def _contents(source: Model, program: Program, resolved: Resolved, records: Sequ
         kind="decoder" if "lengths" in {row.target for row in program.bindings.ins} else "program",
         facts={name: fact.value for name, fact in program.facts.known()},
         texts={
+            "matches.lock": lock.text(),
             "resolved.yaml": yaml.safe_dump({"transforms": settings}, sort_keys=False),
             "remarks.jsonl": "".join(json.dumps(remark, ensure_ascii=False) + "\n" for remark in remarks),
         },

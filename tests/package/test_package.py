@@ -20,6 +20,7 @@ from inlay.program.bindings import Bindings
 from inlay.program.weights import Derived
 from inlay.runtime import Session
 from inlay.transforms.base import _REGISTRY, Applied, Numerics, Stage, Transform, transform
+from inlay.transforms.lock import read_lock
 from models import Convolutions, random_model
 from package.packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
 
@@ -41,6 +42,8 @@ def test_pieces(package: Path) -> None:
         assert [sum(step.piece == piece.name for step in bucket.steps) for piece in compiled] == [3]
         assert len(bucket.pieces) == 3
     assert len(manifest.states) == 6
+    (entry,) = read_lock(folder / "matches.lock").models
+    assert (entry.transforms["match_attention"].sites, entry.transforms["insert_kv_cache"].sites) == (3, 3)
     assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in folder.rglob("*"))
     weight = load_package(package).weights["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()[:64]
     assert weight in (folder / "weights.safetensors").read_bytes()

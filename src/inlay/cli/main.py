@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import build, diff, doctor, inspect, passes, prove, refit, run, show, verify
+from inlay.cli import build, diff, doctor, inspect, lock, passes, prove, refit, run, show, verify
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("diff")(diff.diff)
+app.command("lock")(lock.lock)
+app.command("check")(lock.check)
 app.command("verify")(verify.verify)
 app.command("passes")(passes.passes)
 app.command("config")(passes.config)

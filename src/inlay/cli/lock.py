@@ -1,0 +1,115 @@
+"""`inlay lock` and `inlay check`"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.errors import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inlay.cli.models import DType
+    from inlay.transforms.lock import LockedModel
+    from inlay.transforms.pipeline import Record
+
+
+def lock(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or several models.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The lock file.")] = Path("matches.lock"),
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Write down how often every transform matches, to be checked after an upgrade. Shows what changes in the file.
+
+    Example: [bold]inlay lock ./my-model -o matches.lock[/]
+    """
+    with failing_kindly():
+        from inlay.transforms.lock import Lock, versions
+
+        found = [_entry(model, files or (), settings or (), dtype, trust)[0] for model in models]
+        text = Lock(versions=versions(), models=found).text()
+        before = output.read_text() if output.exists() else ""
+        for line in difflib.unified_diff(
+            before.splitlines(), text.splitlines(), "before", str(output), lineterm="", n=1
+        ):
+            out.print(line, markup=False, soft_wrap=True)
+        output.write_text(text)
+
+
+def check(
+    file: Annotated[Path, typer.Option("--lock", help="The lock file.")] = Path("matches.lock"),
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    dtype: DTypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    trust: TrustOption = False,
+) -> None:
+    """Hold the models of a lock against it: what became different, in sentences; exit code 1 if sites did.
+
+    On GitHub Actions the sentences are annotations of the lock file.
+
+    Example: [bold]inlay check --lock matches.lock[/]
+    """
+    with failing_kindly():
+        from inlay.transforms.lock import Comparison, compare, read_lock, versions
+
+        locked = read_lock(file)
+        seen = Comparison()
+        for old in locked.models:
+            new, records = _entry(old.model, files or (), settings or (), dtype, trust)
+            seen.differences += compare(old, new, records)
+        if as_json:
+            print_json(seen.to_json())
+        else:
+            for each in seen.differences:
+                if os.environ.get("GITHUB_ACTIONS"):
+                    out.print(each.annotation(file), markup=False, soft_wrap=True)
+                else:
+                    out.print(
+                        f"{'differs' if each.fails else 'note'}: {each.model}: {each.sentence}",
+                        markup=False,
+                        soft_wrap=True,
+                    )
+            now = versions()
+            changed = [
+                f"{name} {old} → {now.get(name, 'none')}"
+                for name, old in locked.versions.items()
+                if now.get(name) != old
+            ]
+            if changed and seen.differences:
+                out.print(f"Since then: {', '.join(changed)}.")
+            if seen.holds:
+                out.print(f"{len(locked.models)} models match as locked.")
+            else:
+                out.print(f"If that is right: inlay lock {' '.join(each.model for each in locked.models)} -o {file}")
+        if not seen.holds:
+            raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _entry(
+    model: str, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
+) -> tuple[LockedModel, list[Record]]:
+    from inlay.config import resolve
+    from inlay.transforms import configure, run
+    from inlay.transforms.lock import locked
+
+    program = read_program(model, dtype, trust)
+    resolved = resolve(architecture=program.facts.architecture, model=program.name, files=files, settings=settings)
+    # What is locked is what happens: a contract that does not hold is a difference like any other.
+    steps = configure(resolved)
+    for step in steps:
+        options = step.transform.options
+        step.transform.options = options.model_copy(update={"expect": "any", "reason": "the lock states the count"})
+    _, records = run(program, steps)
+    return locked(model, program, resolved, records), records

@@ -1,0 +1,110 @@
+"""Locks: what matched is written down, and what matches differently is told in a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from inlay import Example
+from inlay.cli.main import app
+from inlay.transforms.lock import read_lock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WRITTEN = "a"
+"""How the norm below is written: as now, or as after an upgrade."""
+
+
+class Norms(torch.nn.Module):
+    """Two RMS norms, the second one written as `WRITTEN` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        one = _norm(x, self.weights[0])
+        if WRITTEN == "a":
+            return _norm(one, self.weights[1])
+        if WRITTEN == "returned":
+            variance = one.pow(2).mean(-1, keepdim=True)
+            return self.weights[1] * (one * torch.rsqrt(variance + 1e-6)), variance
+        return self.weights[1] * (one / torch.sqrt(one.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def norms() -> Example:
+    return Example(Norms(), (torch.randn(3, 8),), axes={"x": {0: "batch"}})
+
+
+MODEL = "insight.test_lock:norms"
+
+
+def _run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    file = tmp_path / "matches.lock"
+    written = _run("lock", MODEL, "-o", str(file))
+    assert written.exit_code == 0, written.output
+    return file
+
+
+def _written(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.modules["insight.test_lock"], "WRITTEN", how)
+
+
+def test_a_lock_is_readable_and_holds(lock: Path) -> None:
+    text = lock.read_text()
+    assert "match_rms_norm:\n      sites: 2\n" in text
+    (model,) = read_lock(lock).models
+    assert (model.model, model.transforms["match_rms_norm"].sites) == (MODEL, 2)
+    checked = _run("check", "--lock", str(lock))
+    assert checked.exit_code == 0, checked.output
+    assert "1 models match as locked." in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("returned", "another consumer"), ("divided", "matched 1 sites, and 2 are locked")]
+)
+def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str) -> None:
+    _written(monkeypatch, how)
+    checked = _run("check", "--lock", str(lock))
+    assert checked.exit_code == 1
+    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("differs:")]
+    assert "match_rms_norm matched 1 sites, and 2 are locked" in line
+    assert reason in line
+    assert f"inlay lock {MODEL}" in checked.stdout
+    found = json.loads(_run("check", "--lock", str(lock), "--json").stdout)
+    assert not found["holds"]
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert f"::error file={lock}" in _run("check", "--lock", str(lock)).stdout
+
+
+def test_updating_shows_what_changes(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _written(monkeypatch, "returned")
+    updated = _run("lock", MODEL, "-o", str(lock))
+    assert updated.exit_code == 0
+    assert "-      sites: 2" in updated.stdout
+    assert "+      sites: 1" in updated.stdout
+    assert _run("check", "--lock", str(lock)).exit_code == 0
+
+
+def test_no_lock(tmp_path: Path) -> None:
+    assert _run("check", "--lock", str(tmp_path / "none")).exit_code == 2
+    (tmp_path / "bad").write_text("models: 3")
+    bad = _run("check", "--lock", str(tmp_path / "bad"))
+    assert bad.exit_code == 2
+    assert "is no lock" in bad.stderr
