@@ -108,3 +108,13 @@ def test_no_lock(tmp_path: Path) -> None:
     bad = _run("check", "--lock", str(tmp_path / "bad"))
     assert bad.exit_code == 2
     assert "is no lock" in bad.stderr
+
+
+def test_verify_against_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run("verify", MODEL, "--against", str(lock)).exit_code == 0
+    _written(monkeypatch, "returned")
+    found = _run("verify", MODEL, "--against", str(lock), "--json")
+    assert found.exit_code == 1
+    changes = {each["transform"]: each for each in json.loads(found.stdout)}
+    assert changes["match_rms_norm"]["change"] == "match loss"
+    assert changes["match_rms_norm"]["reason"] == "1 sites fewer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from rich.table import Table
 from inlay.cli.console import failing_kindly, out, print_json
 from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.errors import ExitCode
+from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from inlay.insight.verify import Verdict
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 def verify(
     model: ModelArgument,
     seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="LOCK|PACKAGE", help="Also compare how often transforms match with this."),
+    ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Say what each transform does to the numbers: nothing, rounding, or wrong; exit code 1 if anything is wrong.
+    """Say what each transform does to the numbers: nothing, rounding, or wrong; exit code 1 if anything is.
 
     The program runs on random inputs before and after every transform; the referee is the captured program in float64.
 
@@ -36,18 +41,30 @@ def verify(
         from inlay.insight.verify import Change, Verify
         from inlay.transforms import configure, run
 
+        expected = _expected(against) if against is not None else {}
         program = read_program(model, dtype, trust)
         resolved = resolve(
             architecture=program.facts.architecture, model=program.name, files=files or (), settings=settings or ()
         )
-        seen = Verify(seed=seed)
+        seen = Verify(expected, seed)
         run(program, configure(resolved), [seen])
         if as_json:
             print_json([verdict.to_json() for verdict in seen.verdicts])
         else:
             _print(seen.verdicts)
-        if any(verdict.change is Change.WRONG for verdict in seen.verdicts):
+        if any(verdict.change in (Change.WRONG, Change.MATCH_LOSS) for verdict in seen.verdicts):
             raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _expected(path: Path) -> dict[str, int]:
+    """How often transforms matched when a lock or a package was made."""
+    from inlay.transforms.lock import read_lock
+
+    file = path / "current" / "matches.lock" if path.is_dir() else path
+    models = read_lock(file).models
+    if len(models) != 1:
+        raise UsageError(f"{path} is about {len(models)} models.", "Lock this one alone.")
+    return {key: each.sites for key, each in models[0].transforms.items()}
 
 
 def _print(verdicts: list[Verdict]) -> None:
