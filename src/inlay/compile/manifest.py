@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from inlay.errors import PackageError
+from inlay.errors import PackageError, ProgramError
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Manifest:
         return self.bindings.state
 
 
-def parse(text: str) -> Manifest:
+def parse(text: str | bytes) -> Manifest:
     """A manifest from its JSON."""
     try:
         found = json.loads(text)
@@ -151,8 +151,8 @@ def parse(text: str) -> Manifest:
                 f"It was built by Inlay {found.get('inlay') or 'of another version'}: build it again, or install that.",
             )
         return _manifest(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PackageError("The manifest is not what its format says.", "Build or copy the package again.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ProgramError) as error:
+        raise PackageError("The manifest is not what its format says.", "Copy or build the package again.") from error
 
 
 def _manifest(found: dict[str, Any]) -> Manifest:
@@ -191,14 +191,14 @@ def _tuples(row: dict[str, Any]) -> dict[str, Any]:
 
 def sha256(file: Path) -> str:
     """The hash of a file."""
-    with file.open("rb") as opened:
+    with file.open("rb", buffering=0) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def identity(text: str) -> str:
+def identity(data: bytes) -> str:
     """The name of a version of a package: the hash of its manifest, which holds all other hashes.
 
-    >>> identity("{}")
+    >>> identity(b"{}")
     '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'
     """
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(data).hexdigest()
