@@ -371,6 +371,49 @@ def test_manifests_that_are_wrong_in_themselves(
     assert not libraries
 
 
+STRANGE = (None, 0, -1, 1 << 70, 3.5, "", "x", "../x", [], {}, [1], {"a": 1}, True)
+
+
+def places(found: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    if isinstance(found, (dict, list)):
+        for key in found if isinstance(found, dict) else range(len(found)):
+            yield (*at, key)
+            yield from places(found[key], (*at, key))
+
+
+def something_strange(rng: random.Random) -> Callable[[Any], None]:
+    """Something in the manifest becomes something else, or is gone."""
+
+    def change(found: Any) -> None:
+        part = rng.choice(sorted(found))
+        *parents, last = rng.choice([place for place in places(found) if place[0] == part])
+        for key in parents:
+            found = found[key]
+        if rng.randrange(5):
+            found[last] = rng.choice(STRANGE)
+        else:
+            del found[last]
+
+    return change
+
+
+def test_manifests_with_something_strange_in_them(package: Path, tmp_path: Path) -> None:
+    """A package loads or is refused with a sentence, whatever its manifest says: no other error comes out."""
+    rng = random.Random(0)
+    copy = Copy(package, tmp_path / "copy")
+    refused = 0
+    for _ in range(300):
+        path = sealed(copy, something_strange(rng))
+        try:
+            load_package(path)
+        except PackageError as error:
+            if not error.remedy:
+                raise
+            refused += 1
+    assert refused > 200
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
 def test_manifests_that_are_none(tmp_path: Path, data: bytes) -> None:
     home = tmp_path / "versions" / manifests.identity(data)

@@ -105,7 +105,7 @@ def _check_listing(manifest: Manifest, folder: Path) -> None:
         name = file.relative_to(folder).as_posix()
         if file.is_symlink():
             raise PackageError(f"{name} is a link, and packages hold files only.", "Put the file itself in its place.")
-        if name not in known and not (file.is_dir() and any(each.startswith(f"{name}/") for each in known)):
+        if name not in known and not file.is_dir():
             raise PackageError(f"{name} is no part of the package.", f"Remove {file}.")
 
 
