@@ -1,4 +1,4 @@
-"""Builds that are killed: `python killed_builds.py MODEL PACKAGE OTHER FOLDER TRIES` prints what was left of each.
+"""Builds that are killed: `python killed_builds.py MODEL PACKAGE OTHER FOLDER TRIES CALL …` prints what they left.
 
 Everything is imported, captured and lowered once; each try is a fork that writes the whole package, as `inlay.build`
 does, with libraries that were compiled before: compiling touches nothing of the package. PACKAGE is what is built;
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 PROMPTS = torch.tensor([[5, 6, 7], [9, 9, 9]])
 BEFORE = ("nothing", "another version", "the same version")
-CALLS = ("fsync", "mkdir", "rename", "rmdir", "symlink", "unlink")
-"""What changes folders, or waits for the disk."""
 
 
 class Builder:
@@ -99,8 +97,8 @@ def killed_after(work: Callable[[], None], seconds: float) -> bool:
     return _ended(process)
 
 
-def killed_before_call(work: Callable[[], None], number: int) -> bool:
-    """Killed right before its so-manyeth call that changes a folder or waits for the disk; False: it makes fewer."""
+def killed_before_call(work: Callable[[], None], number: int, names: list[str]) -> bool:
+    """Killed right before its so-manyeth of these calls of `os`; False: it makes fewer."""
 
     def dying() -> None:
         left = number
@@ -115,7 +113,7 @@ def killed_before_call(work: Callable[[], None], number: int) -> bool:
 
             return call
 
-        for name in CALLS:
+        for name in names:
             setattr(os, name, counting(getattr(os, name)))
         work()
 
@@ -200,7 +198,7 @@ class Tries:
         self.left["swept by the next build"] += 1
 
 
-def main(model: str, package: Path, other: Path, folder: Path, count: int) -> None:
+def main(model: str, package: Path, other: Path, folder: Path, count: int, calls: list[str]) -> None:
     torch.set_num_threads(1)
     builder = Builder(model, package)
     builder.build(folder / "first")
@@ -221,11 +219,11 @@ def main(model: str, package: Path, other: Path, folder: Path, count: int) -> No
     places = {}
     for before in BEFORE:
         number = 0
-        while tries(before, lambda work, number=number: killed_before_call(work, number)):  # type: ignore[misc]
+        while tries(before, lambda work, number=number: killed_before_call(work, number, calls)):  # type: ignore[misc]
             number += 1
         places[before] = number
     print(json.dumps({"whole": whole, "at random": at_random, "before calls": dict(tries.left), "places": places}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:5]), int(sys.argv[5]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]), int(sys.argv[5]), sys.argv[6:])

@@ -14,6 +14,7 @@ from inlay.compile.execute import BoundStep, Executable, Execution
 from inlay.compile.native import Library
 from inlay.compile.verify import check as check
 from inlay.compile.verify import read
+from inlay.errors import PackageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +34,15 @@ def read_manifest(path: str | Path) -> tuple[Manifest, Path]:
 
 def load_package(path: str | Path, *, verify: bool = False) -> LoadedPackage:
     """Check a package, map its weights and load its libraries."""
-    manifest, folder = read_manifest(path)
-    check(manifest, folder, verify=verify)
-    return LoadedPackage(manifest, folder)
+    folder = store.locate(Path(path))
+    try:
+        manifest = read(folder)
+        check(manifest, folder, verify=verify)
+        return LoadedPackage(manifest, folder)
+    except (PackageError, OSError):
+        if store.locate(Path(path)) == folder:
+            raise
+    return load_package(path, verify=verify)  # somebody has built a new version meanwhile, and removed the old one
 
 
 class LoadedPackage(Executable):
