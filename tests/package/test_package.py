@@ -156,7 +156,7 @@ class TestRefusals:
             at[last] = value
         text = json.dumps(found)
         (folder / manifests.NAME).write_text(text)
-        home = folder.rename(folder.with_name(manifests.identity(text)))
+        home = folder.rename(folder.with_name(manifests.identity(text.encode())))
         (copy / "current").unlink()
         (copy / "current").symlink_to(f"versions/{home.name}")
         return copy

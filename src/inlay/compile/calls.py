@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from inlay.errors import PackageError, ProgramError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import fx
 
@@ -77,6 +79,14 @@ class Calls:
             for name, target, args, kwargs in text["calls"]
         ]
         self.outs = _decoded(text["outs"])
+
+    @classmethod
+    def read(cls, file: Path) -> Calls:
+        """The calls in a file of a package."""
+        try:
+            return cls(json.loads(file.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PackageError(f"{file.name} holds no calls.", "Build the package again.") from error
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         values = dict(zip(self.ins, inputs, strict=True))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from inlay.errors import PackageError
-from inlay.program.bindings import Alias, Binding, Bindings, Role
+from inlay.errors import PackageError, ProgramError
+from inlay.program.bindings import Binding, Bindings, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,7 +143,7 @@ class Manifest:
         return self.bindings.state
 
 
-def parse(text: str) -> Manifest:
+def parse(text: str | bytes) -> Manifest:
     """A manifest from its JSON."""
     try:
         found = json.loads(text)
@@ -150,55 +152,53 @@ def parse(text: str) -> Manifest:
                 f"The package has format {found.get('format')}, and this Inlay reads format {FORMAT}.",
                 f"It was built by Inlay {found.get('inlay') or 'of another version'}: build it again, or install that.",
             )
-        return _manifest(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PackageError("The manifest is not what its format says.", "Build or copy the package again.") from error
+        manifest: Manifest = _read(Manifest, found)
+        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ProgramError) as error:
+        raise PackageError("The manifest is not what its format says.", "Copy or build the package again.") from error
 
 
-def _manifest(found: dict[str, Any]) -> Manifest:
-    return Manifest(
-        **found
-        | {
-            "bindings": Bindings(tuple(_binding(row) for row in found["bindings"]["rows"])),
-            "buckets": tuple(_bucket(each) for each in found["buckets"]),
-            "weights": {name: WeightRow(**_tuples(row)) for name, row in found["weights"].items()},
-            "weights_file": WeightsFile(**_tuples(found["weights_file"])),
-            "files": {name: FileRow(**row) for name, row in found["files"].items()},
-            "target": Target(**_tuples(found["target"])),
-        }
-    )
+def _read(kind: Any, value: Any) -> Any:
+    """A value of this type from what JSON has for it; anything else is a TypeError or ValueError.
+
+    >>> _read(dict[str, tuple[int, int | None]], {"length": [1, None]})
+    {'length': (1, None)}
+    """
+    home: Any = get_origin(kind) or kind
+    inner = get_args(kind)
+    if is_dataclass(kind):
+        hints = _hints(home)
+        return home(**{name: _read(hints[name], each) for name, each in value.items()})
+    if home is UnionType:
+        fitting = [each for each in inner if type(value) is each or (is_dataclass(each) and isinstance(value, dict))]
+        return _read(fitting[0] if fitting else NoneType, value)
+    if home is tuple and isinstance(value, list):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_read(each, item) for each, item in zip(kinds, value, strict=True))
+    if home is dict and isinstance(value, dict):
+        return {name: _read(inner[1], each) for name, each in value.items()}
+    if home is Role:
+        return Role(value)
+    if type(value) is not home:
+        raise TypeError(f"{value!r} is no {home}")
+    return value
 
 
-def _binding(row: dict[str, Any]) -> Binding:
-    alias = Alias(**row["alias"]) if row["alias"] else None
-    return Binding(**_tuples(row) | {"role": Role(row["role"]), "alias": alias})
-
-
-def _bucket(found: dict[str, Any]) -> Bucket:
-    return Bucket(
-        **_tuples(found)
-        | {
-            "sizes": {name: (low, high) for name, (low, high) in found["sizes"].items()},
-            "pieces": tuple(PieceFile(**_tuples(each)) for each in found["pieces"]),
-            "steps": tuple(StepRow(**_tuples(each)) for each in found["steps"]),
-        }
-    )
-
-
-def _tuples(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def sha256(file: Path) -> str:
     """The hash of a file."""
-    with file.open("rb") as opened:
+    with file.open("rb", buffering=0) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def identity(text: str) -> str:
+def identity(data: bytes) -> str:
     """The name of a version of a package: the hash of its manifest, which holds all other hashes.
 
-    >>> identity("{}")
+    >>> identity(b"{}")
     '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'
     """
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(data).hexdigest()

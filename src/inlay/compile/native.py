@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
+_AGAIN = "Build the package again."
+
 
 @cache
 def _prepare() -> None:
@@ -41,20 +43,18 @@ class Library:
         try:
             container: Any = _aoti.AOTIModelContainerRunnerCpu(str(self.file), 1)
         except RuntimeError as error:
-            raise PackageError(
-                f"{self.file.name} cannot be loaded: {one_line(error)}.", "Build the package again."
-            ) from error
+            raise PackageError(f"{self.file.name} cannot be loaded: {one_line(error)}.", _AGAIN) from error
         reported = container.get_constant_names_to_original_fqns()
         if set(reported) != set(constants):
             strange = sorted(set(reported) ^ set(constants))
-            raise PackageError(f"{self.file.name} and its manifest disagree about the constant {strange[0]}.")
+            raise PackageError(f"{self.file.name} and its manifest disagree about the constant {strange[0]}.", _AGAIN)
         types = container.get_constant_names_to_dtypes()
         for name, value in constants.items():
             if types[name] != _NUMBERS[value.dtype]:
-                raise PackageError(f"{self.file.name} wants {name} in another number format than {value.dtype}.")
+                raise PackageError(f"{self.file.name} wants {name} in another format than {value.dtype}.", _AGAIN)
         for known, spec in zip((self.takes, self.gives), container.get_call_spec(), strict=True):
             if known is not None and spec.count('"type": null') != known:
-                raise PackageError(f"{self.file.name} takes or gives something else than the manifest says.")
+                raise PackageError(f"{self.file.name} takes or gives something else than its manifest says.", _AGAIN)
         if constants:
             container.update_constant_buffer(dict(constants), False, True, True)
         return container.run  # type: ignore[no-any-return]

@@ -2,38 +2,48 @@
 
 DIR/current → versions/HASH, and HASH is the hash of the manifest in there, which holds the hashes of all other files.
 A version is written whole and on the disk before the link is switched, so a build that dies leaves the package as it
-was, or none.
+was, or none. Who writes holds a lock, on the folder it writes to; the system drops it when the writer dies.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.compile import manifest as manifests
+from inlay.compile import verify
 from inlay.errors import PackageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 LINK, VERSIONS, STAGING = "current", "versions", ".building-"
-MARK = ".verified"
-"""Says that the weights of this very file were hashed before; not part of the package."""
+_HASH = re.compile("[0-9a-f]{64}")
+_AGAIN = "Copy or build the package again."
 
 
 def locate(path: Path) -> Path:
-    """The folder of the current version of a package."""
+    """The folder of the current version of a package. Links that lead anywhere else are not followed."""
     link = path / LINK
     if not link.is_symlink():
+        if link.exists():
+            raise PackageError(
+                f"{path} was copied without its links: {LINK} must be one.", "Copy it with `cp -a` or `rsync -a`."
+            )
         raise PackageError(f"{path} is no package.", "Make one with `inlay build MODEL -o DIR`.")
-    folder = link.resolve()
-    if not folder.is_dir():
-        raise PackageError(f"{path} is incomplete: {folder.name[:12]} is missing.", "Copy or build it again.")
-    return folder
+    folder, _, name = os.readlink(link).partition("/")
+    if folder != VERSIONS or not _HASH.fullmatch(name):
+        raise PackageError(f"{path} is damaged: {LINK} does not lead to one of its versions.", _AGAIN)
+    found = path / VERSIONS / name
+    if found.is_symlink() or not found.is_dir():
+        raise PackageError(f"{path} is incomplete: {name[:12]} is missing.", _AGAIN)
+    return found
 
 
 def is_package(path: Path) -> bool:
@@ -43,7 +53,10 @@ def is_package(path: Path) -> bool:
 
 def check_free(path: Path) -> None:
     """A folder with something else in it is not written to."""
-    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / VERSIONS).is_dir())):
+    versions = path / VERSIONS
+    if versions.is_dir() and not versions.is_symlink() and all(map(_is_version, versions.iterdir())):
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"{path} exists and is no package.", "Choose another folder, or empty it.")
 
 
@@ -52,35 +65,65 @@ def staged(path: Path) -> Iterator[Path]:
     """A folder to write a new version into. It is gone afterwards, unless it was published."""
     check_free(path)
     (path / VERSIONS).mkdir(parents=True, exist_ok=True)
-    _sweep(path)
-    folder = Path(tempfile.mkdtemp(prefix=f"{STAGING}{os.getpid()}-", dir=path / VERSIONS))
+    with _locked(path / VERSIONS):
+        _sweep(path)
+        folder = path / VERSIONS / tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS)
+        lock = os.open(folder, os.O_RDONLY)
+        _lock(lock)
     folder.chmod(0o755)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def publish(path: Path, folder: Path, text: str) -> Path:
     """Make a staged folder, with this manifest, the package."""
-    (folder / manifests.NAME).write_text(text)
+    (folder / manifests.NAME).write_bytes(text.encode())
     for file in sorted(folder.rglob("*")):
         _sync(file)
     _sync(folder)
-    home = path / VERSIONS / manifests.identity(text)
-    if home.exists():
-        shutil.rmtree(home)  # the same bytes: somebody built this before
-    folder.rename(home)
-    _sync(home.parent)
-    link = path / f".{LINK}-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(f"{VERSIONS}/{home.name}")
-    link.rename(path / LINK)
-    _sync(path)
-    for other in (path / VERSIONS).iterdir():
-        if other != home and not other.name.startswith(STAGING):
-            shutil.rmtree(other, ignore_errors=True)
+    home = path / VERSIONS / manifests.identity(text.encode())
+    with _locked(path / VERSIONS):
+        # The same bytes were built before: they stay where they are, for taking them away would be a moment without.
+        if not (home.is_dir() and verify.is_whole(home)):
+            shutil.rmtree(home, ignore_errors=True)
+            folder.rename(home)
+        _sync(home.parent)
+        link = path / f".{LINK}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"{VERSIONS}/{home.name}")
+        link.rename(path / LINK)
+        _sync(path)
+        _sync(path.absolute().parent)
+        for other in (path / VERSIONS).iterdir():
+            if other != home and _HASH.fullmatch(other.name):
+                shutil.rmtree(other, ignore_errors=True)
     return home
+
+
+def _is_version(path: Path) -> bool:
+    return bool(_HASH.fullmatch(path.name)) or path.name.startswith(STAGING)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Whether the lock is ours. A disk that cannot lock folders, such as NFS, has no locks and is never swept."""
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:
@@ -92,11 +135,10 @@ def _sync(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what builds that died have left behind."""
+    """Remove what builds that died have left behind: nobody holds a lock on it any more."""
     for folder in (path / VERSIONS).glob(f"{STAGING}*"):
-        number = folder.name.removeprefix(STAGING).partition("-")[0]
-        if number.isdigit() and not Path("/proc", number).exists():
+        handle = os.open(folder, os.O_RDONLY)
+        if _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(folder, ignore_errors=True)
-    for link in path.glob(f".{LINK}-*"):
-        if not Path("/proc", link.name.rpartition("-")[2]).exists():
-            link.unlink(missing_ok=True)
+        os.close(handle)
+    (path / f".{LINK}").unlink(missing_ok=True)

@@ -33,6 +33,7 @@ _NAMES = {
     "bool": "BOOL",
 }
 _ALIGNMENT = 64
+_BLOCK = 1 << 20
 
 
 def write(
@@ -57,7 +58,9 @@ def write(
             value = read(name)
             row = rows[name]
             if tuple(value.shape) != tuple(row.shape) or value.dtype != _dtype(row):
-                raise PackageError(f"{name} has another type than the program was compiled for.")
+                raise PackageError(
+                    f"{name} has another type than the program was compiled for.", "Build a new package."
+                )
             out.write(_bytes(value))
             on_bytes(_size(row))
             del value
@@ -65,10 +68,16 @@ def write(
 
 
 def check(file: Path, expected: WeightsFile) -> None:
-    """Hash the file chunk by chunk; the first that differs is an error."""
-    with file.open("rb") as opened:
+    """Hash the file chunk by chunk; the first that differs is an error. Little of it is in memory at a time."""
+    buffer = memoryview(bytearray(_BLOCK))
+    if len(expected.chunks) != -(-expected.size // CHUNK):
+        raise PackageError(f"The manifest does not know all of {file.name}.", "Build the package again.")
+    with file.open("rb", buffering=0) as opened:
         for number, wanted in enumerate(expected.chunks):
-            if hashlib.sha256(opened.read(CHUNK)).hexdigest() != wanted:
+            found = hashlib.sha256()
+            for _ in range(CHUNK // _BLOCK):
+                found.update(buffer[: opened.readinto(buffer)])
+            if found.hexdigest() != wanted:
                 raise PackageError(
                     f"{file.name} is damaged between bytes {number * CHUNK:,} and {(number + 1) * CHUNK:,}.",
                     "Copy or build the package again.",
@@ -78,20 +87,47 @@ def check(file: Path, expected: WeightsFile) -> None:
 def mapped(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Tensor]:
     """All tensors, each a view of the file in memory. Nothing is read until it is used."""
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header: dict[str, Any] = json.loads(opened.read(length)) if length < size else {}
+    header, start = _header(file, size)
     storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
     found = {}
     for name, row in rows.items():
-        entry = header.get(name)
-        if entry is None or entry["dtype"] != _NAMES[row.dtype] or tuple(entry["shape"]) != tuple(row.shape):
+        low = _offset(header.get(name), row, size - start)
+        if low is None or (start + low) % _dtype(row).itemsize:
             raise PackageError(f"{file.name} does not hold {name} as the manifest says.", "Build the package again.")
         dtype = _dtype(row)
-        offset = (8 + length + entry["data_offsets"][0]) // dtype.itemsize
         strides = [math.prod(row.shape[axis + 1 :]) for axis in range(len(row.shape))]
+        offset = (start + low) // dtype.itemsize
         found[name] = torch.empty(0, dtype=dtype).set_(storage, offset, tuple(row.shape), strides)
     return found
+
+
+def _header(file: Path, size: int) -> tuple[dict[str, Any], int]:
+    """What the file says it holds, and where that begins."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length)) if length <= size - 8 else None
+    except (ValueError, struct.error, RecursionError) as error:
+        raise _unreadable(file) from error
+    if not isinstance(header, dict):
+        raise _unreadable(file)
+    return header, 8 + length
+
+
+def _unreadable(file: Path) -> PackageError:
+    return PackageError(f"{file.name} is no safetensors file.", "Copy or build the package again.")
+
+
+def _offset(entry: Any, row: WeightRow, room: int) -> int | None:
+    """Where a tensor begins, if it is what the manifest says and lies within the file."""
+    if not isinstance(entry, dict) or row.dtype not in _NAMES:
+        return None
+    if (entry.get("dtype"), entry.get("shape")) != (_NAMES[row.dtype], list(row.shape)):
+        return None
+    match entry.get("data_offsets"):
+        case [int(low), int(high)] if 0 <= low <= high <= room and high - low == _size(row):
+            return low
+    return None
 
 
 def _dtype(row: WeightRow) -> torch.dtype:

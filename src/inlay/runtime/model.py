@@ -9,7 +9,6 @@ from inlay.errors import UsageError
 from inlay.runtime.generate import collect, generate
 from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import OneSequence
-from inlay.runtime.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from inlay.runtime.chat import Messages
     from inlay.runtime.generate import Completion, Piece
     from inlay.runtime.protocol import Stepper
+    from inlay.runtime.text import Text
 
 MAX_TOKENS = 256
 GREEDY = Sampling()
@@ -37,6 +37,8 @@ class LanguageModel:
     def text(self) -> Text:
         """Tokenizer and chat template, read when they are first needed."""
         if isinstance(self._text, Path):
+            from inlay.runtime.text import Text  # who gives token numbers need not pay for it: pydantic, Jinja
+
             self._text = Text.load(self._text)
         return self._text
 
