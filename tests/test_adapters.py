@@ -160,6 +160,53 @@ def test_in_place_graph_becomes_functional() -> None:
     assert torch.equal(cache, torch.full((2, 3), 2.0))
 
 
+def test_calls_made_functional_side_by_side() -> None:
+    """program/functional.py, capture/kinds.py: inputs and outputs stay in order, those nobody uses included."""
+    from inlay.program import Symbol
+    from inlay.program.functional import functional_exported
+    from inlay.program.symbols import FakeValues
+    from inlay.program.trace import traced
+
+    fakes = FakeValues([Symbol("rows", 1, None, 4)])
+    values = [fakes.tensor(torch.float32, ("rows", 3)) for _ in range(3)]
+
+    def step(x: torch.Tensor, unused: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return y.t().reshape(-1), x.contiguous(), x.exp(), x.view(-1)
+
+    with fakes.computing():
+        module = traced(step, values)
+    exported = functional_exported(module, fakes)
+    x, unused, y = (node for node in exported.graph.nodes if node.op == "placeholder")
+    assert not unused.users
+    output = next(iter(reversed(exported.graph.nodes)))
+    flat, same, exponential, view = output.args[0]
+    aten = torch.ops.aten
+    assert (exponential.target, exponential.args, view.target) == (aten.exp.default, (x,), aten.view.default)
+    assert same is x
+    assert flat.target is aten._unsafe_view.default
+    assert flat.args[0].target is aten.clone.default
+    assert flat.args[0].all_input_nodes[0].args[0] is y
+    assert list(map(str, exported.range_constraints)) == list(fakes.symbols)
+
+
+def test_exported_wrappers_and_symbols() -> None:
+    """capture/kinds.py: the nested graph torch.export makes of `no_grad`; sizes that data decides are no `s`."""
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = x * 2
+            return y[y > 0]
+
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}}
+    graph = torch.export.export(Wrapped(), (torch.ones(3),), dynamic_shapes=shapes).graph
+    called = [node for node in graph.nodes if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled]
+    assert [node.args[0] for node in called] == [False]
+    assert called[0].args[1].op == "get_attr"
+    sizes = [str(node.meta["val"].shape[0]) for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    assert {size[0] for size in sizes} == {"s", "u"}
+
+
 def test_inductor_takes_decompositions() -> None:
     """compile/below.py"""
     from torch._inductor.compile_fx import compile_fx

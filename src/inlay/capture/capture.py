@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim
 
 from inlay.capture.model import Example, Model
+from inlay.capture.repeated import make_functional
 from inlay.capture.source import open_model
 from inlay.errors import CaptureError, UsageError, nearest, one_line
 from inlay.program.exported import from_exported, source_line
@@ -78,8 +79,7 @@ def _export(model: Model, module: torch.nn.Module, on_step: Callable[[str], None
                 strict=False,
             )
             on_step("making it functional")
-            functional: torch.export.ExportedProgram = exported.run_decompositions({})
-            return functional
+            return make_functional(exported)
     except UsageError:
         raise
     except Exception as error:

@@ -30,6 +30,13 @@ def functional_program(module: fx.GraphModule, fakes: FakeValues, name: str) -> 
 
     Symbolic sizes stay in the shape environment of `fakes`, so whoever owns it learns of every assumption made.
     """
+    exported = functional_exported(module, fakes)
+    held = {target: InMemory(value) for target, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    return from_exported(exported, name=name, tensors=held)
+
+
+def functional_exported(module: fx.GraphModule, fakes: FakeValues) -> ExportedProgram:
+    """The same as an ExportedProgram, whose ranges are those of the shape environment."""
     constants = _lift_constants(module, fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output = next(iter(reversed(module.graph.nodes)))
@@ -48,7 +55,7 @@ def functional_program(module: fx.GraphModule, fakes: FakeValues, name: str) -> 
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = ExportedProgram(
+        functional: ExportedProgram = ExportedProgram(
             root=module,
             graph=module.graph,
             graph_signature=signature,
@@ -58,8 +65,7 @@ def functional_program(module: fx.GraphModule, fakes: FakeValues, name: str) -> 
             constants=dict(constants),
             verifiers=[TrainingIRVerifier],
         ).run_decompositions({})
-    held = {target: InMemory(value) for target, value in exported.constants.items() if isinstance(value, torch.Tensor)}
-    return from_exported(exported, name=name, tensors=held)
+    return functional
 
 
 def _input(node: fx.Node, constants: dict[str, torch.Tensor]) -> InputSpec:
