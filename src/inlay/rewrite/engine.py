@@ -59,6 +59,8 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
             claimed.update(dict.fromkeys(site.nodes, site))
             accepted.append((site, alternative))
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
+            if not rule.takes():
+                continue
             _replace(site, rule, alternative, traces, replaced)
             outcome.sites.append(site)
         outcome.misses.extend(misses)

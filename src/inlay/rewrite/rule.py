@@ -98,6 +98,10 @@ class Rule:
         """Arguments of the replacement that follow from which pattern matched."""
         return {}
 
+    def takes(self) -> bool:
+        """Whether to rewrite the site that was just found."""
+        return True
+
     def check(self, site: Site) -> None:
         """Refuse a site with `site.require(condition, reason)`."""
 

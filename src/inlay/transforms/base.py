@@ -90,6 +90,14 @@ class Transform(ABC):
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()
+        self.chosen: frozenset[int] | None = None
+        """The sites to rewrite, by number in the order they are found; None: all."""
+        self.found = 0
+
+    def takes(self) -> bool:
+        """Whether to rewrite the site that was just found: always, unless a bisection leaves some out."""
+        self.found += 1
+        return self.chosen is None or self.found - 1 in self.chosen
 
     @classmethod
     def fires(cls) -> list[Case]:

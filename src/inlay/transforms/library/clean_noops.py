@@ -54,7 +54,9 @@ class CleanNoops(Transform):
         for _, graph in all_graphs(program.graph):
             for node in list(graph.nodes):
                 source = _unchanged(node)
-                if source is not None and _same_type(node, source) and not _must_stay(node, source):
+                if source is None or not _same_type(node, source) or _must_stay(node, source):
+                    continue
+                if self.takes():
                     applied.places.append(node.name)
                     node.replace_all_uses_with(source)
                     graph.erase_node(node)

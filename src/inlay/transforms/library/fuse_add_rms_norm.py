@@ -79,7 +79,7 @@ class FuseAddRMSNorm(Transform):
                     reason = self._refuse(norm)
                     if reason:
                         applied.misses.append(Miss(norm, norm, reason, 1, 2, refused=True))
-                    else:
+                    elif self.takes():
                         applied.places.append(norm.name)
                         self._fuse(graph, norm)
                         applied.sites += 1

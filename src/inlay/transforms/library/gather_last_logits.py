@@ -90,7 +90,7 @@ class GatherLastLogits(Transform):
                     reason = _refuse(pick, chain)
                     if reason:
                         applied.misses.append(Miss(pick, chain[-1], reason, 1, 2, refused=True))
-                    else:
+                    elif self.takes():
                         applied.places.append(pick.name)
                         _move(graph, pick, chain)
                         applied.sites += 1

@@ -82,7 +82,9 @@ class MatchAttention(Transform):
                 arguments = _arguments(node, masks) if not reason else ()
                 if reason:
                     applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
-                elif node.target is _SDPA or arguments != tuple(value for _, value in normalised(node)):
+                elif node.target is _CANONICAL and arguments == tuple(value for _, value in normalised(node)):
+                    continue
+                elif self.takes():
                     applied.places.append(node.name)
                     _replace(graph, node, arguments)
                     applied.sites += 1
