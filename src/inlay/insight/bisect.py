@@ -66,18 +66,16 @@ class Bisection:
             return []
         if not self.good({}):
             raise UsageError("The model is not good before any transform ran.", "The oracle must accept it.")
-        last = names[self._first_bad(len(names), lambda count: dict.fromkeys(names[:count])) - 1]
-        partner = self._partner(names, last)
-        both: dict[str, frozenset[int] | None] = dict.fromkeys((partner, last) if partner else (last,))
-        found = [self._site(both, last)]
-        both[last] = None if found[0].site is None else frozenset([found[0].site])
-        if partner:
-            found.insert(0, self._site(both, partner))
-            return found
-        if found[0].site is not None and self.good(both):
-            other = self._other_site(last, found[0].site)
-            found.insert(0, Culprit(last, other, self._place(last, other)))
-        return found
+        count = self._first_bad(len(names), lambda some: dict.fromkeys(names[:some]))
+        before, last = names[: count - 1], names[count - 1]
+        culprit = self._site(dict.fromkeys(before), last)
+        if culprit.site is None:
+            return [culprit]
+        if self.good({**dict.fromkeys(before), last: frozenset([culprit.site])}):
+            other = self._other_site(before, last, culprit.site)
+            return [Culprit(last, other, self._places(before, last)[other]), culprit]
+        partner = self._partner(before, culprit)
+        return [partner, culprit] if partner else [culprit]
 
     def good(self, sites: Mapping[str, frozenset[int] | None]) -> bool:
         """Whether the program is good when only these transforms run, on these sites."""
@@ -104,31 +102,38 @@ class Bisection:
                 high = middle
         return high
 
-    def _partner(self, names: list[str], last: str) -> str:
-        """A transform that must have run before, if there is one."""
-        if not self.good({last: None}):
-            return ""
-        before = names[: names.index(last)]
-        count = self._first_bad(len(before), lambda number: dict.fromkeys((*before[:number], last)))
-        return before[count - 1]
-
-    def _site(self, both: Mapping[str, frozenset[int] | None], name: str) -> Culprit:
+    def _site(self, others: Mapping[str, frozenset[int] | None], name: str) -> Culprit:
         """The site of `name` that makes it bad, with the others as they are."""
-        self._made(Choice({**both, name: None}))
-        count = self._records[name].sites
-        places = self._records[name].places
+        places = self._places(list(others), name, others)
         if not places:
             return Culprit(name, None)
-        number = self._first_bad(count, lambda some: {**both, name: frozenset(range(some))}) - 1
+        number = self._first_bad(len(places), lambda some: {**others, name: frozenset(range(some))}) - 1
         return Culprit(name, number, places[number])
 
-    def _other_site(self, name: str, site: int) -> int:
-        """An earlier site of the same transform that is needed as well."""
-        return self._first_bad(site, lambda some: {name: frozenset((*range(some), site))}) - 1
+    def _partner(self, before: list[str], culprit: Culprit) -> Culprit | None:
+        """A site of an earlier transform without which the culprit's is good.
 
-    def _place(self, name: str, site: int) -> str:
-        self._made(Choice({name: None}))
-        return self._records[name].places[site]
+        A transform that only prepares the place, so that the culprit does not match without it, is no partner.
+        """
+        chosen = {culprit.transform: frozenset([culprit.site or 0])}
+        if not before or not self.good(chosen):
+            return None
+        count = self._first_bad(len(before), lambda some: {**dict.fromkeys(before[:some]), **chosen})
+        if self._places(before[: count - 1], culprit.transform)[: (culprit.site or 0) + 1][-1:] != [culprit.place]:
+            return None
+        return self._site({**dict.fromkeys(before[: count - 1]), **chosen}, before[count - 1])
+
+    def _other_site(self, before: list[str], name: str, site: int) -> int:
+        """An earlier site of the same transform that is needed as well."""
+        others = dict.fromkeys(before)
+        return self._first_bad(site, lambda some: {**others, name: frozenset((*range(some), site))}) - 1
+
+    def _places(
+        self, others: Sequence[str], name: str, sites: Mapping[str, frozenset[int] | None] | None = None
+    ) -> list[str]:
+        """Where a transform finds its sites when these others run; asks the oracle nothing."""
+        self._made(Choice({**dict.fromkeys(others), **(sites or {}), name: None}))
+        return list(self._records[name].places)
 
 
 def _limited(step: Step, choice: Choice) -> Step:

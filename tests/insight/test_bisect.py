@@ -1,0 +1,162 @@
+"""Planted faults are found: the transform, the site, or the two that are wrong together."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from inlay.capture import capture
+from inlay.config import resolve
+from inlay.errors import UsageError
+from inlay.insight.bisect import Bisection, load_answers
+from inlay.insight.running import Runner, random_inputs
+from inlay.transforms import configure
+from inlay.transforms.pipeline import Step
+from models import llama_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import fx
+
+    from inlay.program.program import Program
+    from inlay.transforms.base import Applied
+
+RULES = ("match_rms_norm", "match_attention", "match_rope", "match_swiglu", "fuse_add_rms_norm", "clean_noops")
+KINDS: dict[str, Any] = {
+    "scaled": lambda value: value * 1.5,
+    "negated": lambda value: -value,
+    "shifted": lambda value: value + 0.5,
+    "rounded": lambda value: value.round(decimals=1),
+    "bounded": lambda value: value.clamp(max=0.01),
+    "squared": lambda value: value * value,
+    "zeroed": lambda value: value * 0,
+    "turned": lambda value: value.flip(-1),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return capture(str(llama_folder(tmp_path_factory.mktemp("llama"), num_hidden_layers=4)))
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Step]:
+    return [step for step in configure(resolve()) if step.key in RULES]
+
+
+class Planted:
+    """What transforms made of a program is right, but where a fault was planted."""
+
+    def __init__(self, faults: dict[str, set[str]], kind: str) -> None:
+        self.faults, self.kind = faults, kind
+        """Transform → names of places that are wrong if all of the faults are there."""
+
+    def oracle(self, program: Program, steps: list[Step]) -> Any:
+        runner, inputs = Runner(), random_inputs(program)
+        expected = runner(program, inputs)
+
+        def good(made: Program) -> bool:
+            results = runner(self.spoiled(made), inputs)
+            return all(
+                torch.allclose(one, two, rtol=1e-3, atol=1e-5) for one, two in zip(expected, results, strict=True)
+            )
+
+        return good
+
+    def spoiled(self, made: Program) -> Program:
+        """The program with the fault in it, if everything that the fault needs was rewritten."""
+        marks = [node.meta.get("planted") for node in made.graph.nodes if node.meta.get("planted")]
+        wanted = {(name, place) for name, places in self.faults.items() for place in places}
+        if not wanted <= set(marks):
+            return made
+        copy = made.copy()
+        last = [node for node in copy.graph.nodes if node.meta.get("planted") in wanted][-1]
+        _spoil(copy.graph, last, KINDS[self.kind])
+        return copy
+
+
+def _spoil(graph: fx.Graph, node: fx.Node, change: Any) -> None:
+    value = node.meta["val"]
+    target = next(iter(node.users)) if isinstance(value, (tuple, list)) else node
+    with graph.inserting_after(target):
+        new = graph.call_function(change, (target,))
+    new.meta = dict(target.meta)
+    target.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+def marking(step: Step) -> Step:
+    """The step, marking what it made at each place."""
+    cls = type(step.transform)
+
+    class Marking(cls):  # type: ignore[misc, valid-type]
+        def apply(self, program: Program) -> Applied:
+            before = set(program.graph.nodes)
+            sources = {node.name: list(node.users) for node in program.graph.nodes}
+            applied: Applied = super().apply(program)
+            made = [node for node in applied.program.graph.nodes if node not in before]
+            for place, node in zip(applied.places, _anchors(made, applied), strict=False):
+                node.meta["planted"] = (self.name, place)
+            if not made:  # a clean-up makes nothing: whoever read what is gone carries the mark
+                for place in applied.places:
+                    for user in sources[place]:
+                        if user.op == "call_function" and user in applied.program.graph.nodes:
+                            user.meta["planted"] = (self.name, place)
+            return applied
+
+    transform = object.__new__(Marking)
+    transform.__dict__.update(step.transform.__dict__)
+    return Step(step.key, transform)
+
+
+def _anchors(made: list[fx.Node], applied: Applied) -> list[fx.Node]:
+    """One node for each site, in order: the call of the canonical operator."""
+    return [node for node in made if str(node.target).startswith("inlay.")]
+
+
+def _faults(program: Program, steps: list[Step], seed: int, two: bool) -> tuple[Planted, list[tuple[str, str]]]:
+    from inlay.transforms.pipeline import run
+
+    chooser = random.Random(seed)
+    _, records = run(program, steps)
+    able = [record for record in records if record.places and record.key != "clean_noops"]
+    chosen = chooser.sample(able, 2 if two else 1)
+    chosen.sort(key=lambda record: [step.key for step in steps].index(record.key))
+    faults = {record.key: {chooser.choice(record.places)} for record in chosen}
+    return Planted(faults, chooser.choice(list(KINDS))), [(key, min(places)) for key, places in faults.items()]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_planted_faults(program: Program, steps: list[Step], seed: int, two: bool) -> None:
+    marked = [marking(step) for step in steps]
+    planted, wanted = _faults(program, marked, seed, two)
+    bisection = Bisection(program, marked, planted.oracle(program, marked))
+    found = bisection.find()
+    if not found:
+        pytest.skip("what was spoiled does not change the results")
+    assert [(each.transform, each.place) for each in found] == wanted
+    sites = 50
+    assert bisection.runs <= 2 * math.log2(sites) + 10
+
+
+def test_nothing_is_wrong(program: Program, steps: list[Step]) -> None:
+    assert Bisection(program, steps, lambda made: True).find() == []
+    with pytest.raises(UsageError, match="before any transform"):
+        Bisection(program, steps, lambda made: False).find()
+
+
+def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[Step], tmp_path: Path) -> None:
+    marked = [marking(step) for step in steps]
+    planted, wanted = _faults(program, marked, 1, two=False)
+    oracle = planted.oracle(program, marked)
+    first = Bisection(program, marked, oracle)
+    assert [(each.transform, each.place) for each in first.find()] == wanted
+    again = Bisection(program, marked, oracle, answers=dict(first.answers))
+    assert again.find() == first.find()
+    assert again.runs == 0
+    assert load_answers(tmp_path / "none.json") == {}
