@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from inlay.capture import capture
+from inlay.cli.main import app
 from inlay.config import resolve
 from inlay.errors import UsageError
-from inlay.insight.bisect import Bisection, load_answers
+from inlay.insight.bisect import Bisection, load_answers, reproduce
+from inlay.insight.oracles import find_oracle
 from inlay.insight.running import Runner, random_inputs
 from inlay.transforms import configure
 from inlay.transforms.pipeline import Step
@@ -160,3 +164,36 @@ def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[Step], t
     assert again.find() == first.find()
     assert again.runs == 0
     assert load_answers(tmp_path / "none.json") == {}
+
+
+def spoils_a_gate(module: Any) -> None:
+    """A pass of somebody else that gets the third gate wrong."""
+    node = [node for node in module.graph.nodes if "swiglu" in str(node.target)][2]
+    with module.graph.inserting_after(node):
+        new = module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 40.0))
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+@pytest.mark.parametrize("oracle", ["logits", "tokens"])
+def test_the_command(oracle: str, tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "model", num_hidden_layers=4)
+    repro, state = tmp_path / "repro.py", tmp_path / "state.json"
+    options = ["--oracle", oracle, "--pass", "insight.test_bisect:spoils_a_gate", "--state", str(state)]
+    found = CliRunner().invoke(app, ["bisect", str(folder), *options, "-o", str(repro), "--json"])
+    assert found.exit_code == 1, found.output
+    (culprit,) = json.loads(found.stdout)["culprits"]
+    assert culprit["transform"] == "insight.test_bisect:spoils_a_gate"
+    again = CliRunner().invoke(app, ["bisect", str(folder), *options, "--json"])
+    assert json.loads(again.stdout)["runs"] == 0
+    assert "reproduce(" in repro.read_text()
+    assert reproduce(str(folder), {culprit["transform"]: None}, oracle=oracle)
+    assert CliRunner().invoke(app, ["bisect", str(folder), "--oracle", oracle]).exit_code == 0
+
+
+def test_a_command_as_oracle(program: Program, steps: list[Step]) -> None:
+    """A program with a fused gate in it is bad, says grep."""
+    oracle = find_oracle("sh -c '! grep -q swiglu.default\\( $0'", program)
+    (culprit,) = Bisection(program, steps, oracle).find()
+    assert (culprit.transform, culprit.site) == ("match_swiglu", 0)
+    with pytest.raises(UsageError, match="cannot be run"):
+        find_oracle("no-such-command-anywhere", program)(program)

@@ -62,7 +62,9 @@ def test_not_a_template() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [[], ["hello"], [{"content": "no role"}], [{"role": "user", "content": object()}]], ids=str
+    "wrong",
+    [[], ["hello"], [{"content": "no role"}], [{"role": "user", "content": object()}]],
+    ids=["empty", "a text", "no role", "an object"],
 )
 def test_not_a_conversation(wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"A conversation|A message"):

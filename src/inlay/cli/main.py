@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import build, diff, doctor, inspect, lock, passes, prove, refit, run, show, verify
+from inlay.cli import bisect, build, diff, doctor, inspect, lock, passes, prove, refit, run, show, verify
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("diff")(diff.diff)
+app.command("bisect")(bisect.bisect)
 app.command("lock")(lock.lock)
 app.command("check")(lock.check)
 app.command("verify")(verify.verify)

@@ -149,3 +149,27 @@ def _limited(step: Step, choice: Choice) -> Step:
 def load_answers(file: Path) -> dict[str, bool]:
     """Answers of an earlier run; none when there was none."""
     return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: str = "logits", dtype: str = "") -> bool:
+    """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
+    import torch
+
+    from inlay.capture import capture
+    from inlay.capture.hf import HFOptions
+    from inlay.config import resolve
+    from inlay.insight.oracles import find_oracle
+    from inlay.transforms import configure, foreign
+    from inlay.transforms.pipeline import Step
+
+    program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
+    resolved = resolve(architecture=program.facts.architecture, model=program.name)
+    steps = [*configure(resolved), *(Step(name, foreign(name)) for name in culprits if ":" in name)]
+    keys = [step.key for step in steps]
+    last = max(keys.index(name) for name in culprits)
+    chosen = {step.key: culprits.get(step.key) for step in steps[: last + 1] if step.transform.options.enabled}
+    sites = {key: None if numbers is None else frozenset(numbers) for key, numbers in chosen.items()}
+    bisection = Bisection(program, steps, find_oracle(oracle, program))
+    bad = not bisection.good(sites)
+    print(f"{model} with {Choice(sites).text}: {'bad' if bad else 'good'}")
+    return bad

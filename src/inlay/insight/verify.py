@@ -105,11 +105,10 @@ class Verify:
         before, after = (_error(each, self._referee) for each in (self._results, results))
         types = [(_type(one), _type(two)) for one, two in zip(self._results, results, strict=True)]
         change, reason = Change.NONE, ""
-        wrong = not _all_finite(results) and _all_finite(self._results)
-        limit = _WRONG * max(before, _epsilon(results))
-        if wrong or after > limit:
+        if is_wrong(self._results, results, self._referee):
             change = Change.WRONG
-            reason = "not finite" if wrong else f"the error grew from {before:.1e} to {after:.1e}"
+            finite = _all_finite(results) or not _all_finite(self._results)
+            reason = f"the error grew from {before:.1e} to {after:.1e}" if finite else "not finite"
         elif any(one != two for one, two in types):
             one, two = next(pair for pair in types if pair[0] != pair[1])
             change, reason = Change.METADATA_LOSS, f"{one} became {two}"
@@ -142,6 +141,19 @@ class Verify:
         first = found[:1]
         chosen = list(dict.fromkeys((*first, *worst)))
         return tuple(Deviation(node.name, str(node.meta.get(SOURCE, "")), error) for error, _, node in chosen)
+
+
+def is_wrong(before: Sequence[Any], after: Sequence[Any], referee: Sequence[Any]) -> bool:
+    """Whether results differ from what they were by more than rounding, as a referee sees it."""
+    if [_shape(each) for each in before] != [_shape(each) for each in after]:
+        return True
+    if not _all_finite(after):
+        return _all_finite(before)
+    return _error(after, referee) > _WRONG * max(_error(before, referee), _epsilon(after))
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _relative(one: Any, two: Any) -> float:

@@ -1,0 +1,106 @@
+"""`inlay bisect`"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import err, failing_kindly, out, print_json
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.errors import ExitCode
+
+if TYPE_CHECKING:
+    from inlay.insight.bisect import Culprit
+    from inlay.program.program import Program
+
+
+def bisect(
+    model: ModelArgument,
+    oracle: Annotated[
+        str,
+        typer.Option(
+            "--oracle",
+            metavar="logits | tokens | COMMAND",
+            help="What is good: scores near float64, the same likeliest tokens, or a command that is given a dump"
+            " of the program and ends with 0.",
+        ),
+    ] = "logits",
+    foreign: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="package.module:callable", help="Someone else's pass, after the transforms."),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Keep answers in this file, and go on from them next time.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a script that shows it again.")] = None,
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Find the transform, and the site of it, that makes results wrong; or the two that do so together.
+
+    Exit code 0: nothing is wrong; 1: the culprit was found.
+
+    Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
+    """
+    with failing_kindly():
+        from inlay.config import resolve
+        from inlay.insight.bisect import Bisection, load_answers
+        from inlay.insight.oracles import find_oracle
+        from inlay.transforms import configure
+        from inlay.transforms import foreign as foreign_pass
+        from inlay.transforms.pipeline import Step
+
+        program = read_program(model, dtype, trust)
+        resolved = resolve(
+            architecture=program.facts.architecture, model=program.name, files=files or (), settings=settings or ()
+        )
+        steps = [*configure(resolved), *(Step(text, foreign_pass(text)) for text in foreign or ())]
+
+        def note(text: str, good: bool) -> None:
+            err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)
+            if state is not None:
+                state.write_text(json.dumps(bisection.answers, indent=1))
+
+        answers = load_answers(state) if state is not None else {}
+        bisection = Bisection(program, steps, find_oracle(oracle, program), answers, note)
+        found = bisection.find()
+        if as_json:
+            print_json({"runs": bisection.runs, "culprits": [vars(each) for each in found]})
+        else:
+            for each in found:
+                out.print(_sentence(each, program), markup=False, soft_wrap=True)
+            together = " They are wrong only together." if len(found) > 1 else ""
+            out.print(f"{bisection.runs} runs.{together}" if found else "Nothing is wrong.")
+        if found and output is not None:
+            output.write_text(_script(model, dtype.value if dtype else "", found, oracle))
+        if found:
+            raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _sentence(culprit: Culprit, program: Program) -> str:
+    if culprit.site is None:
+        return f"{culprit.transform} makes the results wrong."
+    node = next((each for each in program.graph.nodes if each.name == culprit.place), None)
+    source = f" ({node.meta.get('source')})" if node is not None and node.meta.get("source") else ""
+    return f"{culprit.transform}, site {culprit.site}: {culprit.place}{source}."
+
+
+def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
+    """A script that runs the model with what was found, and without."""
+    chosen = {each.transform: None if each.site is None else {each.site} for each in found}
+    about = ", ".join(f"{each.transform} at {each.place or 'all places'}" for each in found)
+    lines = (
+        f'"""{model}: {about}."""',
+        "",
+        "from inlay.insight.bisect import reproduce",
+        "",
+        f"reproduce({model!r}, {chosen!r}, oracle={oracle!r}, dtype={dtype!r})",
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,64 @@
+"""Oracles: is a transformed program still good? By its scores, by the tokens they choose, or by what a command says."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from inlay.errors import UsageError
+from inlay.insight.running import Runner, random_inputs
+from inlay.insight.verify import is_wrong
+from inlay.program.text import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inlay.program.program import Program
+
+    Oracle = Callable[[Program], bool]
+
+
+def find_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
+    """`logits`, `tokens`, or a command that is given a dump of the program and ends with 0 when it is good."""
+    if text == "logits":
+        return _logits(program, seed)
+    if text == "tokens":
+        return _tokens(program, seed)
+    if not shlex.split(text):
+        raise UsageError("The oracle is empty.", "Name logits, tokens, or a command.")
+    return _command(shlex.split(text))
+
+
+def _logits(program: Program, seed: int) -> Oracle:
+    """Good as long as the error against float64 is what rounding makes it."""
+    runner, inputs = Runner(), random_inputs(program, seed)
+    referee = runner(program, inputs, precise=torch.float64)
+    before = runner(program, inputs)
+    return lambda made: not is_wrong(before, runner(made, inputs), referee)
+
+
+def _tokens(program: Program, seed: int) -> Oracle:
+    """Good as long as the likeliest token is the same at every position."""
+    runner, inputs = Runner(), random_inputs(program, seed)
+    expected = [each.argmax(-1) for each in runner(program, inputs)]
+    return lambda made: all(
+        torch.equal(one, two.argmax(-1)) for one, two in zip(expected, runner(made, inputs), strict=True)
+    )
+
+
+def _command(words: list[str]) -> Oracle:
+    def good(made: Program) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "program.py")
+            save(made, file)
+            try:
+                return subprocess.run([*words, str(file)], check=False).returncode == 0
+            except OSError as error:
+                raise UsageError(f"{words[0]} cannot be run.", "Check --oracle.") from error
+
+    return good
