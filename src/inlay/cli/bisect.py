@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import err, failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
@@ -50,7 +50,6 @@ def bisect(
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
     """
     with failing_kindly():
-        from inlay.config import resolve
         from inlay.insight.bisect import Bisection, load_answers
         from inlay.insight.oracles import find_oracle
         from inlay.transforms import configure
@@ -58,10 +57,10 @@ def bisect(
         from inlay.transforms.pipeline import Step
 
         program = read_program(model, dtype, trust)
-        resolved = resolve(
-            architecture=program.facts.architecture, model=program.name, files=files or (), settings=settings or ()
-        )
-        steps = [*configure(resolved), *(Step(text, foreign_pass(text)) for text in foreign or ())]
+        steps = [
+            *configure(resolved_for(program, files, settings)),
+            *(Step(text, foreign_pass(text)) for text in foreign or ()),
+        ]
 
         def note(text: str, good: bool) -> None:
             err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.models import DTypeOption, TrustOption, read_program, resolved_for
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
@@ -100,12 +100,11 @@ def check(
 def _entry(
     model: str, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
 ) -> tuple[LockedModel, list[Record]]:
-    from inlay.config import resolve
     from inlay.transforms import configure, run
     from inlay.transforms.lock import locked
 
     program = read_program(model, dtype, trust)
-    resolved = resolve(architecture=program.facts.architecture, model=program.name, files=files, settings=settings)
+    resolved = resolved_for(program, files, settings)
     # What is locked is what happens: a contract that does not hold is a difference like any other.
     steps = configure(resolved)
     for step in steps:

@@ -11,6 +11,9 @@ import typer
 from inlay.cli.console import progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inlay.config import Resolved
     from inlay.program.program import Program
 
 ModelArgument = Annotated[
@@ -41,6 +44,14 @@ DTypeOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that a Hugging Face model brings along.")
 ]
+
+
+def resolved_for(program: Program, files: Sequence[Path] | None, settings: Sequence[str] | None) -> Resolved:
+    """The configuration for a program: defaults, overlays for its architecture, files and settings."""
+    from inlay.config import resolve
+
+    architecture, model = program.facts.architecture, program.name
+    return resolve(architecture=architecture, model=model, files=files or (), settings=settings or ())
 
 
 def read_program(text: str, dtype: DType | None, trust: bool) -> Program:

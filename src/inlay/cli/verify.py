@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
 
@@ -37,17 +37,13 @@ def verify(
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
     with failing_kindly():
-        from inlay.config import resolve
         from inlay.insight.verify import Change, Verify
         from inlay.transforms import configure, run
 
         expected = _expected(against) if against is not None else {}
         program = read_program(model, dtype, trust)
-        resolved = resolve(
-            architecture=program.facts.architecture, model=program.name, files=files or (), settings=settings or ()
-        )
         seen = Verify(expected, seed)
-        run(program, configure(resolved), [seen])
+        run(program, configure(resolved_for(program, files, settings)), [seen])
         if as_json:
             print_json([verdict.to_json() for verdict in seen.verdicts])
         else:

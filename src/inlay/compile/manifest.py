@@ -50,8 +50,8 @@ class PieceFile:
 
 
 @dataclass(frozen=True)
-class StepRow:
-    """One call of a piece."""
+class Step:
+    """One call of a piece: which weights are its constants, which values it takes, what its results are called."""
 
     piece: str
     constants: tuple[str, ...]
@@ -66,7 +66,7 @@ class Bucket:
     name: str
     sizes: dict[str, tuple[int, int | None]]
     pieces: tuple[PieceFile, ...]
-    steps: tuple[StepRow, ...]
+    steps: tuple[Step, ...]
     results: tuple[str, ...]
 
     def fits(self, sizes: Mapping[str, int]) -> bool:

@@ -14,7 +14,7 @@ from inlay.compile import manifest as manifests
 from inlay.compile import store, weights_file
 from inlay.compile.aoti import build_library
 from inlay.compile.calls import encode
-from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, StepRow, Target, WeightRow
+from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow
 from inlay.compile.plan import plan
 from inlay.errors import UsageError, nearest
 from inlay.program.bindings import Role
@@ -99,8 +99,8 @@ def pack(
             for piece in each.pieces:
                 on_step(f"compiling {piece.name} ({name})" if not piece.plain else "")
                 pieces.append(_write_piece(piece, folder, f"{number}-{piece.name}"))
-            steps = tuple(StepRow(step.piece, step.constants, step.ins, step.outs) for step in each.steps)
-            buckets.append(Bucket(name, sizes, tuple(pieces), _by_target(steps, lowered.program), each.results))
+            steps = _by_target(each.steps, lowered.program)
+            buckets.append(Bucket(name, sizes, tuple(pieces), steps, each.results))
         on_step("writing weights")
         rows, read, initial = _weights(lowered, buckets)
         written = weights_file.write(folder / weights_file.NAME, rows, read)
@@ -150,7 +150,7 @@ def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
     return PieceFile(piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses)
 
 
-def _by_target(steps: Sequence[StepRow], program: Program) -> tuple[StepRow, ...]:
+def _by_target(steps: Sequence[Step], program: Program) -> tuple[Step, ...]:
     """Steps that name weights as users know them."""
     names = {row.name: row.target for row in program.bindings.ins}
     return tuple(replace(step, constants=tuple(names[each] for each in step.constants)) for step in steps)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_structure
 
+from inlay.compile.manifest import Step
 from inlay.errors import ProgramError
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.fold import fold, size_arithmetic
@@ -51,16 +52,6 @@ class Piece:
     def ins(self) -> tuple[Binding, ...]:
         """What it takes at every call."""
         return self.program.bindings.of(Role.INPUT)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of a piece: which weights are its constants, which values it takes, what its results are called."""
-
-    piece: str
-    constants: tuple[str, ...]
-    ins: tuple[str, ...]
-    outs: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)

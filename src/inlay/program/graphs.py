@@ -105,6 +105,25 @@ def written_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     return None
 
 
+def ancestors(node: fx.Node, *, past_sizes: bool = True) -> list[fx.Node]:
+    """A node and all that it is computed from, in order; without `past_sizes`, not what a size is the size of.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> ancestors(graph.call_function(torch.ops.aten.relu.default, (x,)))
+    [x, relu_default]
+    """
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        if each not in found:
+            found.add(each)
+            if past_sizes or each.target is not torch.ops.aten.sym_size.int:
+                todo.extend(each.all_input_nodes)
+    return sorted(found)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a call hands on the storage of an operand, or may.
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from inlay.program.graphs import written_between
+from inlay.program.graphs import ancestors, written_between
 
 aten = torch.ops.aten
 _KNOWN = {
@@ -47,7 +47,7 @@ class Meaning:
 
 def meaning(mask: fx.Node, reader: fx.Node) -> Meaning:
     """Decide what `mask`, a `[batch, 1, rows, columns]` tensor that `reader` is about to read, hides."""
-    calls = [node for node in _ancestors(mask) if node.op == "call_function"]
+    calls = [node for node in ancestors(mask, past_sizes=False) if node.op == "call_function"]
     if calls and written_between(calls[0], reader) is not None:
         return Meaning(False, reason="something is written in place while the mask is made")
     values = _values(mask, str(mask.meta["val"].shape[-2]))
@@ -64,7 +64,7 @@ def counts_up(node: fx.Node) -> bool:
 
 def _values(mask: fx.Node, length: str) -> torch.Tensor | str:
     """What a function of positions is, computed as far as it can have anything new to show; or why it cannot be."""
-    needed = _ancestors(mask)
+    needed = ancestors(mask, past_sizes=False)
     constants = [0]
     for node in needed:
         if node.op == "placeholder":
@@ -84,18 +84,6 @@ def _values(mask: fx.Node, length: str) -> torch.Tensor | str:
 
 def _is_about_positions(node: fx.Node) -> bool:
     return node.target in _KNOWN or isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        each = todo.pop()
-        if each not in found:
-            found.add(each)
-            if each.target is not aten.sym_size.int:
-                todo.extend(each.all_input_nodes)
-    return sorted(found)
 
 
 def _compute(needed: list[fx.Node], mask: fx.Node, symbol: str, length: int) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from inlay.errors import ProgramError, one_line
+from inlay.program.graphs import ancestors
 from inlay.program.symbols import FakeValues, symbolic_sizes
 from inlay.state.position_wise import Mixed, carries
 
@@ -61,7 +62,7 @@ def find_sources(graph: fx.Graph, batch: str, length: str) -> Sources | Mixed:
             continue
         of_sizes.add(node)
         known = {each.node for each in counting}
-        if not carries(node.meta.get("val"), length) or _ancestors(node) & known:
+        if not carries(node.meta.get("val"), length) or not known.isdisjoint(ancestors(node)):
             continue
         offset = _offset(node, batch, length)
         if offset is None:
@@ -71,17 +72,6 @@ def find_sources(graph: fx.Graph, batch: str, length: str) -> Sources | Mixed:
         else:
             uniform.add(node)
     return Sources(tuple(counting), frozenset(uniform))
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        each = todo.pop()
-        if each not in found:
-            found.add(each)
-            todo.extend(each.all_input_nodes)
-    return found
 
 
 def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
@@ -110,7 +100,7 @@ def _constant(value: torch.Tensor) -> float | None:
 def _computed(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
     """The value of a node that depends on sizes alone, for these sizes."""
     values: dict[fx.Node, Any] = {}
-    for each in sorted(_ancestors(node)):
+    for each in ancestors(node):
         held = each.meta.get("val")
         if isinstance(held, torch.SymInt):
             if str(held) not in sizes:
