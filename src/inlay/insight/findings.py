@@ -108,10 +108,17 @@ def fold_misses(
         others = len(first.differences) - 1 if isinstance(first, NearMiss) else 0
         findings.append(
             Finding(
-                *(transform, kind, reason + (f", and {others} more" if others > 0 else ""), first.node.name),
-                tuple(each.root.name for each in group),
-                tuple(sorted(number for number in numbers if number is not None)),
-                *(first.source, first.matched, first.of, matched[where], SUGGESTIONS[kind]),
+                transform=transform,
+                kind=kind,
+                reason=reason + (f", and {others} more" if others > 0 else ""),
+                node=first.node.name,
+                places=tuple(each.root.name for each in group),
+                layers=tuple(sorted(number for number in numbers if number is not None)),
+                source=first.source,
+                matched=first.matched,
+                of=first.of,
+                sites=matched[where],
+                suggestion=SUGGESTIONS[kind],
             )
         )
     return findings

@@ -8,6 +8,7 @@ and runs only when somebody asks why.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,20 +31,34 @@ from inlay.rewrite.trees import Call, Tree, Variable
 from inlay.rewrite.walker import orders, same_constant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _MOST_STEPS = 4000
 """A place where more than this was tried is explained by the best found until then."""
-_BUDGETS = (1.0, 2.0, 3.5)
+MOST_DIFFERENCES = 3
+"""A place that differs by more is not almost a site."""
+_BUDGETS = (1.1, 2.1, MOST_DIFFERENCES + 0.6)
 _CONFLICT = 1.5
+_UNUSUAL = 0.01
 _FEWER_OPERANDS = 0.5
 
 
 class Aligner:
     """Lays one pattern over places of a graph."""
 
-    def __init__(self, tree: Tree, example: Mapping[str, Any], loose: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        example: Mapping[str, Any],
+        loose: frozenset[str] = frozenset(),
+        usual: Mapping[str, set[Any]] | None = None,
+        at_home: Callable[[fx.Node], bool] = lambda node: False,
+    ) -> None:
+        """`usual` says which numbers variables stand for where the pattern matched: of two ways that is the better.
+        `at_home` says whether a node stands where, in other layers, nodes of sites do: then it is there instead of one.
+        """
         self.tree, self.example, self.loose = tree, example, loose
+        self.usual, self.at_home = usual or {}, at_home
         self.budget, self.steps = 0.0, 0
 
     def best(self, root: fx.Node) -> Partial | None:
@@ -122,7 +137,8 @@ class Aligner:
         bound, expected = state.bind(name, value), self.example.get(name)
         computed, tensor = isinstance(value, fx.Node), isinstance(expected, torch.Tensor)
         if tensor == computed:
-            yield bound
+            odd = not computed and name in self.usual and value not in self.usual[name]
+            yield replace(bound, cost=bound.cost + _UNUSUAL) if odd else bound
         elif tensor:
             text = f"{name} is {value} in {reader}, a tensor expected"
             yield bound.differs(Difference(Reason.CONSTANT, text, reader))
@@ -144,12 +160,12 @@ class Aligner:
             yield from self._other_operator(pattern, value, reader, state)
         for child in children(pattern):
             lost = unseen - 1 - len(calls_below(child) - set(state.nodes))
-            yield from self._align(child, value, reader, state.differs(lacking(pattern, value, reader), more=lost))
+            instead = isinstance(value, fx.Node) and self.at_home(value)
+            left_out = missing(pattern, value, reader) if instead else lacking(pattern, value, reader)
+            yield from self._align(child, value, reader, state.differs(left_out, more=lost))
         yield state.differs(missing(pattern, value, reader), more=unseen - 1)
 
-    def _again(
-        self, pattern: Call, known: fx.Node, value: Any, reader: fx.Node, state: Partial
-    ) -> Iterator[Partial]:
+    def _again(self, pattern: Call, known: fx.Node, value: Any, reader: fx.Node, state: Partial) -> Iterator[Partial]:
         """A call that the pattern reads twice must be one node."""
         if known is value:
             yield state
@@ -198,7 +214,12 @@ class Aligner:
                 continue
             near = [each for each in (*partial.nodes.values(), *partial.values.values()) if isinstance(each, fx.Node)]
             users = sorted({user for node in near for user in node.users} - set(partial.nodes.values()))
-            ways = [way for node in users if node.target is output.target for way in self._align(output, node, node, partial)]
+            ways = [
+                way
+                for node in users
+                if node.target is output.target
+                for way in self._align(output, node, node, partial)
+            ]
             lost = len(calls_below(output) - set(partial.nodes))
             none = partial.differs(missing(output, None, next(iter(partial.nodes.values()), near[0])), more=lost - 1)
             partial = min([*ways, none], key=lambda way: way.cost)
