@@ -26,6 +26,7 @@ from inlay.capture.hf import HFOptions
 from inlay.config import resolve
 from inlay.insight import Finding, explain
 from inlay.insight.findings import layer_of
+from inlay.insight.near_misses import unbound
 from inlay.program.graphs import all_graphs
 from inlay.rewrite.engine import alternatives_for, settle
 from inlay.rewrite.trees import PATTERNS
@@ -83,9 +84,7 @@ def steps_for(rule: str) -> list[Step]:
 
 
 def _any(steps: list[Step]) -> list[Step]:
-    from inlay.insight.near_misses import _unbound
-
-    return [_unbound(step) for step in steps]
+    return [unbound(step) for step in steps]
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,15 @@ def explain(
     """
     with failing_kindly():
         from inlay.config import resolve
+        from inlay.errors import UsageError
         from inlay.insight import explain
         from inlay.transforms import configure
+        from inlay.transforms.foreign import is_foreign
 
+        if only is not None and is_foreign(only):
+            raise UsageError(
+                f"{only} does not say why it leaves something alone.", f"`inlay show MODEL --pass {only}`."
+            )
         if only is not None:
             steps_up_to(only, files or (), settings or ())  # a mistake is told before the model is captured
         else:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from inlay.program.graphs import MODULE, target_text
-from inlay.rewrite.near_misses import NearMiss, role
+from inlay.rewrite.differences import role
+from inlay.rewrite.near_misses import NearMiss
 from inlay.rewrite.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ SUGGESTIONS = {
     Reason.OVERLAPPED: "Nothing to do: the nodes are part of another site.",
     Reason.REFUSED: "",
 }
+_ABOUT_PATTERNS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)
+"""What is suggested for these helps only a transform that has patterns."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def fold_misses(
                 matched=first.matched,
                 of=first.of,
                 sites=matched[where],
-                suggestion=SUGGESTIONS[kind],
+                suggestion="" if kind in _ABOUT_PATTERNS and not isinstance(first, NearMiss) else SUGGESTIONS[kind],
             )
         )
     return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -57,21 +58,15 @@ def explain(program: Program, steps: Sequence[Step], only: str = "") -> list[Exp
     'extra node: neg (aten.neg.default) stands in between'
     """
     asking = _Asking(only)
-    run(program, [_unbound(step) for step in steps], [asking])
+    run(program, [unbound(step) for step in steps], [asking])
     return asking.explained
 
 
-def _unbound(step: Step) -> Step:
-    """The same step without a contract: what it would break is what is asked about."""
-    options = step.transform.options.model_copy(update={"expect": "any", "reason": "explained"})
-    return Step(step.key, _with(step.transform, options))
-
-
-def _with(each: Transform, options: Any) -> Transform:
-    made = type(each).__new__(type(each))
-    made.__dict__.update(each.__dict__)
-    made.options = options
-    return made
+def unbound(step: Step) -> Step:
+    """The same step without a contract: what would break it is what is asked about."""
+    made = copy(step.transform)
+    made.options = made.options.model_copy(update={"expect": "any", "reason": "explained"})
+    return Step(step.key, made)
 
 
 @dataclass

@@ -24,6 +24,7 @@ from inlay.rewrite.differences import (
     extra,
     lacking,
     missing,
+    role,
 )
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.schema import COMMUTATIVE, normalised
@@ -54,7 +55,7 @@ class Aligner:
         usual: Mapping[str, set[Any]] | None = None,
         at_home: Callable[[fx.Node], bool] = lambda node: False,
     ) -> None:
-        """`usual` says which numbers variables stand for where the pattern matched: of two ways that is the better.
+        """`usual` says what variables stand for where the pattern matched: of two ways that is the better.
         `at_home` says whether a node stands where, in other layers, nodes of sites do: then it is there instead of one.
         """
         self.tree, self.example, self.loose = tree, example, loose
@@ -137,7 +138,7 @@ class Aligner:
         bound, expected = state.bind(name, value), self.example.get(name)
         computed, tensor = isinstance(value, fx.Node), isinstance(expected, torch.Tensor)
         if tensor == computed:
-            odd = not computed and name in self.usual and value not in self.usual[name]
+            odd = name in self.usual and standing(value) not in self.usual[name]
             yield replace(bound, cost=bound.cost + _UNUSUAL) if odd else bound
         elif tensor:
             text = f"{name} is {value} in {reader}, a tensor expected"
@@ -160,7 +161,7 @@ class Aligner:
             yield from self._other_operator(pattern, value, reader, state)
         for child in children(pattern):
             lost = unseen - 1 - len(calls_below(child) - set(state.nodes))
-            instead = isinstance(value, fx.Node) and self.at_home(value)
+            instead = isinstance(child, Variable) and isinstance(value, fx.Node) and self.at_home(value)
             left_out = missing(pattern, value, reader) if instead else lacking(pattern, value, reader)
             yield from self._align(child, value, reader, state.differs(left_out, more=lost))
         yield state.differs(missing(pattern, value, reader), more=unseen - 1)
@@ -240,6 +241,13 @@ class Aligner:
                 text = f"{node} is also read by {other}"
                 partial = partial.differs(Difference(Reason.ANOTHER_CONSUMER, text, node))
         return partial
+
+
+def standing(value: Any) -> Any:
+    """What a variable stands for, the same for each layer: a number, or an operator and where it is called."""
+    if not isinstance(value, fx.Node):
+        return value
+    return (value.target, role(value)) if value.op == "call_function" else value.op
 
 
 def _steps(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:

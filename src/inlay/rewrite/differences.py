@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from inlay.program.graphs import operands, target_text
+from inlay.program.graphs import MODULE, SOURCE, operands, target_text
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.trees import Call, Variable
 
@@ -59,6 +60,11 @@ class Partial:
             beside=self.beside | set(beside),
             cost=self.cost + difference.cost + more,
         )
+
+
+def role(node: fx.Node) -> tuple[str, str]:
+    """Where in the model a node stands, the same for each layer: module without numbers, and source line."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", str(node.meta.get(MODULE, ""))), str(node.meta.get(SOURCE, ""))
 
 
 def constant_differs(name: str, expected: Any, found: Any, node: fx.Node) -> Difference:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, operands, target_text
-from inlay.rewrite.aligner import MOST_DIFFERENCES, Aligner
-from inlay.rewrite.differences import Difference, Partial, children
+from inlay.program.graphs import all_graphs, operands, target_text
+from inlay.rewrite.aligner import MOST_DIFFERENCES, Aligner, standing
+from inlay.rewrite.differences import Difference, Partial, children, role
 from inlay.rewrite.engine import alternatives_for, settle
 from inlay.rewrite.reasons import Reason, reason_of
 from inlay.rewrite.rule import Miss
@@ -53,11 +52,6 @@ class Search:
 
     sites: tuple[Site, ...]
     misses: tuple[NearMiss, ...]
-
-
-def role(node: fx.Node) -> tuple[str, str]:
-    """Where in the model a node stands, the same for each layer: module without numbers, and source line."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", str(node.meta.get(MODULE, ""))), str(node.meta.get(SOURCE, ""))
 
 
 def near_misses(program: Program, rule: Rule) -> Search:
@@ -116,8 +110,7 @@ class _Places:
         self.usual: dict[str, set[Any]] = {}
         for site in self.sites:
             for name, value in site.values.items():
-                if isinstance(value, (int, float)):
-                    self.usual.setdefault(name, set()).add(value)
+                self.usual.setdefault(name, set()).add(standing(value))
 
     def misses(self) -> Iterator[NearMiss]:
         """The best explanation for each place that may have been meant."""
