@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from inlay.rewrite.reasons import Reason
 from inlay.testing import program_of
 from inlay.transforms import configure, run
 from inlay.transforms.base import find
-from insight.spoiled import ALL, SOME, verdicts
+from insight.mutations import Place, second_consumer
+from insight.spoiled import ALL, SOME, captured, sites, steps_for, verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,6 +228,20 @@ def test_findings_are_json() -> None:
     (entry,) = json.loads(json.dumps([each.to_json() for each in explained]))
     assert entry["matches"] == 3
     assert entry["findings"][0]["kind"] == "constant differs"
+
+
+def test_the_same_in_several_layers_is_one_finding() -> None:
+    program, rng = captured("llama").copy(), random.Random(0)
+    for layer in (1, 3):
+        found, output = sites("llama", "match_swiglu")[layer]
+        second_consumer(Place.of(program, found, output, rng))
+    (explained,) = explain(program, steps_for("match_swiglu"), "match_swiglu")
+    (finding,) = explained.findings
+    assert (explained.sites, finding.layers, finding.node) == (2, (1, 3), "silu_1")
+    assert finding.text.startswith(
+        "2 of 4 matched; layers 1 and 3: 2 of 2 nodes: another consumer: silu_1 is also read"
+    )
+    assert finding.source in finding.text
 
 
 def test_spoiled_places_are_explained() -> None:
