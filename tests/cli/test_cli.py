@@ -27,7 +27,7 @@ def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.Com
 
 @pytest.mark.fast
 def test_help_is_quick_and_has_examples() -> None:
-    for verb in ("show", "diff", "doctor"):
+    for verb in ("show", "diff", "doctor", "explain"):
         assert "Example" in _inlay(verb, "--help").stdout
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True
@@ -109,6 +109,17 @@ def test_show_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.fast
+def test_explain_says_what_is_different_and_where(tmp_path: Path) -> None:
+    folder = str(config_folder(tmp_path / "llama", num_hidden_layers=3))
+    shown = _inlay("explain", folder).stdout
+    assert "match_rms_norm  matched 7" in shown
+    assert "2 of 3 matched; layer 0: 1 of 2 nodes: missing node: the norm does not follow an addition" in shown
+    (entry,) = json.loads(_inlay("explain", folder, "--pass", "fuse_add_rms_norm", "--json").stdout)
+    assert (entry["matches"], [each["layers"] for each in entry["findings"]]) == (6, [[0]])
+    assert "Did you mean match_rope" in _inlay("explain", folder, "--pass", "match_rop", check=2).stderr
+    assert "does not say why" in _inlay("explain", folder, "--pass", "foreign_passes:relu_to_gelu", check=2).stderr
+
+
 def test_show_a_pass_fits_a_screen(tmp_path: Path) -> None:
     folder = str(config_folder(tmp_path / "tiny", num_hidden_layers=4))
     run = _inlay("show", folder, "--pass", "fuse_add_rms_norm")

@@ -37,27 +37,11 @@ class Outcome:
 def rewrite(program: Program, rule: Rule) -> Outcome:
     """Apply a rule wherever it matches, in `program` itself and in its nested graphs."""
     outcome = Outcome()
-    dtypes = {
-        value.dtype
-        for _, graph in all_graphs(program.graph)
-        for node in graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point()
-    }
-    alternatives = list(rule.alternatives(dtypes))
+    alternatives = alternatives_for(program, rule)
     traces: dict[Any, fx.Graph] = {}
     for _, graph in all_graphs(program.graph):
-        found, misses = _search(program, graph, rule, alternatives)
-        claimed: dict[fx.Node, Site] = {}
+        accepted, misses = settle(program, graph, rule, alternatives)
         replaced: dict[fx.Node, fx.Node] = {}
-        accepted: list[tuple[Site, Alternative]] = []
-        for site, alternative in found:
-            other = next((claimed[node] for node in site.nodes if node in claimed), None)
-            if other is not None:
-                reason = f"overlapped by the site at {other.outputs[0]}"
-                misses.append(Miss(site.outputs[0], site.outputs[0], reason, len(site.nodes), len(site.nodes)))
-                continue
-            claimed.update(dict.fromkeys(site.nodes, site))
-            accepted.append((site, alternative))
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
             if not rule.takes():
                 continue
@@ -67,11 +51,40 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
     return outcome
 
 
+def alternatives_for(program: Program, rule: Rule) -> list[Alternative]:
+    """Every pattern of a rule, in every dtype that the program uses."""
+    dtypes = {
+        value.dtype
+        for _, graph in all_graphs(program.graph)
+        for node in graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point()
+    }
+    return list(rule.alternatives(dtypes))
+
+
+def settle(
+    program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
+) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
+    """The sites of one graph that may be replaced together, and every miss; the graph stays as it is."""
+    found, misses = _search(program, graph, rule, alternatives)
+    claimed: dict[fx.Node, Site] = {}
+    accepted: list[tuple[Site, Alternative]] = []
+    for site, alternative in found:
+        other = next((claimed[node] for node in site.nodes if node in claimed), None)
+        if other is not None:
+            reason = f"overlapped by the site at {other.outputs[0]}"
+            misses.append(Miss(site.outputs[0], site.outputs[0], reason, len(site.nodes), len(site.nodes)))
+            continue
+        claimed.update(dict.fromkeys(site.nodes, site))
+        accepted.append((site, alternative))
+    return accepted, misses
+
+
 def _search(
     program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
 ) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
     order = {node: index for index, node in enumerate(graph.nodes)}
-    writes = [index for node, index in order.items() if mutates(node)]
+    writes = [node for node in order if mutates(node)]
     sites: dict[fx.Node, tuple[Site, Alternative]] = {}
     misses: dict[fx.Node, Miss] = {}
     for alternative in alternatives:
@@ -105,19 +118,21 @@ def _site(program: Program, graph: fx.Graph, tree: Tree, found: Found, order: di
 
 
 def _refusal(
-    site: Site, rule: Rule, alternative: Alternative, order: dict[fx.Node, int], writes: list[int]
+    site: Site, rule: Rule, alternative: Alternative, order: dict[fx.Node, int], writes: list[fx.Node]
 ) -> Miss | None:
     """Why a matched site must be left alone, if it must."""
     first, last = order[site.nodes[0]], order[site.nodes[-1]]
     try:
-        between = [index for index in writes if first < index < last]
-        site.require(not between, "mutation between: something is written in place between the first and the last node")
+        for write in writes:
+            between = first < order[write] < last
+            site.require(not between, f"mutation between: {write} writes in place inside the pattern", write)
         for name, held in site.values.items():
             expected = alternative.example.get(name)
             if isinstance(expected, torch.Tensor):
                 site.require(isinstance(site.value(name), torch.Tensor), f"shape: {name} is not a tensor")
             elif isinstance(expected, (int, float)):
-                site.require(not isinstance(held, fx.Node), f"constant differs: {name} is computed, not a constant")
+                constant = not isinstance(held, fx.Node)
+                site.require(constant, f"constant differs: {name} is computed, not a constant", site.node(name))
         _check_types(site, alternative)
         rule.check(site)
     except Refusal as refusal:
@@ -139,8 +154,9 @@ def _check_types(site: Site, alternative: Alternative) -> None:
         raise Refusal(f"shape: the pattern cannot be computed here: {one_line(error)}", None) from error
     for node, value in zip(site.outputs, made, strict=True):
         held = node.meta["val"]
-        same = held.dtype == value.dtype and _text(held) == _text(value)
-        site.require(same, f"shape: the pattern gives {_text(value)}, {node} is {_text(held)}", node)
+        kind = "dtype" if held.dtype != value.dtype else "shape"
+        same = _text(held) == _text(value)
+        site.require(same, f"{kind}: the pattern gives {_text(value)}, {node} is {_text(held)}", node)
 
 
 def _text(value: torch.Tensor) -> str:

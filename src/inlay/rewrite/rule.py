@@ -45,6 +45,11 @@ class Site:
         held = self.values[name]
         return held.meta.get("val") if isinstance(held, fx.Node) else held
 
+    def node(self, name: str) -> fx.Node | None:
+        """The node that an argument of the pattern stands for, if it is one: what a reason about it should name."""
+        held = self.values.get(name)
+        return held if isinstance(held, fx.Node) else None
+
     def require(self, condition: bool, reason: str, node: fx.Node | None = None) -> None:
         """State a condition; where it does not hold, the site is left alone and the reason is kept."""
         if not condition:

@@ -68,7 +68,7 @@ class Walker:
                 self._miss(f"constant differs: {pattern} expected, {value} found", value, found)
                 return
             yield from self._match_all(list(zip(pattern, value, strict=True)), found)
-        elif _same_constant(pattern, value):
+        elif same_constant(pattern, value):
             yield found
         else:
             self._miss(f"constant differs: {pattern} expected, {value} found", value, found)
@@ -76,7 +76,7 @@ class Walker:
     def _match_variable(self, pattern: Variable, value: Any, found: Found) -> Iterator[Found]:
         if pattern.name in found.values:
             known = found.values[pattern.name]
-            if known is value or (not isinstance(value, fx.Node) and _same_constant(known, value)):
+            if known is value or (not isinstance(value, fx.Node) and same_constant(known, value)):
                 yield found
             else:
                 self._miss(f"missing node: {pattern.name} is {known} in one place and {value} in another", value, found)
@@ -102,7 +102,7 @@ class Walker:
         new = found.copy()
         new.nodes[pattern] = value
         actual = dict(normalised(value))
-        for arguments in _orders(pattern):
+        for arguments in orders(pattern):
             pairs = [(expected, actual.get(name)) for name, expected in arguments if name not in self.loose]
             yield from self._match_all(pairs, new)
 
@@ -149,7 +149,8 @@ class Walker:
         return True
 
 
-def _orders(pattern: Call) -> Iterator[tuple[tuple[str, Any], ...]]:
+def orders(pattern: Call) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """The arguments of a call in every order that means the same."""
     yield pattern.args
     swapped = COMMUTATIVE.get(pattern.target)
     values = dict(pattern.args)
@@ -166,7 +167,8 @@ def _equal_weights(values: dict[str, Any]) -> bool:
     return bool(values.get("alpha", 1) == 1)
 
 
-def _same_constant(one: Any, two: Any) -> bool:
+def same_constant(one: Any, two: Any) -> bool:
+    """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not."""
     if isinstance(one, fx.Node) or isinstance(two, fx.Node):
         return False
     if isinstance(one, bool) or isinstance(two, bool):

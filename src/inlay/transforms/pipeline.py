@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from inlay.errors import ContractError, InlayError, TransformError, UsageError, nearest, one_line
 from inlay.program.graphs import all_nodes, target_text
 from inlay.program.remarks import Remark, RemarkKind
+from inlay.rewrite.rule import Rule
 from inlay.transforms.base import Applied, Options, Stage, Transform, find
 
 if TYPE_CHECKING:
@@ -199,19 +200,25 @@ def check_contract(step: Step, before: Program, applied: Applied) -> None:
             remedy = f"If that is right, set {step.key}.expect; `inlay config MODEL` says where it was set."
             raise ContractError(
                 f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).",
-                f"{_best(applied)} {remedy}".strip(),
+                f"{_best(step, before, applied)} {remedy}".strip(),
             )
     elif not applied.sites:
         anchors = [name for name in step.transform.anchors if before.op_counts().get(name)]
         if anchors:
             raise ContractError(
                 f"{step.key} matched nothing although the program has {', '.join(anchors)}.",
-                _best(applied) or "If that is right, set expect: any with a reason.",
+                _best(step, before, applied) or "If that is right, set expect: any with a reason.",
             )
 
 
-def _best(applied: Applied) -> str:
-    best = sorted(applied.misses, key=lambda miss: -miss.matched / max(miss.of, 1))[:3]
+def _best(step: Step, before: Program, applied: Applied) -> str:
+    """The places that came nearest to a match; looked for only now that there is something to explain."""
+    if isinstance(step.transform, Rule):
+        from inlay.rewrite.near_misses import near_misses
+
+        best: Sequence[Miss] = near_misses(before, step.transform).misses[:3]
+    else:
+        best = sorted(applied.misses, key=lambda miss: -miss.matched / max(miss.of, 1))[:3]
     return " ".join(f"Nearest: {miss.root} ({miss.matched} of {miss.of} nodes): {miss.reason}." for miss in best)
 
 

@@ -77,9 +77,10 @@ class MatchLayerNorm(Rewrite):
         return (weight.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + eps))).to(x.dtype)
 
     def check(self, site: Site) -> None:
-        x, weight = site.value("x"), site.value("weight")
-        site.require(weight.dim() == 1 and weight.shape[0] == x.shape[-1], "shape: the weight is not one row of x")
-        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
+        x, weight, node = site.value("x"), site.value("weight"), site.node("weight")
+        one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
+        site.require(one_row, "shape: the weight is not one row of x", node)
+        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
 
     def replacement(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
         return torch.nn.functional.layer_norm(x, (weight.shape[0],), weight, None, eps)

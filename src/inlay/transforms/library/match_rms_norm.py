@@ -100,9 +100,10 @@ class MatchRMSNorm(Rewrite):
         return {"offset": float(pattern == "pattern_plus_one"), "cast_first": pattern == "pattern"}
 
     def check(self, site: Site) -> None:
-        x, weight = site.value("x"), site.value("weight")
-        site.require(weight.dim() == 1 and weight.shape[0] == x.shape[-1], "shape: the weight is not one row of x")
-        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
+        x, weight, node = site.value("x"), site.value("weight"), site.node("weight")
+        one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
+        site.require(one_row, "shape: the weight is not one row of x", node)
+        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
 
     def replacement(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, offset: float, cast_first: bool, eps: float | None = None, size: int = 0

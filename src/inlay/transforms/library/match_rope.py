@@ -92,10 +92,10 @@ class MatchRoPE(Rewrite):
             site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
         for name in sorted(set(site.values) - {"x", "half"}):
             table = site.value(name)
-            site.require(table.dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+            site.require(table.dtype == x.dtype, f"dtype: {name} is not of x's dtype", site.node(name))
             size = table.shape[-1] if table.dim() else 1
             whole = size == (x.shape[-1] // 2 if name.startswith("half") else x.shape[-1])
-            site.require(whole, f"shape: {name} does not span the axis")
+            site.require(whole, f"shape: {name} does not span the axis", site.node(name))
 
     def replacement(  # type: ignore[override]
         self,

@@ -83,7 +83,7 @@ class MatchRoPEInterleaved(Rewrite):
                 same = sizes(node.meta["val"]) == sizes(x)
                 site.require(same, "shape: the pairs are not flattened to x's shape", node)
         for name in ("cos", "sin"):
-            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype")
+            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype", site.node(name))
 
     def replacement(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.rope_interleaved(x, cos, sin)

@@ -1,0 +1,127 @@
+"""Findings: near misses folded over layers, each with one sentence and one suggestion."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from inlay.program.graphs import MODULE, target_text
+from inlay.rewrite.differences import role
+from inlay.rewrite.near_misses import NearMiss
+from inlay.rewrite.reasons import Reason, reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import fx
+
+    from inlay.rewrite import Miss
+
+SUGGESTIONS = {
+    Reason.ANOTHER_CONSUMER: "Compute the value again for its other reader, or let that one read the result.",
+    Reason.DTYPE: "Compute in the dtype of the other layers, or move the cast out of the pattern.",
+    Reason.SHAPE: "Give the operand the shape it has in the other layers; reshape outside the pattern.",
+    Reason.AXIS: "If the axis is meant, add a pattern for it; else compute over the expected one.",
+    Reason.CONSTANT: "If the value is meant, add a pattern for it; else use the expected one.",
+    Reason.MISSING: "If it is written so on purpose, add it as another `pattern_…` of the rule.",
+    Reason.EXTRA: "Move the extra call before or after the pattern, or add it as another `pattern_…` of the rule.",
+    Reason.MUTATION: "Move the write before or after the pattern.",
+    Reason.OVERLAPPED: "Nothing to do: the nodes are part of another site.",
+    Reason.REFUSED: "",
+}
+_ABOUT_PATTERNS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)
+"""What is suggested for these helps only a transform that has patterns."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps a rule from matching, at every layer where it does."""
+
+    transform: str
+    kind: Reason
+    reason: str
+    node: str
+    """The node that differs, in the first of the places."""
+    places: tuple[str, ...]
+    """Where the pattern's output would be, one name a place."""
+    layers: tuple[int, ...]
+    source: str
+    matched: int
+    of: int
+    sites: int
+    """How many places like these did match, in other layers."""
+    suggestion: str
+
+    @property
+    def text(self) -> str:
+        """The finding as a sentence."""
+        total = self.sites + len(self.places)
+        share = f"{self.sites} of {total} matched; " if self.sites else ""
+        where = f"{_layers(self.layers)}: " if self.layers else f"{self.places[0]}: " if len(self.places) == 1 else ""
+        source = f" ({self.source})" if self.source else ""
+        return f"{share}{where}{self.matched} of {self.of} nodes: {self.reason}{source}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding for machines."""
+        return asdict(self) | {"kind": self.kind.value, "text": self.text}
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    """
+    >>> _layers([3]), _layers([3, 17]), _layers([0, 1, 2, 5])
+    ('layer 3', 'layers 3 and 17', 'layers 0–2 and 5')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [part for run in runs for part in ([f"{run[0]}–{run[-1]}"] if len(run) > 2 else map(str, run))]
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"layer{'s' if len(set(numbers)) > 1 else ''} {text}"
+
+
+def layer_of(node: fx.Node, folds: Callable[[], dict[fx.Node, int]]) -> int | None:
+    """The number of the layer that a node stands in: as the model counts its modules, else as blocks repeat."""
+    number = re.search(r"\.(\d+)(?=\.|$)", str(node.meta.get(MODULE, "")))
+    return int(number[1]) if number else folds().get(node)
+
+
+def fold_misses(
+    transform: str, misses: Iterable[Miss], roots: Iterable[fx.Node], layer: Callable[[fx.Node], int | None]
+) -> list[Finding]:
+    """Misses, best first, as findings: those that say the same about the same place of several layers are one.
+
+    `roots` are the outputs of the sites that matched.
+    """
+    matched = Counter(role(root) for root in roots)
+    groups: dict[Any, list[Miss]] = {}
+    for miss in misses:
+        kind = reason_of(miss.reason)
+        key = (kind, role(miss.root), role(miss.node), target_text(miss.node.target), miss.matched, miss.of)
+        groups.setdefault(key, []).append(miss)
+    findings = []
+    for (kind, where, *_), group in groups.items():
+        first = group[0]
+        numbers = {layer(each.root) for each in group}
+        reason = first.reason if kind is not Reason.REFUSED else f"refused: {first.reason}"
+        others = len(first.differences) - 1 if isinstance(first, NearMiss) else 0
+        findings.append(
+            Finding(
+                transform=transform,
+                kind=kind,
+                reason=reason + (f", and {others} more" if others > 0 else ""),
+                node=first.node.name,
+                places=tuple(each.root.name for each in group),
+                layers=tuple(sorted(number for number in numbers if number is not None)),
+                source=first.source,
+                matched=first.matched,
+                of=first.of,
+                sites=matched[where],
+                suggestion="" if kind in _ABOUT_PATTERNS and not isinstance(first, NearMiss) else SUGGESTIONS[kind],
+            )
+        )
+    return findings

@@ -1,0 +1,182 @@
+"""Models of several architectures with one place spoiled, and whether the explanation is right.
+
+`python tests/insight/spoiled.py --seed 1 --count 200` prints a table by kind of mutation and by rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if __name__ == "__main__":
+    sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from architectures import without_weights
+from inlay.capture import capture
+from inlay.capture.hf import HFOptions
+from inlay.config import resolve
+from inlay.insight import Finding, explain
+from inlay.insight.findings import layer_of
+from inlay.insight.near_misses import unbound
+from inlay.program.graphs import all_graphs
+from inlay.rewrite.engine import alternatives_for, settle
+from inlay.rewrite.trees import PATTERNS
+from inlay.rewrite.walker import Found, Walker
+from inlay.transforms import Rewrite, configure, run, up_to
+from insight.mutations import KINDS, Impossible, Place, Right
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import fx
+
+    from inlay.program import Program
+    from inlay.transforms.pipeline import Step
+
+LAYERS = 4
+HALF = ("qwen3", "gemma")
+SOME = ("llama", "qwen3", "gemma2", "olmo2", "granite", "gpt_neox")
+ALL = (*SOME, "gemma", "phi3", "cohere", "gpt_oss", "stablelm", "smollm3")
+RULES = (
+    *("match_rms_norm", "match_rope", "match_swiglu", "match_geglu", "match_softmax_attention"),
+    *("match_layer_norm", "match_clamped_swiglu", "match_rope_interleaved"),
+)
+
+
+@cache
+def captured(architecture: str) -> Program:
+    """A small model of this architecture, without weights; some in half precision."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = without_weights(Path(folder), architecture, LAYERS)
+        return capture(model, HFOptions(torch.bfloat16 if architecture in HALF else torch.float32))
+
+
+@cache
+def sites(architecture: str, rule: str) -> tuple[tuple[Found, fx.Node], ...]:
+    """Where a rule matches in the unspoiled model."""
+    steps = steps_for(rule)
+    program, _ = run(captured(architecture), _any(steps[:-1]))
+    transform = steps[-1].transform
+    assert isinstance(transform, Rewrite)
+    found = []
+    for _, graph in all_graphs(program.graph):
+        accepted, _ = settle(program, graph, transform, alternatives_for(program, transform))
+        for site, alternative in accepted:
+            tree = PATTERNS.get(alternative.function, alternative.example)
+            match = Walker(tree, transform.loose).match(site.outputs[0])
+            assert isinstance(match, Found)
+            found.append((match, site.outputs[0]))
+    return tuple(found)
+
+
+@cache
+def steps_for(rule: str) -> list[Step]:
+    return up_to(rule, configure(resolve()))
+
+
+def _any(steps: list[Step]) -> list[Step]:
+    return [unbound(step) for step in steps]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was spoiled and what the explanation said first."""
+
+    kind: str
+    architecture: str
+    rule: str
+    output: str
+    layer: int | None
+    right: Right
+    first: Finding | None
+
+    @property
+    def ok(self) -> bool:
+        """Right node, right reason, right layer, ranked first."""
+        layers = () if self.layer is None else (self.layer,)
+        first = self.first
+        if first is None or first.layers != layers:
+            return False
+        return first.node in self.right.nodes and first.kind in self.right.reasons
+
+    def __str__(self) -> str:
+        wanted = f"{sorted(self.right.nodes)} {[each.value for each in self.right.reasons]} layer {self.layer}"
+        told = f"{self.first.node}: {self.first.text}" if self.first else "nothing"
+        return f"{self.kind} {self.architecture} {self.rule} at {self.output}: wanted {wanted}; told {told}"
+
+
+def verdicts(
+    seed: int, count: int, architectures: tuple[str, ...], drawn: Counter[str] | None = None
+) -> Iterator[Verdict]:
+    """Spoil and explain, `count` times; kinds take turns, what cannot be spoiled is drawn again."""
+    rng, tally = random.Random(seed), Counter() if drawn is None else drawn
+    made = 0
+    while made < count:
+        kind = KINDS[made % len(KINDS)]
+        verdict = _draw(rng, kind, architectures, tally)
+        if verdict is not None:
+            made += 1
+            yield verdict
+
+
+def _draw(rng: random.Random, kind: Any, architectures: tuple[str, ...], tally: Counter[str]) -> Verdict | None:
+    pairs = {rule: [each for each in architectures if sites(each, rule)] for rule in RULES}
+    rule = rng.choice([each for each in RULES if pairs[each]])
+    architecture = rng.choice(pairs[rule])
+    found, output = rng.choice(sites(architecture, rule))
+    program = captured(architecture).copy()
+    try:
+        right = kind(Place.of(program, found, output, rng))
+    except Impossible:
+        tally["impossible"] += 1
+        return None
+    program.graph.lint()
+    explained = explain(program, steps_for(rule), rule)[0]
+    before = len(sites(architecture, rule))
+    if explained.sites != before - 1:
+        tally["still matches" if explained.sites == before else "spoils other places too"] += 1
+        return None
+    first = explained.findings[0] if explained.findings else None
+    layer = layer_of(output, dict)
+    return Verdict(kind.__name__, architecture, rule, output.name, layer, right, first)
+
+
+def main() -> None:
+    """Print wrong explanations and two tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, nargs="+", required=True)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--some", action="store_true", help="six architectures instead of all")
+    arguments = parser.parse_args()
+    for seed in arguments.seed:
+        _print_tables(seed, arguments.count, SOME if arguments.some else ALL)
+
+
+def _print_tables(seed: int, count: int, architectures: tuple[str, ...]) -> None:
+    tally: Counter[str] = Counter()
+    tables: tuple[dict[str, list[bool]], ...] = ({}, {}, {})
+    right = 0
+    for verdict in verdicts(seed, count, architectures, tally):
+        right += verdict.ok
+        for table, key in zip(tables, (verdict.kind, verdict.rule, verdict.architecture), strict=True):
+            table.setdefault(key, []).append(verdict.ok)
+        if not verdict.ok:
+            print("WRONG", verdict, flush=True)
+    for table in tables:
+        print()
+        for key, oks in sorted(table.items()):
+            print(f"{key:28} {sum(oks):4} of {len(oks)}")
+    print(f"\nseed {seed}: {right} of {count} = {100 * right / count:.1f} %; drawn again: {dict(tally)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
