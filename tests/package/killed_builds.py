@@ -28,6 +28,7 @@ from inlay.compile import load_package, pack
 from inlay.compile.aoti import Access, Built
 from inlay.compile.load import read_manifest
 from inlay.errors import PackageError
+from inlay.transforms.lock import Lock, locked, versions
 from package.packages import ROOM, greedy
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ class Builder:
     def __init__(self, model: str, package: Path) -> None:
         options = flow.Options(max_length=ROOM, max_batch=4)
         source = open_model(model)
-        program, resolved, records = flow.transform(capture(source), options)
+        captured = capture(source)
+        program, resolved, records = flow.transform(captured, options)
         assert source.tokenizer is not None
         tokenizer = source.tokenizer()
         source = replace(source, tokenizer=lambda: tokenizer)
         self.lowered = pack.lower(program, flow._buckets(program, options))
-        self.contents = flow._contents(source, program, resolved, records)
+        lock = Lock(versions=versions(), models=[locked(model, captured, resolved, records)])
+        self.contents = flow._contents(source, program, resolved, records, lock)
         self.libraries = list(_libraries(package))
 
     def build(self, path: Path) -> None:
