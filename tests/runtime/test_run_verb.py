@@ -100,5 +100,5 @@ def test_help_has_an_example() -> None:
 def test_a_folder_that_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     result = CliRunner().invoke(app, [str(tmp_path), "fox"], env={"COLUMNS": "200"})
-    assert result.exit_code == 3
-    assert "text.json is missing" in result.stderr
+    assert result.exit_code == 8
+    assert "is no package" in result.stderr
