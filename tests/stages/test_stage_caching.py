@@ -148,19 +148,28 @@ def test_no_cache_at_all() -> None:
 
 
 def test_another_process_hits(tmp_path: Path) -> None:
-    trip = cache_round_trip(product, torch.ones(3, 4))
-    (tmp_path / "artifacts").write_bytes(trip.artifacts)
+    """All three processes are new: settings that other tests leave behind would be part of the key."""
     (tmp_path / "model.py").write_text(_MODEL)
+    (tmp_path / "save.py").write_text(_SAVE)
     (tmp_path / "load.py").write_text(_LOAD)
-    for load in ("no", "yes"):
-        command = [sys.executable, "load.py", load]
-        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert made.stdout.split() == (["0", "2"] if load == "no" else ["2", "0"]), made.stdout + made.stderr
+    for command, expected in ((["save.py"], []), (["load.py", "no"], ["0", "2"]), (["load.py", "yes"], ["2", "0"])):
+        made = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True
+        )
+        assert made.stdout.split() == expected, made.stdout + made.stderr
 
 
 _MODEL = """
 def product(x):
     return x @ x.t()
+"""
+_SAVE = """
+from pathlib import Path
+import torch
+from inlay.testing import cache_round_trip
+from model import product
+
+Path("artifacts").write_bytes(cache_round_trip(product, torch.ones(3, 4)).artifacts)
 """
 _LOAD = """
 import sys, torch
