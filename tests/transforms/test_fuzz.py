@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def _assert_sound(report: dict[str, Any], places: int, fired: int) -> None:
     assert report["failures"] == []
     assert report["places"] >= places
-    assert {name: counts["fired"] for name, counts in report["transforms"].items() if counts["fired"] < fired} == {}
+    # A transform that adds inputs needs sizes that change, which these graphs have not: test_kv_refusals grows its own.
+    seldom = {name: counts["fired"] for name, counts in report["transforms"].items() if counts["fired"] < fired}
+    assert {name for name in seldom if not registry()[name].adds_inputs} == set()
 
 
 def test_a_thousand_places(tmp_path: Path) -> None:
