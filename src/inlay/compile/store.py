@@ -67,7 +67,7 @@ def staged(path: Path) -> Iterator[Path]:
     (path / VERSIONS).mkdir(parents=True, exist_ok=True)
     with _locked(path / VERSIONS):
         _sweep(path)
-        folder = path / VERSIONS / tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS)
+        folder = Path(tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS))
         lock = os.open(folder, os.O_RDONLY)
         _lock(lock)
     folder.chmod(0o755)
