@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.compile import manifest as manifests
@@ -21,7 +22,6 @@ from inlay.errors import PackageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 LINK, VERSIONS, STAGING = "current", "versions", ".building-"
 _HASH = re.compile("[0-9a-f]{64}")
