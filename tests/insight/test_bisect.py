@@ -19,7 +19,7 @@ from inlay.insight.bisect import Bisection, load_answers, reproduce
 from inlay.insight.oracles import find_oracle
 from inlay.insight.running import Runner, random_inputs
 from inlay.transforms import configure
-from inlay.transforms.pipeline import Step
+from inlay.transforms.pipeline import Step, run
 from models import llama_folder
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Planted:
         self.faults, self.kind = faults, kind
         """Transform → names of places that are wrong if all of the faults are there."""
 
-    def oracle(self, program: Program, steps: list[Step]) -> Any:
+    def oracle(self, program: Program) -> Any:
         runner, inputs = Runner(), random_inputs(program)
         expected = runner(program, inputs)
 
@@ -122,29 +122,29 @@ def _anchors(made: list[fx.Node], applied: Applied) -> list[fx.Node]:
     return [node for node in made if str(node.target).startswith("inlay.")]
 
 
-def _faults(program: Program, steps: list[Step], seed: int, two: bool) -> tuple[Planted, list[tuple[str, str]]]:
-    from inlay.transforms.pipeline import run
-
+def _faults(program: Program, steps: list[Step], seed: int, two: bool) -> tuple[Bisection, list[tuple[str, str]], int]:
+    """A bisection with faults that are drawn until they change the results, what it must find, and among how many."""
     chooser = random.Random(seed)
     _, records = run(program, steps)
     able = [record for record in records if record.places and record.key != "clean_noops"]
-    chosen = chooser.sample(able, 2 if two else 1)
-    chosen.sort(key=lambda record: [step.key for step in steps].index(record.key))
-    faults = {record.key: {chooser.choice(record.places)} for record in chosen}
-    return Planted(faults, chooser.choice(list(KINDS))), [(key, min(places)) for key, places in faults.items()]
+    sites = sum(record.sites for record in records)
+    everything = {step.key: None for step in steps}
+    for _ in range(20):
+        chosen = chooser.sample(able, 2 if two else 1)
+        chosen.sort(key=lambda record: [step.key for step in steps].index(record.key))
+        faults = {record.key: {chooser.choice(record.places)} for record in chosen}
+        planted = Planted(faults, chooser.choice(list(KINDS)))
+        bisection = Bisection(program, steps, planted.oracle(program))
+        if not bisection.good(everything):
+            return bisection, [(key, min(places)) for key, places in faults.items()], sites
+    raise AssertionError("no fault changes the results")
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 def test_planted_faults(program: Program, steps: list[Step], seed: int, two: bool) -> None:
-    marked = [marking(step) for step in steps]
-    planted, wanted = _faults(program, marked, seed, two)
-    bisection = Bisection(program, marked, planted.oracle(program, marked))
-    found = bisection.find()
-    if not found:
-        pytest.skip("what was spoiled does not change the results")
-    assert [(each.transform, each.place) for each in found] == wanted
-    sites = 50
+    bisection, wanted, sites = _faults(program, [marking(step) for step in steps], seed, two)
+    assert [(each.transform, each.place) for each in bisection.find()] == wanted
     assert bisection.runs <= 2 * math.log2(sites) + 10
 
 
@@ -155,12 +155,9 @@ def test_nothing_is_wrong(program: Program, steps: list[Step]) -> None:
 
 
 def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[Step], tmp_path: Path) -> None:
-    marked = [marking(step) for step in steps]
-    planted, wanted = _faults(program, marked, 1, two=False)
-    oracle = planted.oracle(program, marked)
-    first = Bisection(program, marked, oracle)
+    first, wanted, _ = _faults(program, [marking(step) for step in steps], 1, two=False)
     assert [(each.transform, each.place) for each in first.find()] == wanted
-    again = Bisection(program, marked, oracle, answers=dict(first.answers))
+    again = Bisection(program, first.steps, first.oracle, answers=dict(first.answers))
     assert again.find() == first.find()
     assert again.runs == 0
     assert load_answers(tmp_path / "none.json") == {}

@@ -67,6 +67,23 @@ class Casts(Cache):
         return self.cache.sum(0)
 
 
+class Sorts(Cache):
+    """A call with several results, each as large as the cache."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        self.cache.index_copy_(0, at, x)
+        return torch.sort(self.cache, 0)[0][0]
+
+
+class Attends(Cache):
+    """A call with several results that reads all of the cache and gives little."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        self.cache.index_copy_(0, at, x)
+        rows = self.cache.view(1, 1, *SHAPE)
+        return torch.nn.functional.scaled_dot_product_attention(x.view(1, 1, 2, SHAPE[1]), rows, rows)
+
+
 def _built(module: torch.nn.Module, path: Path, *settings: str, config: tuple[Path, ...] = ()) -> LoadedPackage:
     example = inlay.Example(module, (torch.ones(2, SHAPE[1]), torch.tensor([1, 2])))
     build(example, path, Options(settings=settings, config=config))
@@ -97,7 +114,13 @@ def test_state_of_the_module(tmp_path: Path) -> None:
     assert _state(proof).pages_written == 1
 
 
-@pytest.mark.parametrize("fault", [CannotBeInPlace, ReadsTheOldValue, Casts])
+def test_reading_all_of_it_is_no_copy(tmp_path: Path) -> None:
+    proof = prove(_built(Attends(), tmp_path / "package"))
+    assert proof.holds, proof.problems
+    assert any(int(each.get("reads", 0)) == SHAPE[0] * SHAPE[1] * 4 for each in _state(proof).touched_by)
+
+
+@pytest.mark.parametrize("fault", [CannotBeInPlace, ReadsTheOldValue, Casts, Sorts])
 def test_faults_of_a_model(fault: type[Cache], tmp_path: Path) -> None:
     proof = prove(_built(fault(), tmp_path / "package"))
     assert not proof.holds
@@ -137,7 +160,7 @@ def adds_a_clone() -> Iterator[str]:
     del _REGISTRY["adds_a_clone"]
 
 
-class Sorts(Cache):
+class Reads(Cache):
     """Reads its cache with an operator that takes it as it is in memory."""
 
     def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -146,10 +169,10 @@ class Sorts(Cache):
 
 
 def test_a_transform_that_adds_a_clone(adds_a_clone: str, tmp_path: Path) -> None:
-    assert prove(_built(Sorts(), tmp_path / "without")).holds
+    assert prove(_built(Reads(), tmp_path / "without")).holds
     config = tmp_path / "config.yaml"
     config.write_text(f"transforms:\n  {adds_a_clone}: {{}}\n")
-    proof = prove(_built(Sorts(), tmp_path / "with", config=(config,)))
+    proof = prove(_built(Reads(), tmp_path / "with", config=(config,)))
     assert not proof.holds
     assert _state(proof).bytes_copied >= SHAPE[0] * SHAPE[1] * 4
 

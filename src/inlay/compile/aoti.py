@@ -29,6 +29,9 @@ FILLED_ROWS = {"inlay.cached_attention.default"}
 """Operators that read no more of a state than the rows that hold something."""
 
 
+_UNSIZED = "the compiler does not say how large its results are"
+
+
 @dataclass(frozen=True)
 class Access:
     """A kernel or call that touches a state: how many bytes it reads and writes there, as expressions of sizes."""
@@ -65,15 +68,15 @@ def build_library(program: Program, states: Sequence[str] = ()) -> Built:
     import torch._inductor as inductor
 
     program = canonical_updates(program)[0]
-    exported = to_exported(program, weights=False)
-    if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
-        exported = exported.run_decompositions(dict(DECOMPOSITIONS))
     inputs = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
     args, kwargs = tree_unflatten(examples, program.calling.in_spec)
     watching = _Watching(program, states)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        exported = to_exported(program, weights=False)
+        if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
+            exported = exported.run_decompositions(dict(DECOMPOSITIONS))
         options = {
             "aot_inductor.output_path": f"{folder}/piece.so",
             "aot_inductor.package_constants_in_so": False,
@@ -173,8 +176,10 @@ class _Watching:
         written = [_bytes(dep, width) for dep in writes if hasattr(dep, "size")]
         if len(written) < len(writes):
             return by, "", "", "", "it writes to the state in a way the compiler does not name"
-        copies = str(whole) if read and self._writes_elsewhere(node, root, whole) else ""
-        return by, " + ".join(read), " + ".join(written), copies, ""
+        elsewhere = self._writes_elsewhere(node, root, whole) if read else False
+        if elsewhere is None:
+            return by, "", "", "", _UNSIZED
+        return by, " + ".join(read), " + ".join(written), str(whole) if elsewhere else "", ""
 
     def _call(self, node: Any, by: str, operator: Any, writes: bool, whole: str) -> tuple[str, ...]:
         """A call that is left to torch."""
@@ -184,21 +189,24 @@ class _Watching:
             return by, "", "", "", "an operator that writes to the state itself"
         if by in FILLED_ROWS:
             return by, "filled rows", "", "", ""
-        copies = whole if self._writes_elsewhere(node, {}, int(whole) if whole.isdigit() else 0) else ""
-        return by, whole, "", copies, ""
+        elsewhere = self._writes_elsewhere(node, {}, int(whole) if whole.isdigit() else 0)
+        if elsewhere is None:
+            return by, "", "", "", _UNSIZED
+        return by, whole, "", whole if elsewhere else "", ""
 
-    def _writes_elsewhere(self, node: Any, root: dict[str, str], whole: Any) -> bool:
-        """Whether something at least as large as the state, which is none, is written."""
+    def _writes_elsewhere(self, node: Any, root: dict[str, str], whole: Any) -> bool | None:
+        """Whether something at least as large as the state, which is none, is written; None when that is not known."""
         from torch._inductor.virtualized import V
 
-        for buffer in node.get_outputs():
-            if buffer.get_name() in root or buffer.get_mutations():
-                continue
+        written = [each for each in node.get_outputs() if each.get_name() not in root and not each.get_mutations()]
+        for buffer in written:
+            # A call with several results has a buffer without a size, and a part for each result.
+            parts = getattr(buffer.node, "outputs", None) or [buffer.node]
             try:
-                size = math.prod([1, *buffer.node.get_size()]) * buffer.node.get_dtype().itemsize
+                sizes = [math.prod([1, *each.get_size()]) * each.get_dtype().itemsize for each in parts]
             except (AttributeError, NotImplementedError, AssertionError):
-                continue  # several results: each is a buffer of its own
-            if not V.graph.sizevars.statically_known_lt(size, whole):
+                return None
+            if not all(V.graph.sizevars.statically_known_lt(size, whole) for size in sizes):
                 return True
         return False
 
