@@ -18,9 +18,11 @@ from inlay.compile.in_process import compile_lowered
 from inlay.compile.pack import Contents, lower, pack
 from inlay.config import resolve
 from inlay.errors import ModelError
+from inlay.program.bindings import Role
 from inlay.state import declare, lift_mutated_buffers
 from inlay.transforms import configure, run
 from inlay.transforms.instruments import Dump
+from inlay.transforms.library.insert_kv_cache import LENGTHS
 from inlay.transforms.lock import Lock, locked, versions
 
 if TYPE_CHECKING:
@@ -81,8 +83,7 @@ def build(
     captured = clock("capture", lambda: capture(source, on_step=on_step))
     program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
     lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
-    name = model if isinstance(model, str) else source.name
-    lock = Lock(versions=versions(), models=[locked(name, captured, resolved, records)])
+    lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
     contents = _contents(source, program, resolved, records, lock)
     manifest = clock("pack", lambda: pack(lowered, path, contents, on_step))
     return Built(path, manifest, tuple(records), clock.seconds)
@@ -113,9 +114,16 @@ def transform(
 
 def is_decoder(program: Program) -> bool:
     """Whether tokens go in and scores come out, and no state is the model's own."""
-    inputs = [row.target for row in program.bindings.ins if row.role.value == "input"]
+    inputs = [row.target for row in program.bindings.of(Role.INPUT)]
     outputs = [row.name for row in program.bindings.outs]
     return inputs == ["input_ids"] and outputs == ["logits"]
+
+
+def _name(model: str | Model | Example) -> str:
+    """What to call a model so that it is found again: what was asked for, or else its own name."""
+    if isinstance(model, Example):
+        return type(model.module).__name__
+    return model if isinstance(model, str) else model.name
 
 
 def _opened(model: str | Model | Example, options: Options) -> Model:
@@ -124,7 +132,7 @@ def _opened(model: str | Model | Example, options: Options) -> Model:
 
         dtype = getattr(torch, options.weights) if options.weights else None
         return open_model(model, HFOptions(dtype, options.trust_remote_code))
-    return Model(type(model.module).__name__, "module", model, {}) if isinstance(model, Example) else model
+    return Model(_name(model), "module", model, {}) if isinstance(model, Example) else model
 
 
 def _for_decoders(program: Program, options: Options) -> list[str]:
@@ -138,7 +146,12 @@ def _for_decoders(program: Program, options: Options) -> list[str]:
 def _buckets(program: Program, options: Options) -> Sequence[str]:
     if options.buckets is not None:
         return options.buckets
-    return ("length=1",) if "lengths" in {row.target for row in program.bindings.ins} else ()
+    return ("length=1",) if _has_cache(program) else ()
+
+
+def _has_cache(program: Program) -> bool:
+    """Whether a cache was inserted, so that lengths are an input."""
+    return LENGTHS in {row.target for row in program.bindings.ins}
 
 
 def _contents(source: Model, program: Program, resolved: Resolved, records: Sequence[Record], lock: Lock) -> Contents:
@@ -150,7 +163,7 @@ def _contents(source: Model, program: Program, resolved: Resolved, records: Sequ
     return Contents(
         model=source.name,
         architecture=program.facts.architecture,
-        kind="decoder" if "lengths" in {row.target for row in program.bindings.ins} else "program",
+        kind="decoder" if _has_cache(program) else "program",
         facts={name: fact.value for name, fact in program.facts.known()},
         texts={
             "matches.lock": lock.text(),

@@ -15,6 +15,7 @@ from inlay.cli.sizes import bytes_text
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
+    from inlay.compile.manifest import Manifest
     from inlay.flow import Built
 
 
@@ -123,27 +124,17 @@ def _print(made: Built) -> None:
             table.add_row(record.key, str(record.sites), str(len(record.remarks) or ""))
     out.print(table)
     out.print()
-    print_pieces(manifest, made.path)
+    print_pieces(manifest)
     total = sum(made.seconds.values())
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in made.seconds.items())
     out.print(f"\nBuilt {made.path} in {total:.0f} s ({parts}).")
-    state = sum(row_bytes(row) for row in manifest.states)
+    state = sum(row.nbytes for row in manifest.states)
     out.print(f"{bytes_text(manifest.weights_file.size)} of weights, {bytes_text(state)} of state a session.")
     if manifest.kind == "decoder":
         out.print(f'Try: inlay run {made.path} "Once upon a time"', markup=False)
 
 
-def row_bytes(row: Any) -> int:
-    """The bytes that a state takes."""
-    import torch
-
-    count: int = getattr(torch, row.dtype).itemsize
-    for size in row.shape:
-        count *= size if isinstance(size, int) else 1
-    return count
-
-
-def print_pieces(manifest: Any, path: Path) -> None:
+def print_pieces(manifest: Manifest) -> None:
     """A table of all pieces: how often each runs, what it is, how large."""
     table = Table(box=None, pad_edge=False)
     for column in ("sizes", "piece", "steps", "what", "size"):

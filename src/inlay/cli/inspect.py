@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.build import print_pieces, row_bytes
+from inlay.cli.build import print_pieces
 from inlay.cli.console import failing_kindly, out, print_json
 from inlay.cli.sizes import bytes_text
 
 if TYPE_CHECKING:
     from inlay.compile.manifest import Manifest
+    from inlay.program.bindings import Binding
 
 PackageArgument = Annotated[
     Path, typer.Argument(metavar="PACKAGE", help="A folder that `inlay build` wrote.", show_default=False)
@@ -39,10 +40,10 @@ def inspect(
         if as_json:
             print_json(json.loads(manifest.text()))
             return
-        _print(manifest, folder, package, verify)
+        _print(manifest, folder, verify)
 
 
-def _print(manifest: Manifest, folder: Path, package: Path, verified: bool) -> None:
+def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     target = manifest.target
     about = Table(box=None, show_header=False, pad_edge=False)
     about.add_column(style="bold")
@@ -62,18 +63,17 @@ def _print(manifest: Manifest, folder: Path, package: Path, verified: bool) -> N
             about.add_row(name, value)
     out.print(about)
     out.print()
-    print_pieces(manifest, package)
+    print_pieces(manifest)
     states = Table(box=None, pad_edge=False)
     for column in ("state", "type", "bytes", "how it is known"):
         states.add_column(column, justify="right" if column == "bytes" else "left")
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[Binding]] = {}
     for row in manifest.states:
-        why = next(each.alias.why for each in manifest.bindings.outs if each.alias and each.alias.of == row.name)
-        groups.setdefault((row.text, why), []).append(row.target)
-    for (text, why), names in groups.items():
-        label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} (× {len(names)})"
-        size = next(row_bytes(row) for row in manifest.states if row.target == names[0])
-        states.add_row(label, text, f"{size * len(names):,}", why)
+        groups.setdefault((row.text, manifest.bindings.alias(row.name).why), []).append(row)
+    for (text, why), rows in groups.items():
+        first, last = rows[0].target, rows[-1].target
+        label = first if len(rows) == 1 else f"{first} … {last} (× {len(rows)})"
+        states.add_row(label, text, f"{sum(row.nbytes for row in rows):,}", why)
     if groups:
         out.print()
         out.print(states, markup=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.compile.load import LoadedPackage
-    from inlay.compile.manifest import Bucket, Manifest, PieceFile
-    from inlay.program.bindings import Binding
+    from inlay.compile.manifest import Bucket, PieceFile
 
 PAGE = 4096
 
@@ -66,24 +64,15 @@ class Proof:
 def prove(package: LoadedPackage) -> Proof:
     """Prove a package, statically and by measuring."""
     manifest = package.manifest
-    states = {row.name: StateProof(row.name, _kind(manifest, row), _size(row)) for row in manifest.states}
+    states = {
+        row.name: StateProof(row.name, manifest.bindings.alias(row.name).why, row.nbytes) for row in manifest.states
+    }
     proof = Proof(list(states.values()))
     for bucket in manifest.buckets:
         _prove_bucket(bucket, package.folder, states, proof)
     if states and not proof.problems:
         _measure(package, states, proof)
     return proof
-
-
-def _kind(manifest: Manifest, row: Binding) -> str:
-    return next(
-        each.alias.why for each in manifest.bindings.outs if each.alias is not None and each.alias.of == row.name
-    )
-
-
-def _size(row: Binding) -> int:
-    width: int = getattr(torch, row.dtype).itemsize
-    return math.prod(size for size in row.shape if isinstance(size, int)) * width
 
 
 def _prove_bucket(bucket: Bucket, folder: Path, states: dict[str, StateProof], proof: Proof) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, overload
@@ -65,6 +67,17 @@ class Binding:
         'f32[batch, 8]'
         """
         return tensor_text(self.dtype, self.shape) if self.is_tensor else "scalar"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values, sizes that have no number counted as 1.
+
+        >>> Binding("cache", Role.INPUT, "cache", "bfloat16", ("batch", 8, 4)).nbytes
+        64
+        """
+        bits = re.search(r"\d+$", self.dtype)
+        known = (size for size in self.shape if isinstance(size, int))
+        return math.prod(known) * (int(bits[0]) // 8 if bits else 1)
 
 
 _SHORT = {
@@ -143,6 +156,10 @@ class Bindings:
     def outs(self) -> tuple[Binding, ...]:
         """What comes out, one per value of the graph's output, in order."""
         return self.of(Role.OUTPUT)
+
+    def alias(self, state: str) -> Alias:
+        """How it is known that this state is written to."""
+        return next(row.alias for row in self.outs if row.alias is not None and row.alias.of == state)
 
     @property
     def state(self) -> tuple[Binding, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -172,9 +171,8 @@ def _bytes(binding: Binding) -> str:
     >>> _bytes(Binding("cache", Role.INPUT, "cache", "float32", ("batch", 8, 1024)))
     'batch * 32,768 bytes'
     """
-    known = getattr(torch, binding.dtype).itemsize * math.prod(size for size in binding.shape if isinstance(size, int))
     symbols = [str(size) for size in binding.shape if not isinstance(size, int)]
-    return " * ".join([*symbols, f"{known:,} bytes"])
+    return " * ".join([*symbols, f"{binding.nbytes:,} bytes"])
 
 
 def _remark(state: State) -> Remark:
