@@ -1,0 +1,39 @@
+"""Linear layers and embeddings over packed weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inlay.ops.define import kernel
+from inlay.ops.packing import Packing
+
+
+@kernel("packed_linear")
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, bits: int, zero: int) -> Tensor:
+    """`linear` with a packed weight. The reference multiplies in x's own number format.
+
+    >>> weight = Packing(4, 8).pack(torch.full((16, 32), 9), torch.full((16, 1), 2.0))
+    >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
+    tensor([64., 64., 64.])
+    """
+    plain = Packing(bits, zero, x.shape[-1] // weight.shape[1]).unpack(weight, features)
+    return torch.nn.functional.linear(x, plain.to(x.dtype), bias)
+
+
+@packed_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, bits: int, zero: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], features)
+
+
+@kernel("packed_embedding")
+def packed_embedding(weight: Tensor, tokens: Tensor, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a packed weight."""
+    lanes = Packing(bits, zero, group).unpack(weight[tokens.reshape(-1) // 16], tokens.numel() * 16)
+    rows = lanes.view(tokens.numel(), 16, -1)[torch.arange(tokens.numel()), tokens.reshape(-1) % 16]
+    return rows.view(*tokens.shape, -1).to(dtype)
+
+
+@packed_embedding.register_fake
+def _(weight: Tensor, tokens: Tensor, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
+    return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)

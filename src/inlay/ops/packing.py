@@ -1,0 +1,84 @@
+"""Packed weights: the layout that the linear kernels read, whatever the number of rows they work on.
+
+A weight `[features, depth]` is cut into blocks of 16 features; a block is its groups of `group` columns one after the
+other, and a group is its integers, then one scale a feature, then (when they are stored) one minimum a feature. Within
+32 columns, 64 bytes hold 4 columns of each feature: what a dot product of bytes takes, and a row of an AMX tile.
+A byte of four bits a column holds column k below and k + 16 above. So 1, 4, 16 or 512 rows read the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LANES = 16
+"""Features that lie beside each other."""
+STEP = 32
+"""Columns that are packed together."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A number format: `(q - zero) * scale`, or `q * scale + minimum` when minima are stored (`zero` is -1)."""
+
+    bits: int
+    zero: int
+    group: int = 32
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one group of a block."""
+        return self.group * LANES * self.bits // 8 + 2 * LANES * (2 if self.zero < 0 else 1)
+
+    def shape(self, features: int, depth: int) -> tuple[int, int, int]:
+        """The shape of the packed weight.
+
+        >>> Packing(4, -1).shape(960, 576)
+        (60, 18, 320)
+        """
+        return -(-features // LANES), depth // self.group, self.group_bytes
+
+    def pack(self, q: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
+        """Integers `[features, depth]` with scales and minima `[features, depth / group]` as one tensor of bytes."""
+        features, depth = q.shape
+        blocks, groups, _ = self.shape(features, depth)
+        q, scale = _filled(q.to(torch.uint8), blocks), _filled(scale.to(torch.float16), blocks)
+        lanes = q.view(blocks, LANES, groups, self.group // STEP, STEP // 4, 4).permute(0, 2, 3, 4, 1, 5)
+        if self.bits == 4:
+            low, high = lanes.chunk(2, dim=3)
+            lanes = low | high << 4
+        parts = [lanes.reshape(blocks, groups, -1), _per_block(scale, blocks, groups)]
+        if minimum is not None:
+            parts.append(_per_block(_filled(minimum.to(torch.float16), blocks), blocks, groups))
+        return torch.cat(parts, dim=2)
+
+    def unpack(self, packed: Tensor, features: int) -> Tensor:
+        """The weight as float32, `[features, depth]`; exact.
+
+        >>> format = Packing(8, 128)
+        >>> q = torch.randint(0, 256, (20, 64))
+        >>> value = format.unpack(format.pack(q, torch.full((20, 2), 0.5)), 20)
+        >>> bool((value == (q - 128) * 0.5).all())
+        True
+        """
+        blocks, groups, _ = packed.shape
+        size = self.group * LANES * self.bits // 8
+        lanes = packed[:, :, :size].reshape(blocks, groups, self.group // STEP, -1, LANES, 4)
+        if self.bits == 4:
+            lanes = torch.cat([lanes & 15, lanes >> 4], dim=3)
+        q = lanes.permute(0, 4, 1, 2, 3, 5).reshape(blocks * LANES, groups, self.group).float()
+        factors = packed[:, :, size:].contiguous().view(torch.float16).float()
+        factors = factors.view(blocks, groups, -1, LANES).permute(2, 0, 3, 1).reshape(-1, blocks * LANES, groups, 1)
+        value = q * factors[0] + factors[1] if self.zero < 0 else (q - self.zero) * factors[0]
+        return value.reshape(blocks * LANES, -1)[:features]
+
+
+def _filled(rows: Tensor, blocks: int) -> Tensor:
+    """Rows up to whole blocks; those that are added are 0."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, blocks * LANES - rows.shape[0]))
+
+
+def _per_block(rows: Tensor, blocks: int, groups: int) -> Tensor:
+    return rows.view(blocks, LANES, groups).transpose(1, 2).contiguous().view(torch.uint8)
