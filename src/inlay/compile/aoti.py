@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_unflatten
 
 from inlay.errors import ProgramError
-from inlay.ops.define import DECOMPOSITIONS
+from inlay.ops.define import DECOMPOSITIONS, SHIMS
 from inlay.program.bindings import Role
 from inlay.program.exported import to_exported
 from inlay.program.graphs import all_nodes, target_text
@@ -72,10 +72,11 @@ def build_library(program: Program, states: Sequence[str] = ()) -> Built:
     examples = [inputs[row.name] for row in program.bindings.of(Role.INPUT)]
     args, kwargs = tree_unflatten(examples, program.calling.in_spec)
     watching = _Watching(program, states)
+    used = {node.target for node in all_nodes(program.graph)}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = to_exported(program, weights=False)
-        if any(node.target in DECOMPOSITIONS for node in all_nodes(program.graph)):
+        if not used.isdisjoint(DECOMPOSITIONS):
             exported = exported.run_decompositions(dict(DECOMPOSITIONS))
         options = {
             "aot_inductor.output_path": f"{folder}/piece.so",
@@ -84,6 +85,7 @@ def build_library(program: Program, states: Sequence[str] = ()) -> Built:
             "always_keep_tensor_constants": True,
             "joint_graph_constant_folding": False,
             "_post_fusion_custom_pass": watching,
+            "aot_inductor.custom_ops_to_c_shims": {op: [text] for op, text in SHIMS.items() if op in used},
         }
         module: Any = exported.module(check_guards=False)
         inductor.aot_compile(module, args, kwargs, options=options)

@@ -16,6 +16,7 @@ from torch import fx
 
 from inlay.compile.below import run_below
 from inlay.errors import UsageError, nearest
+from inlay.ops import native
 from inlay.program.bindings import Role
 from inlay.program.graphs import copy_graph
 from inlay.state import canonical_updates, in_place
@@ -52,6 +53,8 @@ def aot(program: Program) -> Code:
     built = build_library(program)
     folder = tempfile.TemporaryDirectory()
     file = Path(folder.name, "program.so")
+    native.copy(Path(folder.name, native.NAME))
+    kernels = native.load(Path(folder.name, native.NAME))
     file.write_bytes(built.library)
     file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
     rows = [row for row in program.bindings.ins if row.role is not Role.INPUT]
@@ -59,10 +62,12 @@ def aot(program: Program) -> Code:
 
     def bind(held: Mapping[str, torch.Tensor]) -> Run:
         assert folder is not None  # it lives as long as what was loaded from it
+        assert kernels is not None
         run = Library(file).bind({name: held[row.name] for name, row in zip(built.constants, rows, strict=True)})
 
         def call(values: list[Any]) -> Sequence[Any]:
-            return run([value for value, is_tensor in zip(values, tensors, strict=True) if is_tensor])
+            results: Sequence[Any] = run([value for value, is_tensor in zip(values, tensors, strict=True) if is_tensor])
+            return results
 
         return call
 

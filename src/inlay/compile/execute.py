@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class BoundStep:
     """A piece with its weights bound, the values it takes and the values it makes."""
 
-    run: Run
+    run: Any
     ins: tuple[str, ...]
     outs: tuple[str, ...]
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from inlay.compile import store, weights_file
 from inlay.compile.calls import Calls
 from inlay.compile.execute import BoundStep, Executable, Execution
-from inlay.compile.native import Library
+from inlay.compile.native import Library, chained
 from inlay.compile.verify import check as check
 from inlay.compile.verify import read
 from inlay.errors import PackageError
+from inlay.ops import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,7 @@ class LoadedPackage(Executable):
         self.weights = weights_file.mapped(folder / weights_file.NAME, manifest.weights)
         code = [{piece.name: self._code(piece) for piece in bucket.pieces} for bucket in manifest.buckets]
         # All that can be found wrong was found by now: from here on native code is loaded.
+        self.kernels = native.load(folder / native.NAME) if native.NAME in manifest.files else None
         buckets = [(bucket, self._execution(bucket, made)) for bucket, made in zip(manifest.buckets, code, strict=True)]
         super().__init__(manifest.bindings, buckets, {name: self.weights[of] for name, of in manifest.initial.items()})
 
@@ -61,7 +63,7 @@ class LoadedPackage(Executable):
             BoundStep(code[step.piece]([self.weights[name] for name in step.constants]), step.ins, step.outs)
             for step in bucket.steps
         ]
-        return Execution(steps, bucket.results)
+        return Execution(chained(steps, bucket.results), bucket.results)
 
     def _code(self, piece: PieceFile) -> Code:
         """Something that makes a call of a piece from its constants."""
@@ -69,5 +71,11 @@ class LoadedPackage(Executable):
         if file.suffix == ".json":
             calls = Calls.read(file)
             return lambda constants: lambda inputs: calls([*constants, *inputs])
+
         library = Library(file, len(piece.ins), len(piece.outs))
-        return lambda constants: library.bind(dict(zip(piece.constants, constants, strict=True)))
+
+        def bind(constants: list[torch.Tensor]) -> Any:
+            library.kernels = None if piece.calls else self.kernels
+            return library.bind(dict(zip(piece.constants, constants, strict=True)))
+
+        return bind

@@ -47,6 +47,8 @@ class PieceFile:
     written: tuple[str, ...] = ()
     """Inputs that it writes to."""
     accesses: tuple[dict[str, str], ...] = ()
+    calls: int = 0
+    """How many calls it leaves to torch. Pieces that leave none run without Python in between."""
 
 
 @dataclass(frozen=True)

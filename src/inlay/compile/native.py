@@ -1,26 +1,32 @@
 """Adapter: compiled libraries, loaded directly. Imports no compiler.
 
 torch.cpu._init_amx comes first: code with AMX instructions dies without it. A library is a file `NAME.so`; the calls
-that it leaves to torch are listed in `NAME.json` beside it, where torch's loader looks for them.
+that it leaves to torch are listed in `NAME.json` beside it, where torch's loader looks for them. A library that leaves
+none is called through its C interface, and a run of such calls is one call of `run.cpp` (`inlay.ops.native`).
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _aoti
 
+from inlay.compile.execute import BoundStep
 from inlay.errors import PackageError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 _AGAIN = "Build the package again."
+_API = "AOTInductorModelContainer"
+_Int = ctypes.c_int32
+_Pointer = ctypes.c_void_p
 
 
 @cache
@@ -31,34 +37,146 @@ def _prepare() -> None:
 class Library:
     """A compiled library. Each container has constants of its own, which stay the tensors they are.
 
-    `takes` and `gives` say how many tensors a call takes and gives, where that is known.
+    `takes` and `gives` say how many tensors a call takes and gives, where that is known; `kernels` are the C++ kernels
+    it may call, loaded.
     """
 
-    def __init__(self, file: Path, takes: int | None = None, gives: int | None = None) -> None:
-        self.file, self.takes, self.gives = file, takes, gives
+    def __init__(
+        self, file: Path, takes: int | None = None, gives: int | None = None, kernels: ctypes.CDLL | None = None
+    ) -> None:
+        self.file, self.takes, self.gives, self.kernels = file, takes, gives, kernels
+        self._first: Any = None
+        self._types: dict[str, int] = {}
 
-    def bind(self, constants: Mapping[str, torch.Tensor]) -> Run:
+    def bind(self, constants: Mapping[str, torch.Tensor]) -> Any:
         """A container whose constants are these tensors, which must be all it has and of the right types."""
+        container = self._first if self._first is not None else self._opened()
+        self._first = None if self.kernels is None else container
+        if set(self._types) != set(constants):
+            strange = sorted(set(self._types) ^ set(constants))
+            raise PackageError(f"{self.file.name} and its manifest disagree about the constant {strange[0]}.", _AGAIN)
+        for name, value in constants.items():
+            if self._types[name] != _NUMBERS[value.dtype]:
+                raise PackageError(f"{self.file.name} wants {name} in another format than {value.dtype}.", _AGAIN)
+        if self.kernels is not None:
+            return Container(self.file, self.kernels, constants)
+        if constants:
+            container.update_constant_buffer(dict(constants), False, True, True)
+        return container.run
+
+    def _opened(self) -> Any:
         _prepare()
         try:
             container: Any = _aoti.AOTIModelContainerRunnerCpu(str(self.file), 1)
         except RuntimeError as error:
             raise PackageError(f"{self.file.name} cannot be loaded: {one_line(error)}.", _AGAIN) from error
-        reported = container.get_constant_names_to_original_fqns()
-        if set(reported) != set(constants):
-            strange = sorted(set(reported) ^ set(constants))
-            raise PackageError(f"{self.file.name} and its manifest disagree about the constant {strange[0]}.", _AGAIN)
-        types = container.get_constant_names_to_dtypes()
-        for name, value in constants.items():
-            if types[name] != _NUMBERS[value.dtype]:
-                raise PackageError(f"{self.file.name} wants {name} in another format than {value.dtype}.", _AGAIN)
+        self._types = container.get_constant_names_to_dtypes()
         for known, spec in zip((self.takes, self.gives), container.get_call_spec(), strict=True):
             if known is not None and spec.count('"type": null') != known:
                 raise PackageError(f"{self.file.name} takes or gives something else than its manifest says.", _AGAIN)
-        if constants:
-            container.update_constant_buffer(dict(constants), False, True, True)
-        return container.run  # type: ignore[no-any-return]
+        return container
 
+
+class Container:
+    """A library with constants, called without Python in between when others like it come before or after."""
+
+    def __init__(self, file: Path, kernels: ctypes.CDLL, constants: Mapping[str, torch.Tensor]) -> None:
+        self.kernels, self.constants = kernels, constants
+        library = ctypes.CDLL(str(file))
+        self.run = ctypes.cast(getattr(library, f"{_API}RunSingleThreaded"), _Pointer)
+        self.handle = _Pointer()
+        self._check(getattr(library, f"{_API}CreateWithDevice")(ctypes.byref(self.handle), 1, b"cpu", None), file)
+        self._free = getattr(library, f"{_API}Delete")
+        held = (_Pointer * len(constants))(*(value._cdata for value in constants.values()))
+        pairs = (_Constant * len(constants))(
+            *(
+                _Constant(name.encode(), ctypes.addressof(held) + place * ctypes.sizeof(_Pointer))
+                for place, name in enumerate(constants)
+            )
+        )
+        update = getattr(library, f"{_API}UpdateUserManagedConstantBufferPairs")
+        self._check(update(self.handle, pairs, ctypes.c_size_t(len(constants)), False, True), file)
+
+    def _check(self, error: int, file: Path) -> None:
+        if error:
+            raise PackageError(f"{file.name} cannot be prepared.", _AGAIN)
+
+    def __del__(self) -> None:
+        if getattr(self, "_free", None) is not None:
+            self._free(self.handle)
+
+
+class _Constant(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("handle", _Pointer))
+
+
+def chained(steps: Sequence[BoundStep], results: Sequence[str]) -> list[BoundStep]:
+    """The same steps, but neighbours that need no Python are one step."""
+    made: list[BoundStep] = []
+    group: list[BoundStep] = []
+    for place, step in enumerate((*steps, None)):
+        if step is not None and isinstance(step.run, Container):
+            group.append(step)
+            continue
+        if group:
+            later = {name for each in steps[place:] for name in each.ins} | set(results)
+            made.append(_chain(group, later))
+            group = []
+        if step is not None:
+            made.append(step)
+    return made
+
+
+def _chain(group: Sequence[BoundStep], later: set[str]) -> BoundStep:
+    inside = {name for step in group for name in step.outs}
+    ins = tuple(dict.fromkeys(name for step in group for name in step.ins if name not in inside))
+    outs = tuple(name for step in group for name in step.outs if name in later)
+    return BoundStep(_Chain(group, ins, outs), ins, outs)
+
+
+class _Chain:
+    """Steps that run one after the other in C++. Not for two threads at once, as no container is."""
+
+    def __init__(self, steps: Sequence[BoundStep], ins: Sequence[str], outs: Sequence[str]) -> None:
+        names = dict.fromkeys([*ins, *(name for step in steps for name in step.outs)])
+        number = {name: place for place, name in enumerate(names)}
+        last = {name: place for place, step in enumerate(steps) for name in (*step.ins, *step.outs)}
+        self.steps = [step.run for step in steps]
+        self._api: Any = steps[0].run.kernels
+        self._api.inlay_plan_new.restype = _Pointer
+        self._plan = _Pointer(self._api.inlay_plan_new(len(ins), len(number)))
+        for place, step in enumerate(steps):
+            run: Any = step.run
+            gone = [name for name in number if last.get(name) == place and name not in outs and name not in ins]
+            lists = [_numbers([number[name] for name in each]) for each in (step.ins, step.outs, gone)]
+            flat = [part for each in lists for part in (each, len(each))]
+            self._api.inlay_plan_add(self._plan, run.run, run.handle, *flat)
+        self._given = (_Pointer * len(ins))()
+        size = ctypes.sizeof(_Pointer)
+        start = ctypes.addressof(self._given)
+        self._handles = (_Pointer * len(ins))(*(start + place * size for place in range(len(ins))))
+        self._wanted = _numbers([number[name] for name in outs])
+        self._results = (_Pointer * len(outs))()
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        # A tensor in C++ is a pointer to what `_cdata` says: an array of those is an array of tensors, borrowed.
+        self._given[:] = [value._cdata for value in inputs]
+        failed = self._api.inlay_plan_run(self._plan, self._handles, self._wanted, len(self._wanted), self._results)
+        if failed:
+            raise PackageError(f"Step {failed} of the package failed; the lines above say why.", _AGAIN)
+        return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(each, None, None) for each in self._results])
+
+    def __del__(self) -> None:
+        self._api.inlay_plan_free(self._plan)
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return (_Int * len(values))(*values)
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [_Pointer, ctypes.c_char_p, _Pointer]
 
 _NUMBERS = {
     torch.uint8: 0,

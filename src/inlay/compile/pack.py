@@ -17,6 +17,7 @@ from inlay.compile.calls import encode
 from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow
 from inlay.compile.plan import plan
 from inlay.errors import UsageError, nearest
+from inlay.ops import native
 from inlay.program.bindings import Role
 from inlay.program.weights import Derived
 
@@ -93,6 +94,7 @@ def pack(
 ) -> Manifest:
     """Compile what has to be, and write the package."""
     with store.staged(path) as folder:
+        native.copy(folder / native.NAME)
         buckets = []
         for number, (name, sizes, each) in enumerate(lowered.buckets):
             pieces = []
@@ -147,7 +149,9 @@ def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
     file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
     accesses = tuple(each.to_json() for each in built.accesses)
     written = tuple(row.name for row in piece.program.bindings.state)
-    return PieceFile(piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses)
+    return PieceFile(
+        piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses, len(built.calls)
+    )
 
 
 def _by_target(steps: Sequence[Step], program: Program) -> tuple[Step, ...]:

@@ -9,8 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from inlay.ops.attention import attention
 from inlay.ops.define import kernel
 
+_TENSOR = "AtenTensorHandle"
+_SHIM = f"{', '.join([_TENSOR] * 5)}, double, int64_t, double, {_TENSOR}*, {_TENSOR}*"
 
-@kernel("cached_attention")
+
+@kernel("cached_attention", _SHIM)
 def cached_attention(
     query: Tensor,
     keys: Tensor,
@@ -26,8 +29,8 @@ def cached_attention(
     """Causal attention of `query`, `[batch, heads, length, head]`, over what its sequences hold.
 
     Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
-    there before, and after them the rows of this call, which are already written. No other row is read. The other
-    arguments are those of `attention`.
+    there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
+    a number format of their own. The other arguments are those of `attention`.
 
     >>> rows = torch.full((2, 1, 4, 2), float("nan"))
     >>> rows[1, :, :3] = 1.0
@@ -43,7 +46,7 @@ def cached_attention(
         filled = before + length
         first = max(0, filled - window - length + 1) if window and not sloping_to_sinks else 0
         rows = query[index : index + 1]
-        key, value = (each[slot : slot + 1, :, first:filled] for each in (keys, values))
+        key, value = (each[slot : slot + 1, :, first:filled].to(query.dtype) for each in (keys, values))
         if plain and (length == 1 or (before == 0 and not window)):
             causal = length > 1
             result = scaled_dot_product_attention(rows, key, value, scale=scale, is_causal=causal, enable_gqa=True)

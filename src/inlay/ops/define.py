@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 _LIBRARY: Any = torch.library.Library("inlay", "FRAGMENT")  # type: ignore[no-untyped-call]
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operator overload → its reference, for compilers that want plain ATen."""
+SHIMS: dict[Any, str] = {}
+"""Operator overload → how compiled code calls its C++ kernel, which a package brings along (`inlay.ops.native`)."""
 
 
 def canonical(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -32,13 +34,15 @@ def canonical(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class Kernel:
     """An operator that compilers call as it is."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], shim: str) -> None:
         self.function = function
         self.__doc__ = function.__doc__
         # torch.library.custom_op would do, but costs milliseconds a call.
         _LIBRARY.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}")
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.inlay, name).default
+        if shim:
+            SHIMS[self.overload] = f"AOTITorchError aoti_torch_cpu_{name}({shim}, AtenTensorHandle*)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -49,6 +53,6 @@ class Kernel:
         return function
 
 
-def kernel(name: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Register a function as `inlay::name`: no compiler looks inside."""
-    return lambda function: Kernel(name, function)
+def kernel(name: str, shim: str = "") -> Callable[[Callable[..., Any]], Kernel]:
+    """Register a function as `inlay::name`: no compiler looks inside. `shim` are the arguments of its C++ kernel."""
+    return lambda function: Kernel(name, function, shim)

@@ -8,10 +8,24 @@ from torch import Tensor
 from inlay.ops.define import kernel
 from inlay.ops.packing import Packing
 
+_TENSOR = "AtenTensorHandle"
 
-@kernel("packed_linear")
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, bits: int, zero: int) -> Tensor:
+
+@kernel("packed_linear", f"{_TENSOR}, {_TENSOR}, {_TENSOR}*, int64_t, int64_t, int64_t, int64_t, int64_t")
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    features: int,
+    bits: int,
+    zero: int,
+    singly: int = 8,
+    tiled: int = 16,
+) -> Tensor:
     """`linear` with a packed weight. The reference multiplies in x's own number format.
+
+    The C++ kernel turns up to `singly` rows into bytes and multiplies those row by row, up to `tiled` rows in tiles;
+    more rows go through bfloat16 tiles.
 
     >>> weight = Packing(4, 8).pack(torch.full((16, 32), 9), torch.full((16, 1), 2.0))
     >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
@@ -22,11 +36,11 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int,
 
 
 @packed_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, bits: int, zero: int) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, *_: object, **__: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], features)
 
 
-@kernel("packed_embedding")
+@kernel("packed_embedding", f"{_TENSOR}, {_TENSOR}, int64_t, int64_t, int64_t, int32_t")
 def packed_embedding(weight: Tensor, tokens: Tensor, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
     """Rows of a packed weight."""
     lanes = Packing(bits, zero, group).unpack(weight[tokens.reshape(-1) // 16], tokens.numel() * 16)

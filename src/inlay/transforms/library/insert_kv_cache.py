@@ -7,7 +7,7 @@ inlay.attention(q, k, v, causal)            keys = index_put(keys, [slot, head, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -42,10 +42,11 @@ class InsertKVCache(Transform):
     adds_inputs = True
 
     class Options(base.Options):
-        """`max_length` rows a slot (by default what the model allows), `max_batch` slots."""
+        """`max_length` rows a slot (by default what the model allows), `max_batch` slots, the cache's number format."""
 
         max_length: int = 0
         max_batch: int = 1
+        dtype: Literal["", "float32", "bfloat16", "float16"] = ""
 
     @classmethod
     def fires(cls) -> list[Case]:
@@ -90,7 +91,8 @@ class InsertKVCache(Transform):
         places = [node.name for node in calls]
         untouched = program.copy()
         try:
-            applied.program = _insert(program, calls, found, most, options.max_batch)
+            dtype = getattr(torch, options.dtype) if options.dtype else None
+            applied.program = _insert(program, calls, found, most, options.max_batch, dtype)
         except ProgramError as error:  # positions cannot be a row a sequence where they were one for all
             applied.misses.append(Miss(calls[0], calls[0], f"shape: {error.problem}", 0, 1, refused=True))
             applied.program = untouched
@@ -145,7 +147,9 @@ def _most(program: Program, length: str) -> int:
     return program.symbols[length].high or 2048
 
 
-def _insert(program: Program, calls: list[fx.Node], found: _Found, room: int, slots: int) -> Program:
+def _insert(
+    program: Program, calls: list[fx.Node], found: _Found, room: int, slots: int, dtype: torch.dtype | None
+) -> Program:
     """The program with a cache: new inputs, writes before each attention, the new state as outputs."""
     graph = program.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -171,7 +175,7 @@ def _insert(program: Program, calls: list[fx.Node], found: _Found, room: int, sl
             held = given[kind].meta["val"]
             heads, size = int(held.shape[1]), int(held.shape[3])
             name = f"{kind}s_{index}"
-            caches.append(placeholder(name, f"{kind}s.{index}", held.dtype, slots, heads, room, size))
+            caches.append(placeholder(name, f"{kind}s.{index}", dtype or held.dtype, slots, heads, room, size))
     put = _Puts(graph, first, slot, length, found, fakes)
     for source in found.sources:
         put.replace(source)
@@ -274,6 +278,13 @@ class _Puts:
             if reason := mixes(node, self.batch, "sequences"):
                 raise ProgramError(f"{node}: {reason}, and positions are others for each sequence now")
 
+    def write(self, cache: fx.Node, where: list[fx.Node], rows: fx.Node) -> fx.Node:
+        """New rows in a cache, in its number format."""
+        dtype = cache.meta["val"].dtype
+        if rows.meta["val"].dtype != dtype:
+            rows = self.call(aten._to_copy.default, rows, dtype=dtype)
+        return self.call(aten.index_put.default, cache, where, rows)
+
     def attention(self, call: fx.Node, keys: fx.Node, values: fx.Node) -> list[fx.Node]:
         """Write the new rows, read the filled ones."""
         given: dict[str, Any] = dict(normalised(call))
@@ -285,10 +296,7 @@ class _Puts:
         where = [self.slot, self.heads[heads], self.row]
         origin = {key: call.meta[key] for key in (SOURCE, MODULE) if key in call.meta}
         with self.graph.inserting_before(call):
-            written = [
-                self.call(aten.index_put.default, cache, where, given[kind])
-                for cache, kind in ((keys, "key"), (values, "value"))
-            ]
+            written = [self.write(cache, where, given[kind]) for cache, kind in ((keys, "key"), (values, "value"))]
             read = self.call(
                 *(_CACHED, given["query"], *written, self.slots, self.lengths),
                 *(given[name] for name in ("scale", "window", "softcap", "slopes", "sinks")),

@@ -1,0 +1,74 @@
+"""The C++ kernels: built by the compiler that Inductor needs anyway, once a package, and loaded with it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from inlay import host
+from inlay.errors import PackageError, UsageError
+
+NAME = "kernels.so"
+"""What the file is called in a package."""
+LEVELS = {"native": "native", "portable": "x86-64-v3"}
+"""What kernels are built for: this processor, or any with AVX2."""
+_FOLDER = Path(__file__).parent
+
+
+def build(file: Path, level: str = "native") -> None:
+    """Compile the kernels for a level into a shared library."""
+    import torch
+
+    torch_home = Path(torch.__file__).parent
+    compiler = os.environ.get("CXX", "g++")
+    if not _found():
+        raise UsageError(f"The kernels need {compiler}, which is not installed.", "Install g++, or set CXX.")
+    flags = ["-std=c++17", "-O3", f"-march={LEVELS[level]}", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
+    sources = sorted(str(source) for source in _FOLDER.glob("*.cpp"))
+    linking = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-Wl,--strip-all"]
+    done = subprocess.run([compiler, *flags, "-o", str(file), *sources, *linking], capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"{compiler} could not compile the kernels: {done.stderr.strip().splitlines()[0]}")
+
+
+def copy(file: Path, level: str = "native") -> None:
+    """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
+    kept = _cache() / f"kernels-{_key(level)}.so"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            build(Path(folder, NAME), level)
+            Path(folder, NAME).replace(kept)
+    shutil.copyfile(kept, file)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
+
+
+def _key(level: str) -> str:
+    """What the kernels depend on: their source, the compiler, torch, and this processor when they are built for it."""
+    import torch
+
+    compiler = os.environ.get("CXX", "g++")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if _found() else ""
+    parts = [level, torch.__version__, version, *(host.cpu_features() if level == "native" else ())]
+    sources = [source.read_bytes() for source in sorted(_FOLDER.glob("*.[hc]*"))]
+    return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources])).hexdigest()[:16]
+
+
+def _found() -> bool:
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def load(file: Path) -> ctypes.CDLL:
+    """Load kernels, so that libraries loaded later find them."""
+    try:
+        return ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise PackageError(f"{file.name} cannot be loaded: {error}.", "Build the package again.") from error

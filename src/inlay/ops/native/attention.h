@@ -1,0 +1,302 @@
+// Attention over a cache that holds one slot a sequence; only rows that were filled are read.
+//
+// Scores are kept for a run of keys at a time, with the largest score and the sum so far, so memory does not grow with
+// the length. One new row shares its keys among all query heads that read them, and long rows are cut among threads;
+// many new rows over a bfloat16 cache go through AMX, 32 queries by 64 keys.
+#pragma once
+
+#include "common.h"
+
+namespace inlay {
+
+struct Attention {
+  const void* query;
+  int64_t q_batch, q_head, q_row;  // strides
+  const void *keys, *values;
+  const int64_t *slots, *lengths;
+  void* out;  // [batch, length, heads, width]
+  int32_t q_type, kv_type;
+  int64_t batch, heads, kv_heads, length, depth, width, room;
+  float scale;
+  int64_t window;
+  float softcap;
+  const void *slopes, *sinks;
+  int32_t extra_type;  // of slopes and sinks
+
+  int64_t per_key() const { return heads / kv_heads; }
+  int64_t key_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * depth; }
+  int64_t value_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * width; }
+  int64_t query_at(int64_t b, int64_t head, int64_t row) const { return b * q_batch + head * q_head + row * q_row; }
+  int64_t out_at(int64_t b, int64_t head, int64_t row) const { return ((b * length + row) * heads + head) * width; }
+  int64_t first(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+};
+
+constexpr int64_t kRun = 128;  // keys whose scores are kept at a time
+
+// What is known of one row of one head: the largest score, the sum of exponentials, the weighted values.
+struct Sofar {
+  float most, sum;
+};
+
+inline float score_of(const Attention& a, float dot, int64_t head, int64_t key) {
+  float score = dot * a.scale;
+  if (a.softcap > 0) score = a.softcap * std::tanh(score / a.softcap);
+  if (a.slopes) score += element(a.slopes, a.extra_type, head) * static_cast<float>(key);
+  return score;
+}
+
+#ifdef __AVX512F__
+inline __m512 exp16(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Dot products of kHeads queries with a run of keys.
+template <int kHeads>
+inline void dots(const float* query, int64_t depth, const void* keys, int32_t type, int64_t count, float* scores) {
+  for (int64_t key = 0; key < count; ++key) {
+    __m512 sums[kHeads];
+    for (int h = 0; h < kHeads; ++h) sums[h] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < depth; d += 16) {
+      __m512 k = load16(keys, type, key * depth + d);
+      for (int h = 0; h < kHeads; ++h) sums[h] = _mm512_fmadd_ps(k, _mm512_loadu_ps(query + h * depth + d), sums[h]);
+    }
+    for (int h = 0; h < kHeads; ++h) scores[h * kRun + key] = _mm512_reduce_add_ps(sums[h]);
+  }
+}
+
+// Adds a run of values, weighted, to kHeads rows; kVectors vectors of them at a time.
+template <int kHeads, int kVectors>
+inline void weigh(const float* weights, const void* values, int32_t type, int64_t width, int64_t from, int64_t count,
+                  const float* fade, float* acc) {
+  __m512 sums[kHeads][kVectors];
+  for (int h = 0; h < kHeads; ++h)
+    for (int v = 0; v < kVectors; ++v)
+      sums[h][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + h * width + from + v * 16), _mm512_set1_ps(fade[h]));
+  for (int64_t key = 0; key < count; ++key) {
+    __m512 value[kVectors];
+    for (int v = 0; v < kVectors; ++v) value[v] = load16(values, type, key * width + from + v * 16);
+    for (int h = 0; h < kHeads; ++h) {
+      __m512 weight = _mm512_set1_ps(weights[h * kRun + key]);
+      for (int v = 0; v < kVectors; ++v) sums[h][v] = _mm512_fmadd_ps(weight, value[v], sums[h][v]);
+    }
+  }
+  for (int h = 0; h < kHeads; ++h)
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(acc + h * width + from + v * 16, sums[h][v]);
+}
+#endif
+
+// kHeads rows over keys [from, to): `acc` and `sofar` begin empty.
+template <int kHeads>
+void attend(const Attention& a, const float* query, int64_t head, int64_t key_at, int64_t value_at, int64_t from,
+            int64_t to, float* acc, Sofar* sofar) {
+  float scores[kHeads * kRun], fade[kHeads];
+  const int64_t size = a.kv_type == kFloat32 ? 4 : 2;
+  for (int h = 0; h < kHeads; ++h) sofar[h] = {-1e30f, 0};
+  std::fill(acc, acc + kHeads * a.width, 0.0f);
+  for (int64_t start = from; start < to; start += kRun) {
+    const int64_t count = std::min(kRun, to - start);
+    const char* keys = static_cast<const char*>(a.keys) + (key_at + start * a.depth) * size;
+    const char* values = static_cast<const char*>(a.values) + (value_at + start * a.width) * size;
+#ifdef __AVX512F__
+    if (a.depth % 16 == 0)
+      dots<kHeads>(query, a.depth, keys, a.kv_type, count, scores);
+    else
+#endif
+    for (int h = 0; h < kHeads; ++h)
+      for (int64_t key = 0; key < count; ++key) {
+        float sum = 0;
+        for (int64_t d = 0; d < a.depth; ++d) sum += query[h * a.depth + d] * element(keys, a.kv_type, key * a.depth + d);
+        scores[h * kRun + key] = sum;
+      }
+    for (int h = 0; h < kHeads; ++h) {
+      float* row = scores + h * kRun;
+      float most = sofar[h].most, sum = 0;
+      if (a.softcap > 0 || a.slopes)
+        for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head + h, start + key);
+      else
+        for (int64_t key = 0; key < count; ++key) row[key] *= a.scale;
+      for (int64_t key = 0; key < count; ++key) most = std::max(most, row[key]);
+#ifdef __AVX512F__
+      __m512 sums = _mm512_setzero_ps();
+      for (int64_t key = 0; key < count; key += 16) {
+        __mmask16 mask = count - key >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - key)) - 1);
+        __m512 value = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + key), _mm512_set1_ps(most)));
+        value = _mm512_maskz_mov_ps(mask, value);
+        sums = _mm512_add_ps(sums, value);
+        _mm512_mask_storeu_ps(row + key, mask, value);
+      }
+      sum = _mm512_reduce_add_ps(sums);
+#else
+      for (int64_t key = 0; key < count; ++key) sum += row[key] = std::exp(row[key] - most);
+#endif
+      fade[h] = std::exp(sofar[h].most - most);
+      sofar[h] = {most, sofar[h].sum * fade[h] + sum};
+    }
+    int64_t done = 0;
+#ifdef __AVX512F__
+    for (; done + 64 <= a.width; done += 64)
+      weigh<kHeads, 4>(scores, values, a.kv_type, a.width, done, count, fade, acc);
+    for (; done + 16 <= a.width; done += 16)
+      weigh<kHeads, 1>(scores, values, a.kv_type, a.width, done, count, fade, acc);
+#endif
+    for (int h = 0; h < kHeads; ++h)
+      for (int64_t d = done; d < a.width; ++d) {
+        float sum = acc[h * a.width + d] * fade[h];
+        for (int64_t key = 0; key < count; ++key)
+          sum += scores[h * kRun + key] * element(values, a.kv_type, key * a.width + d);
+        acc[h * a.width + d] = sum;
+      }
+  }
+}
+
+inline void attend_heads(const Attention& a, const float* query, int64_t head, int64_t count, int64_t key_at,
+                         int64_t value_at, int64_t from, int64_t to, float* acc, Sofar* sofar) {
+  while (count > 0) {
+    int64_t taken = count >= 4 ? 4 : count;
+#define INLAY_HEADS(n) attend<n>(a, query, head, key_at, value_at, from, to, acc, sofar)
+    taken == 4 ? INLAY_HEADS(4) : taken == 3 ? INLAY_HEADS(3) : taken == 2 ? INLAY_HEADS(2) : INLAY_HEADS(1);
+#undef INLAY_HEADS
+    query += taken * a.depth, acc += taken * a.width, sofar += taken, head += taken, count -= taken;
+  }
+}
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+constexpr int64_t kQueries = 32, kKeys = 64;
+
+// Values of one head turned: [width, keys], so that they are rows of a tile.
+inline void turn(const uint16_t* values, int64_t width, int64_t keys, int64_t padded, uint16_t* out) {
+  for (int64_t key = 0; key < padded; key += 16)
+    for (int64_t d = 0; d < width; ++d)
+      for (int64_t i = 0; i < 16; ++i)
+        out[d * padded + key + i] = key + i < keys ? values[(key + i) * width + d] : uint16_t{0};
+}
+
+struct TileRoom {  // of one thread
+  alignas(64) uint16_t query[256 / 32][2][16 * 32];  // [step of 32 columns][half]: 16 pairs of columns, 16 queries
+  alignas(64) float scores[kKeys][kQueries];
+  alignas(64) uint16_t weights[kKeys / 32][2][16 * 32];  // [step of 32 keys][half]: 16 pairs of keys, 16 queries
+  alignas(64) float acc[256][kQueries];
+  alignas(64) float part[2][16 * 16];
+};
+
+// 32 queries of one head over all keys they see.
+inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, const uint16_t* turned,
+                         int64_t padded, TileRoom& t) {
+  const int64_t before = a.lengths[b], rows = std::min(kQueries, a.length - row), steps = a.depth / 32;
+  const int64_t kv = head / a.per_key();
+  const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + a.key_at(b, kv);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  std::memset(t.query, 0, sizeof(t.query[0]) * steps);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < a.depth; d += 2) {
+      int64_t at = a.query_at(b, head, row + r) + d;
+      uint16_t* out = t.query[d / 32][r / 16] + (d % 32 / 2) * 32 + r % 16 * 2;
+      out[0] = to_bf16(element(a.query, a.q_type, at) * a.scale);
+      out[1] = to_bf16(element(a.query, a.q_type, at + 1) * a.scale);
+    }
+  std::memset(t.acc, 0, sizeof(t.acc[0]) * a.width);
+  __m512 most[2] = {_mm512_set1_ps(-1e30f), _mm512_set1_ps(-1e30f)};
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const int64_t last = before + row + rows;  // keys below this are seen by some query
+  written();
+  for (int64_t start = a.first(before + row) / kKeys * kKeys; start < last; start += kKeys) {
+    // The cache has room for whole tiles, or the last ones read rows that belong to nobody: those are masked.
+    for (int64_t k = 0; k < kKeys; k += 16) {
+      if (start + k >= last) break;
+      const int64_t from = std::min(start + k, a.room - 16);  // masked below by where they really are
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t s = 0; s < steps; ++s) {
+        _tile_loadd(4, keys + from * a.depth + s * 32, a.depth * 2);
+        _tile_loadd(6, t.query[s][0], 64);
+        _tile_loadd(7, t.query[s][1], 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if (from == start + k) {
+        _tile_stored(0, t.scores[k], kQueries * 4);
+        _tile_stored(1, t.scores[k] + 16, kQueries * 4);
+      } else {
+        _tile_stored(0, t.part[0], 64);
+        _tile_stored(1, t.part[1], 64);
+        for (int64_t i = start + k - from; i < 16; ++i) {
+          std::memcpy(t.scores[k + i - (start + k - from)], t.part[0] + i * 16, 64);
+          std::memcpy(t.scores[k + i - (start + k - from)] + 16, t.part[1] + i * 16, 64);
+        }
+      }
+    }
+    const int64_t count = std::min(kKeys, last - start);
+    const bool whole = start + kKeys <= before + row + 1 && (!a.window || start >= a.first(before + row + rows - 1));
+    __m512 fade[2];
+    for (int64_t half_ = 0; half_ < 2; ++half_) {
+      __m512i position = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(before + row + half_ * 16)));
+      auto seen = [&](int64_t key) -> __mmask16 {
+        if (key >= count) return 0;
+        if (whole) return 0xffff;
+        __m512i at = _mm512_set1_epi32(static_cast<int32_t>(start + key));
+        __mmask16 mask = _mm512_cmple_epi32_mask(at, position);
+        if (a.window)
+          mask &= _mm512_cmpgt_epi32_mask(_mm512_add_epi32(at, _mm512_set1_epi32(static_cast<int32_t>(a.window))), position);
+        return mask;
+      };
+      __m512 largest = most[half_];
+      for (int64_t key = 0; key < count; ++key)
+        largest = _mm512_mask_max_ps(largest, seen(key), largest, _mm512_load_ps(t.scores[key] + half_ * 16));
+      fade[half_] = exp16(_mm512_sub_ps(most[half_], largest));
+      most[half_] = largest;
+      __m512 total = _mm512_setzero_ps();
+      for (int64_t key = 0; key < kKeys; key += 2) {
+        __m512 weight[2];
+        for (int64_t i = 0; i < 2; ++i) {
+          __mmask16 mask = seen(key + i);
+          weight[i] = _mm512_maskz_mov_ps(
+              mask, exp16(_mm512_sub_ps(_mm512_maskz_load_ps(mask, t.scores[key + i] + half_ * 16), largest)));
+          total = _mm512_add_ps(total, weight[i]);
+        }
+        __m512i pair = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(weight[1], weight[0]));
+        _mm512_store_si512(t.weights[key / 32][half_] + (key % 32 / 2) * 32, _mm512_permutexvar_epi16(order, pair));
+      }
+      sum[half_] = _mm512_fmadd_ps(sum[half_], fade[half_], total);
+    }
+    written();
+    for (int64_t d = 0; d < a.width; d += 16) {
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t k = 0; k < kKeys / 32 && k * 32 < count; ++k) {
+        _tile_loadd(4, turned + d * padded + start + k * 32, padded * 2);
+        _tile_loadd(6, t.weights[k][0], 64);
+        _tile_loadd(7, t.weights[k][1], 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(0, t.part[0], 64);
+      _tile_stored(1, t.part[1], 64);
+      for (int64_t i = 0; i < 16; ++i)
+        for (int64_t half_ = 0; half_ < 2; ++half_) {
+          float* at = t.acc[d + i] + half_ * 16;
+          _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_load_ps(at), fade[half_], _mm512_load_ps(t.part[half_] + i * 16)));
+        }
+    }
+  }
+  alignas(64) float over[kQueries];
+  for (int64_t half_ = 0; half_ < 2; ++half_)
+    _mm512_store_ps(over + half_ * 16, _mm512_div_ps(_mm512_set1_ps(1.0f), sum[half_]));
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < a.width; ++d) put(a.out, a.q_type, a.out_at(b, head, row + r) + d, t.acc[d][r] * over[r]);
+}
+#endif
+
+}  // namespace inlay

@@ -1,0 +1,119 @@
+// What all kernels share: number formats, memory that is kept from call to call, tiles.
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace inlay {
+
+constexpr int64_t kLanes = 16;  // features that lie beside each other in a packed weight
+constexpr int64_t kStep = 32;   // columns that are packed together
+
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+inline float from_bf16(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float element(const void* data, int32_t type, int64_t index) {
+  return type == kFloat32 ? static_cast<const float*>(data)[index]
+                          : from_bf16(static_cast<const uint16_t*>(data)[index]);
+}
+
+inline void put(void* data, int32_t type, int64_t index, float value) {
+  if (type == kFloat32)
+    static_cast<float*>(data)[index] = value;
+  else
+    static_cast<uint16_t*>(data)[index] = to_bf16(value);
+}
+
+// Memory that grows and is kept. One a thread and purpose, so no two calls share it.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  template <typename T>
+  T* get(int64_t count) {
+    int64_t bytes = up(count * static_cast<int64_t>(sizeof(T)), 64);
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(64, bytes);
+      size_ = bytes;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// The part of `count` that a thread takes.
+struct Part {
+  int64_t begin, end;
+  explicit Part(int64_t count) {
+    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    begin = count * me / threads;
+    end = count * (me + 1) / threads;
+  }
+};
+
+#ifdef __AVX512F__
+inline __m512 load16(const void* data, int32_t type, int64_t index, __mmask16 mask = 0xffff) {
+  if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(data) + index);
+  __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + index);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline __m256i bf16_of(__m512 value) {
+#ifdef __AVX512BF16__
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value));
+#else
+  __m512i bits = _mm512_castps_si512(value);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+#endif
+}
+
+inline void store16(void* data, int32_t type, int64_t index, __m512 value, __mmask16 mask = 0xffff) {
+  if (type == kFloat32)
+    _mm512_mask_storeu_ps(static_cast<float*>(data) + index, mask, value);
+  else
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask, bf16_of(value));
+}
+#endif
+
+#ifdef __AMX_BF16__
+// Tile loads do not tell the compiler that they read memory: what was stored before stays before.
+inline void written() { asm volatile("" ::: "memory"); }
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t colsb[16] = {};
+  uint8_t rows[16] = {};
+  void set(int tile, int rows_, int colsb_) {
+    rows[tile] = static_cast<uint8_t>(rows_);
+    colsb[tile] = static_cast<uint16_t>(colsb_);
+  }
+};
+#endif
+
+}  // namespace inlay

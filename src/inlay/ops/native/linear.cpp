@@ -1,0 +1,152 @@
+// Linear layers over packed weights: which way for how many rows, and the threads.
+#include "packed_linear.h"
+
+namespace inlay {
+namespace {
+
+thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x;
+thread_local Scratch wide_weight;
+
+void narrow(const Linear& l, int64_t row, uint16_t* out) {
+  for (int64_t k = 0; k < l.depth; k += 16) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + row * l.depth + k),
+                        bf16_of(load16(l.x, l.x_type, row * l.depth + k)));
+#else
+    for (int64_t i = k; i < k + 16; ++i) out[row * l.depth + i] = to_bf16(element(l.x, l.x_type, row * l.depth + i));
+#endif
+  }
+}
+
+// The best this processor has: a package built for a lesser one still runs.
+int32_t possible(int32_t way, int32_t bits) {
+#if !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
+  if (way != kPortable) way = kDot;
+#endif
+  (void)bits;
+#ifndef __AVX512VNNI__
+  way = kPortable;
+#endif
+  return way;
+}
+
+#define INLAY_BY_FORMAT(call)                                   \
+  if (l.bits == 8)                                              \
+    l.zero < 0 ? call(8, true) : call(8, false);                \
+  else if (l.bits == 4)                                         \
+    l.zero < 0 ? call(4, true) : call(4, false);
+
+void with_bytes(const Linear& l, Way way) {
+  // Tiles read whole groups of 16 rows.
+  int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
+  Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps), sums_of_x.get<float>(rows * steps)};
+  bool shared = l.rows > 4;  // otherwise every thread would wait longer than it works
+  if (!shared)
+    for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, rows, x);
+#pragma omp parallel
+  {
+    if (shared) {
+      Part part(l.rows * steps);
+      for (int64_t at = part.begin; at < part.end; ++at) to_bytes(l, at / steps, at % steps, rows, x);
+#pragma omp barrier
+    }
+    Part part(l.blocks());
+    if (way == kPortable) {
+      for (int64_t block = part.begin; block < part.end; ++block)
+        for (int64_t row = 0; row < l.rows; ++row) {
+          float y[kLanes];
+          rows_portable(l, x, rows, block, row, y);
+          for (int64_t n = 0; n < kLanes && block * kLanes + n < l.features; ++n) {
+            float bias = l.bias ? element(l.bias, l.x_type, block * kLanes + n) : 0.0f;
+            put(l.y, l.y_type, row * l.features + block * kLanes + n, y[n] + bias);
+          }
+        }
+    }
+#ifdef __AVX512VNNI__
+    if (way == kDot) {
+#define INLAY_CALL(bits, minimum) dot<bits, minimum>(l, x, rows, part)
+      INLAY_BY_FORMAT(INLAY_CALL)
+#undef INLAY_CALL
+    }
+#endif
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    if (way == kTiles8) {
+#define INLAY_CALL(bits, minimum) tiles8<bits, minimum>(l, x, rows, part)
+      INLAY_BY_FORMAT(INLAY_CALL)
+#undef INLAY_CALL
+    }
+#endif
+  }
+}
+
+void with_bfloat16(const Linear& l, Way way) {
+  int64_t rows = way == kTiles16 ? up(l.rows, 16) : l.rows;
+  uint16_t* x = narrow_x.get<uint16_t>(rows * l.depth);
+#pragma omp parallel
+  {
+    {
+      Part part(l.rows);
+      for (int64_t row = part.begin; row < part.end; ++row) narrow(l, row, x);
+    }
+#pragma omp barrier
+    Part part(l.blocks());
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    if (way == kTiles16) {
+      uint8_t* wide = wide_weight.get<uint8_t>(l.bits == 16 ? 1 : 2 * l.depth * kLanes * 2);
+#define INLAY_CALL(bits, minimum) tiles16<bits, minimum>(l, x, part, wide)
+      if (l.bits == 16)
+        INLAY_CALL(16, false);
+      else
+        INLAY_BY_FORMAT(INLAY_CALL)
+#undef INLAY_CALL
+    }
+#endif
+#ifdef __AVX512BF16__
+    if (way == kDot) dot16(l, x, part);
+#endif
+  }
+}
+
+}  // namespace
+}  // namespace inlay
+
+extern "C" void inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
+                                    int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
+                                    int32_t bits, int32_t zero, int32_t way) {
+  using namespace inlay;
+  Linear l{x, weight, bias, y, x_type, y_type, rows, features, depth, group, bits, zero};
+  way = possible(way, bits);
+  if (way == kTiles16 || bits == 16)
+    with_bfloat16(l, static_cast<Way>(way));
+  else
+    with_bytes(l, static_cast<Way>(way));
+}
+
+extern "C" void inlay_packed_embedding(const uint8_t* weight, const int64_t* tokens, void* out, int32_t type,
+                                       int64_t count, int64_t features, int64_t depth, int64_t group, int32_t bits,
+                                       int32_t zero) {
+  using namespace inlay;
+  const Linear l{nullptr, weight, nullptr, nullptr, type, type, count, features, depth, group, bits, zero};
+#pragma omp parallel for if (count > 8)
+  for (int64_t at = 0; at < count; ++at) {
+    const int64_t token = tokens[at] < 0 || tokens[at] >= features ? 0 : tokens[at], lane = token % kLanes;
+    const uint8_t* block = weight + token / kLanes * l.block_bytes();
+    for (int64_t k = 0; k < depth; ++k) {
+      const uint8_t* numbers = block + k / group * l.group_bytes();
+      const int64_t column = k % group % kStep, quad = column / 4;
+      const uint8_t* step = numbers + k % group / kStep * (kStep * kLanes * bits / 8);
+      float value;
+      if (bits == 16) {
+        uint16_t stored;
+        std::memcpy(&stored, step + (column / 2 * kLanes + lane) * 4 + column % 2 * 2, 2);
+        value = from_bf16(stored);
+      } else {
+        uint8_t byte = step[(bits == 4 ? quad % 4 : quad) * 64 + lane * 4 + column % 4];
+        float q = static_cast<float>(bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4);
+        float d = half(numbers + l.numbers() + 2 * lane);
+        value = zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(zero)) * d;
+      }
+      put(out, type, at * depth + k, value);
+    }
+  }
+}

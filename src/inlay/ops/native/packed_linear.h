@@ -1,0 +1,408 @@
+// y = x W^T + bias over packed weights (see packing.py for their layout).
+//
+// Three ways, and every one reads the same bytes: `dot` turns x into bytes with one scale for 32 columns and multiplies
+// bytes (few rows); `tiles8` does the same for 16 rows at once with AMX; `tiles16` turns weights into bfloat16 and
+// multiplies those with AMX (many rows).
+#pragma once
+
+#include "common.h"
+
+namespace inlay {
+
+enum Way : int32_t { kAny = 0, kDot = 1, kTiles8 = 2, kTiles16 = 3, kPortable = 4 };
+
+struct Linear {
+  const void* x;
+  const uint8_t* weight;
+  const void* bias;
+  void* y;
+  int32_t x_type, y_type;
+  int64_t rows, features, depth, group;
+  int32_t bits, zero;
+
+  int64_t groups() const { return depth / group; }
+  int64_t blocks() const { return up(features, kLanes) / kLanes; }
+  int64_t numbers() const { return group * kLanes * bits / 8; }
+  int64_t group_bytes() const { return bits == 16 ? numbers() : numbers() + 2 * kLanes * (zero < 0 ? 2 : 1); }
+  int64_t block_bytes() const { return groups() * group_bytes(); }
+};
+
+// x as bytes: one scale for 32 columns, and the sum of what the bytes stand for.
+struct Bytes {
+  int8_t* q;     // [rows, depth]
+  float* scale;  // [depth / 32, rows]
+  float* sum;    // [depth / 32, rows]
+};
+
+inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
+  float values[kStep], most = 0;
+  for (int64_t k = 0; k < kStep; ++k) {
+    values[k] = element(l.x, l.x_type, row * l.depth + step * kStep + k);
+    most = std::max(most, std::fabs(values[k]));
+  }
+  float inverse = most > 0 ? 127.0f / most : 0.0f;
+  int32_t sum = 0;
+  for (int64_t k = 0; k < kStep; ++k) {
+    int32_t q = static_cast<int32_t>(std::nearbyint(values[k] * inverse));
+    out.q[row * l.depth + step * kStep + k] = static_cast<int8_t>(q);
+    sum += q;
+  }
+  out.scale[step * stride + row] = most / 127.0f;
+  out.sum[step * stride + row] = most / 127.0f * static_cast<float>(sum);
+}
+
+inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
+#ifdef __AVX512F__
+  int64_t at = row * l.depth + step * kStep;
+  __m512 low = load16(l.x, l.x_type, at), high = load16(l.x, l.x_type, at + 16);
+  float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+  __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at), _mm512_cvtepi32_epi8(a));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at + 16), _mm512_cvtepi32_epi8(b));
+  out.scale[step * stride + row] = most / 127.0f;
+  out.sum[step * stride + row] = most / 127.0f * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, b)));
+#else
+  to_bytes_portable(l, row, step, stride, out);
+#endif
+}
+
+inline float half(const uint8_t* data) {
+  uint16_t bits;
+  std::memcpy(&bits, data, 2);
+#ifdef __F16C__
+  return _cvtsh_ss(bits);
+#else
+  uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  float value;
+  if (exponent == 0) {
+    value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -value : value;
+  }
+  uint32_t wide = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
+  std::memcpy(&value, &wide, 4);
+  return value;
+#endif
+}
+
+// Any processor: what the others are checked against, and what a lesser one runs.
+inline void rows_portable(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row, float* y) {
+  float total[kLanes] = {};
+  const uint8_t* at = l.weight + block * l.block_bytes();
+  for (int64_t g = 0; g < l.groups(); ++g, at += l.group_bytes()) {
+    float part[kLanes] = {}, sum = 0;
+    for (int64_t s = 0; s < l.group / kStep; ++s) {
+      int64_t step = g * (l.group / kStep) + s;
+      const int8_t* q = x.q + row * l.depth + step * kStep;
+      const uint8_t* w = at + s * kStep * kLanes * l.bits / 8;
+      int32_t dots[kLanes] = {};
+      for (int64_t quad = 0; quad < 8; ++quad) {
+        int64_t line = l.bits == 4 ? quad % 4 : quad;
+        for (int64_t n = 0; n < kLanes; ++n)
+          for (int64_t b = 0; b < 4; ++b) {
+            uint8_t byte = w[line * 64 + n * 4 + b];
+            int32_t value = l.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4;
+            dots[n] += value * q[quad * 4 + b];
+          }
+      }
+      float scale = x.scale[step * stride + row];
+      for (int64_t n = 0; n < kLanes; ++n) part[n] += scale * static_cast<float>(dots[n]);
+      sum += x.sum[step * stride + row];
+    }
+    const uint8_t* scales = at + l.numbers();
+    for (int64_t n = 0; n < kLanes; ++n) {
+      float d = half(scales + 2 * n);
+      total[n] += l.zero < 0 ? part[n] * d + sum * half(scales + 2 * (kLanes + n))
+                             : (part[n] - static_cast<float>(l.zero) * sum) * d;
+    }
+  }
+  std::memcpy(y, total, sizeof(total));
+}
+
+#ifdef __AVX512VNNI__
+template <int kBits>
+inline __m512i quad(const uint8_t* at, int index) {  // 4 columns of 16 features, as bytes
+  if constexpr (kBits == 8) return _mm512_loadu_si512(at + index * 64);
+  __m512i both = _mm512_loadu_si512(at + index % 4 * 64);
+  return _mm512_and_si512(index < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+}
+
+inline __m512 halves(const uint8_t* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+// kRows rows of x over one block of 16 features.
+template <int kBits, bool kMinimum, int kRows>
+inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uint8_t* at, int64_t row, __m512* total) {
+  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
+  const int64_t group_bytes = l.group_bytes();
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
+  for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
+  const int8_t* q = x.q + row * l.depth;
+  const float *scale = x.scale + row, *sum = x.sum + row;
+  for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
+    __m512 part[kRows];
+    float sums[kRows];
+    for (int r = 0; r < kRows; ++r) part[r] = _mm512_setzero_ps(), sums[r] = 0;
+    for (int64_t s = 0; s < steps; ++s, q += kStep, scale += stride, sum += stride) {
+      __m512i low[kRows], high[kRows];
+      for (int r = 0; r < kRows; ++r) low[r] = high[r] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        __m512i a = quad<kBits>(at + s * step_bytes, i), b = quad<kBits>(at + s * step_bytes, i + 4);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          int32_t four, next;
+          std::memcpy(&four, q + r * l.depth + i * 4, 4);
+          std::memcpy(&next, q + r * l.depth + i * 4 + 16, 4);
+          low[r] = _mm512_dpbusd_epi32(low[r], a, _mm512_set1_epi32(four));
+          high[r] = _mm512_dpbusd_epi32(high[r], b, _mm512_set1_epi32(next));
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        __m512 dots = _mm512_cvtepi32_ps(_mm512_add_epi32(low[r], high[r]));
+        part[r] = _mm512_fmadd_ps(dots, _mm512_set1_ps(scale[r]), part[r]);
+        sums[r] += sum[r];
+      }
+    }
+    __m512 d = halves(at + numbers);
+    for (int r = 0; r < kRows; ++r) {
+      __m512 all = _mm512_set1_ps(sums[r]);
+      if constexpr (kMinimum) {
+        total[r] = _mm512_fmadd_ps(all, halves(at + numbers + 2 * kLanes), total[r]);
+        total[r] = _mm512_fmadd_ps(part[r], d, total[r]);
+      } else {
+        total[r] = _mm512_fmadd_ps(_mm512_fnmadd_ps(zero, all, part[r]), d, total[r]);
+      }
+    }
+  }
+}
+
+inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
+  int64_t left = l.features - block * kLanes;
+  __mmask16 mask = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+  if (l.bias) total = _mm512_add_ps(total, load16(l.bias, l.x_type, block * kLanes, mask));
+  store16(l.y, l.y_type, row * l.features + block * kLanes, total, mask);
+}
+
+template <int kBits, bool kMinimum>
+void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+  const int64_t block_bytes = l.block_bytes();
+  for (int64_t block = part.begin; block < part.end; ++block) {
+    const uint8_t* at = l.weight + block * block_bytes;
+    int64_t row = 0;
+    __m512 total[4];
+    for (; row + 4 <= l.rows; row += 4) {
+      block_dot<kBits, kMinimum, 4>(l, x, stride, at, row, total);
+      for (int r = 0; r < 4; ++r) finish(l, row + r, block, total[r]);
+    }
+    for (; row + 2 <= l.rows; row += 2) {
+      block_dot<kBits, kMinimum, 2>(l, x, stride, at, row, total);
+      for (int r = 0; r < 2; ++r) finish(l, row + r, block, total[r]);
+    }
+    if (row < l.rows) {
+      block_dot<kBits, kMinimum, 1>(l, x, stride, at, row, total);
+      finish(l, row, block, total[0]);
+    }
+  }
+}
+#endif
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+// 16 rows at a time: bytes times bytes in tiles of 32 columns, scaled in between.
+template <int kBits, bool kMinimum>
+void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+  TileConfig config;
+  config.set(0, 16, 64);  // sums
+  config.set(1, 16, 64);
+  config.set(2, 16, 32);  // x: 16 rows of 32 bytes
+  config.set(3, 8, 64);   // weight: 8 lines of 4 columns
+  config.set(4, 8, 64);
+  _tile_loadconfig(&config);
+  written();
+  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
+  const int64_t group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
+  alignas(64) uint8_t lines[8 * 64];
+  alignas(64) int32_t sums[16 * 16];
+  alignas(64) float part_sums[16];
+  for (int64_t block = part.begin; block < part.end; ++block) {
+    for (int64_t row = 0; row < l.rows; row += 16) {
+      const uint8_t* at = l.weight + block * block_bytes;
+      __m512 total[16];
+      for (int r = 0; r < 16; ++r) total[r] = _mm512_setzero_ps();
+      for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
+        __m512 d = halves(at + numbers);
+        __m512 all = _mm512_setzero_ps();
+        for (int64_t s = 0; s < steps; ++s) {
+          int64_t step = g / kStep + s;
+          const uint8_t* w = at + s * step_bytes;
+          if constexpr (kBits == 4) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) _mm512_store_si512(lines + i * 64, quad<4>(w, i));
+            written();
+            _tile_loadd(3, lines, 64);
+          } else {
+            _tile_loadd(3, w, 64);
+          }
+          _tile_zero(0);
+          _tile_loadd(2, x.q + row * l.depth + step * kStep, l.depth);
+          _tile_dpbsud(0, 2, 3);
+          _tile_stored(0, sums, 64);
+          const float* scale = x.scale + step * stride + row;
+#pragma GCC unroll 16
+          for (int r = 0; r < 16; ++r) {
+            __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(sums + r * 16));
+            total[r] = _mm512_fmadd_ps(dots, _mm512_mul_ps(d, _mm512_set1_ps(scale[r])), total[r]);
+          }
+          all = _mm512_add_ps(all, _mm512_loadu_ps(x.sum + step * stride + row));
+        }
+        __m512 low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, d));
+        _mm512_store_ps(part_sums, all);
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; ++r) total[r] = _mm512_fmadd_ps(_mm512_set1_ps(part_sums[r]), low, total[r]);
+      }
+      for (int r = 0; r < 16 && row + r < l.rows; ++r) finish(l, row + r, block, total[r]);
+    }
+  }
+  _tile_release();
+}
+
+// 32 columns of 16 features as bfloat16, two columns a line.
+template <int kBits, bool kMinimum>
+inline void widen(const uint8_t* w, __m512 d, __m512 low, uint8_t* out) {
+  if constexpr (kBits == 16) {
+    (void)d, (void)low;
+    std::memcpy(out, w, kStep * kLanes * 2);
+    return;
+  }
+  const __m512i mask = _mm512_set1_epi32(kBits == 4 ? 15 : 255);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    __m512i v = kBits == 8 ? _mm512_loadu_si512(w + i * 64) : _mm512_loadu_si512(w + i % 4 * 64);
+    if (kBits == 4 && i >= 4) v = _mm512_srli_epi32(v, 4);
+    __m512 f[4];
+    for (int b = 0; b < 4; ++b) {
+      __m512i q = _mm512_and_si512(b ? _mm512_srli_epi32(v, 8 * b) : v, mask);
+      f[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), d, low);
+    }
+    for (int p = 0; p < 2; ++p) {
+      __m512i pair = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[2 * p + 1], f[2 * p]));
+      _mm512_store_si512(out + (2 * i + p) * 64, _mm512_permutexvar_epi16(order, pair));
+    }
+  }
+}
+
+template <int kBits, bool kMinimum>
+inline void widen_block(const Linear& l, const uint8_t* at, uint8_t* out) {
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
+  const int64_t step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers(), group_bytes = l.group_bytes();
+  for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
+    __m512 d = _mm512_setzero_ps(), low = d;
+    if constexpr (kBits != 16) {
+      d = halves(at + numbers);
+      low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, d));
+    }
+    for (int64_t s = 0; s < l.group / kStep; ++s, out += 1024) widen<kBits, kMinimum>(at + s * step_bytes, d, low, out);
+  }
+}
+
+// 32 rows times 32 features at a time, in bfloat16.
+template <int kBits, bool kMinimum>
+void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+  _tile_loadconfig(&config);
+  const int64_t lines = l.depth / kStep, block_bytes = l.block_bytes();
+  alignas(64) float sums[4][16 * 16];
+  for (int64_t block = part.begin; block < part.end; block += 2) {
+    const int64_t many = std::min<int64_t>(2, part.end - block);
+    const uint8_t* b[2];
+    for (int64_t j = 0; j < 2; ++j) {
+      int64_t which = block + (j < many ? j : 0);
+      if constexpr (kBits == 16) {
+        b[j] = l.weight + which * block_bytes;
+      } else {
+        b[j] = wide + j * lines * 1024;
+        if (j < many) widen_block<kBits, kMinimum>(l, l.weight + which * block_bytes, wide + j * lines * 1024);
+      }
+    }
+    written();
+    for (int64_t row = 0; row < l.rows; row += 32) {
+      const bool second = row + 16 < l.rows;
+      const uint16_t* a0 = x + row * l.depth;
+      const uint16_t* a1 = second ? a0 + 16 * l.depth : a0;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < lines; ++k) {
+        _tile_loadd(4, a0 + k * kStep, l.depth * 2);
+        _tile_loadd(6, b[0] + k * 1024, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (many == 2) {
+          _tile_loadd(7, b[1] + k * 1024, 64);
+          _tile_dpbf16ps(1, 4, 7);
+        }
+        if (second) {
+          _tile_loadd(5, a1 + k * kStep, l.depth * 2);
+          _tile_dpbf16ps(2, 5, 6);
+          if (many == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, sums[0], 64);
+      _tile_stored(1, sums[1], 64);
+      if (second) {
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+      }
+      for (int64_t half_ = 0; half_ < (second ? 2 : 1); ++half_)
+        for (int64_t r = 0; r < 16 && row + half_ * 16 + r < l.rows; ++r)
+          for (int64_t j = 0; j < many; ++j)
+            finish(l, row + half_ * 16 + r, block + j, _mm512_load_ps(sums[half_ * 2 + j] + r * 16));
+    }
+  }
+  _tile_release();
+}
+#endif
+
+#ifdef __AVX512BF16__
+// kRows rows of bfloat16 over one block of 16 features in bfloat16.
+template <int kRows>
+inline void block_dot16(const Linear& l, const uint16_t* x, const uint8_t* at, __m512* total) {
+  __m512 odd[kRows];
+  for (int r = 0; r < kRows; ++r) total[r] = odd[r] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < l.depth; k += 4, at += 128) {
+    __m512bh a = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at));
+    __m512bh b = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at + 64));
+    for (int r = 0; r < kRows; ++r) {
+      int32_t two, next;
+      std::memcpy(&two, x + r * l.depth + k, 4);
+      std::memcpy(&next, x + r * l.depth + k + 2, 4);
+      total[r] = _mm512_dpbf16_ps(total[r], a, reinterpret_cast<__m512bh>(_mm512_set1_epi32(two)));
+      odd[r] = _mm512_dpbf16_ps(odd[r], b, reinterpret_cast<__m512bh>(_mm512_set1_epi32(next)));
+    }
+  }
+  for (int r = 0; r < kRows; ++r) total[r] = _mm512_add_ps(total[r], odd[r]);
+}
+
+inline void dot16(const Linear& l, const uint16_t* x, const Part& part) {
+  for (int64_t block = part.begin; block < part.end; ++block) {
+    const uint8_t* at = l.weight + block * l.block_bytes();
+    __m512 total[4];
+    int64_t row = 0;
+    for (; row + 4 <= l.rows; row += 4) {
+      block_dot16<4>(l, x + row * l.depth, at, total);
+      for (int r = 0; r < 4; ++r) finish(l, row + r, block, total[r]);
+    }
+    for (; row < l.rows; ++row) {
+      block_dot16<1>(l, x + row * l.depth, at, total);
+      finish(l, row, block, total[0]);
+    }
+  }
+}
+#endif
+
+}  // namespace inlay

@@ -1,0 +1,135 @@
+// What compiled pieces call: tensors in, tensors out, through the C interface of torch.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdio>
+
+#include "attention.h"
+#include "packed_linear.h"
+
+extern "C" {
+void inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t, int64_t,
+                         int64_t, int32_t, int32_t, int32_t);
+void inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t, int32_t,
+                            int32_t);
+void inlay_cached_attention(const inlay::Attention*);
+}
+
+namespace {
+
+struct Tensor {
+  void* data;
+  int64_t dim, *sizes, *strides;
+  int32_t dtype;
+  explicit Tensor(AtenTensorHandle handle) {
+    aoti_torch_get_data_ptr(handle, &data);
+    aoti_torch_get_dim(handle, &dim);
+    aoti_torch_get_sizes(handle, &sizes);
+    aoti_torch_get_strides(handle, &strides);
+    aoti_torch_get_dtype(handle, &dtype);
+  }
+  bool contiguous() const {
+    int64_t step = 1;
+    for (int64_t axis = dim - 1; axis >= 0; --axis) {
+      if (sizes[axis] != 1 && strides[axis] != step) return false;
+      step *= sizes[axis];
+    }
+    return true;
+  }
+  int32_t type() const {
+    return dtype == aoti_torch_dtype_float32()    ? inlay::kFloat32
+           : dtype == aoti_torch_dtype_bfloat16() ? inlay::kBFloat16
+                                                  : -1;
+  }
+};
+
+AOTITorchError refused(const char* what) {
+  std::fprintf(stderr, "inlay: %s\n", what);
+  return AOTI_TORCH_FAILURE;
+}
+
+AOTITorchError made(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype, AtenTensorHandle* out) {
+  return aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, out);
+}
+
+constexpr int64_t kMostAxes = 16;
+
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandle weight_, AtenTensorHandle* bias_,
+                                            int64_t features, int64_t bits, int64_t zero, int64_t singly,
+                                            int64_t tiled, AtenTensorHandle* ret0) {
+  Tensor x(x_), weight(weight_);
+  if (!x.contiguous() || x.type() < 0 || !weight.contiguous() || x.dim > kMostAxes)
+    return refused("packed_linear wants x in float32 or bfloat16, and contiguous tensors");
+  int64_t sizes[kMostAxes], strides[kMostAxes], rows = 1, depth = x.sizes[x.dim - 1], step = features;
+  for (int64_t axis = x.dim - 2; axis >= 0; --axis) {
+    sizes[axis] = x.sizes[axis], strides[axis] = step;
+    step *= x.sizes[axis], rows *= x.sizes[axis];
+  }
+  sizes[x.dim - 1] = features, strides[x.dim - 1] = 1;
+  if (AOTITorchError error = made(x.dim, sizes, strides, x.dtype, ret0)) return error;
+  const void* bias = bias_ ? Tensor(*bias_).data : nullptr;
+  void* y = Tensor(*ret0).data;
+  inlay_packed_linear(x.data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
+                      depth, depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
+                      rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16);
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle weight_, AtenTensorHandle tokens_, int64_t bits,
+                                               int64_t zero, int64_t group, int32_t dtype, AtenTensorHandle* ret0) {
+  Tensor weight(weight_), tokens(tokens_);
+  if (!tokens.contiguous() || !weight.contiguous() || tokens.dim >= kMostAxes)
+    return refused("packed_embedding wants contiguous tensors");
+  int64_t sizes[kMostAxes], strides[kMostAxes], count = 1, depth = weight.sizes[1] * group, step = depth;
+  for (int64_t axis = tokens.dim - 1; axis >= 0; --axis) {
+    sizes[axis] = tokens.sizes[axis], strides[axis] = step;
+    step *= tokens.sizes[axis], count *= tokens.sizes[axis];
+  }
+  sizes[tokens.dim] = depth, strides[tokens.dim] = 1;
+  if (AOTITorchError error = made(tokens.dim + 1, sizes, strides, dtype, ret0)) return error;
+  Tensor out(*ret0);
+  if (out.type() < 0) return refused("packed_embedding gives float32 or bfloat16");
+  inlay_packed_embedding(static_cast<const uint8_t*>(weight.data), static_cast<const int64_t*>(tokens.data), out.data,
+                         out.type(), count, weight.sizes[0] * inlay::kLanes, depth, group, static_cast<int32_t>(bits),
+                         static_cast<int32_t>(zero));
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_cpu_cached_attention(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
+                                               AtenTensorHandle slots_, AtenTensorHandle lengths_, double scale,
+                                               int64_t window, double softcap, AtenTensorHandle* slopes_,
+                                               AtenTensorHandle* sinks_, AtenTensorHandle* ret0) {
+  Tensor query(query_), keys(keys_), values(values_), slots(slots_), lengths(lengths_);
+  if ((query.sizes[3] != 1 && query.strides[3] != 1) || !keys.contiguous() || !values.contiguous() ||
+      !slots.contiguous() || !lengths.contiguous() || query.type() < 0 || keys.type() < 0 ||
+      keys.dtype != values.dtype)
+    return refused("cached_attention wants float32 or bfloat16, caches that are contiguous and rows that are");
+  const int64_t batch = query.sizes[0], heads = query.sizes[1], length = query.sizes[2], width = values.sizes[3];
+  const int64_t sizes[4] = {batch, heads, length, width};
+  const int64_t strides[4] = {length * heads * width, width, heads * width, 1};
+  if (AOTITorchError error = made(4, sizes, strides, query.dtype, ret0)) return error;
+  inlay::Attention a{};
+  a.query = query.data;
+  a.q_batch = query.strides[0], a.q_head = query.strides[1], a.q_row = query.strides[2];
+  a.keys = keys.data, a.values = values.data;
+  a.slots = static_cast<const int64_t*>(slots.data), a.lengths = static_cast<const int64_t*>(lengths.data);
+  a.out = Tensor(*ret0).data;
+  a.q_type = query.type(), a.kv_type = keys.type();
+  a.batch = batch, a.heads = heads, a.kv_heads = keys.sizes[1], a.length = length;
+  a.depth = query.sizes[3], a.width = width, a.room = keys.sizes[2];
+  a.scale = static_cast<float>(scale), a.window = window, a.softcap = static_cast<float>(softcap);
+  for (auto [handle, place] : {std::pair{slopes_, &a.slopes}, std::pair{sinks_, &a.sinks}}) {
+    if (!handle) continue;
+    Tensor extra(*handle);
+    if (!extra.contiguous() || extra.type() < 0) return refused("slopes and sinks must be float32 or bfloat16");
+    *place = extra.data;
+    a.extra_type = extra.type();
+  }
+  inlay_cached_attention(&a);
+  return AOTI_TORCH_SUCCESS;
+}
+
+}  // extern "C"
