@@ -21,7 +21,10 @@ STEP = 32
 
 @dataclass(frozen=True)
 class Packing:
-    """A number format: `(q - zero) * scale`, or `q * scale + minimum` when minima are stored (`zero` is -1)."""
+    """A number format: `(q - zero) * scale`, or `q * scale + minimum` when minima are stored (`zero` is -1).
+
+    Of 16 bits are bfloat16 numbers: two columns of each feature beside each other, and no scales.
+    """
 
     bits: int
     zero: int
@@ -30,7 +33,8 @@ class Packing:
     @property
     def group_bytes(self) -> int:
         """Bytes of one group of a block."""
-        return self.group * LANES * self.bits // 8 + 2 * LANES * (2 if self.zero < 0 else 1)
+        scales = 0 if self.bits == 16 else 2 if self.zero < 0 else 1
+        return self.group * LANES * self.bits // 8 + 2 * LANES * scales
 
     def shape(self, features: int, depth: int) -> tuple[int, int, int]:
         """The shape of the packed weight.
@@ -54,6 +58,13 @@ class Packing:
             parts.append(_per_block(_filled(minimum.to(torch.float16), blocks), blocks, groups))
         return torch.cat(parts, dim=2)
 
+    @staticmethod
+    def pack_bfloat16(weight: Tensor) -> Tensor:
+        """A weight `[features, depth]` as bfloat16, packed (`Packing(16, 0)`)."""
+        blocks = -(-weight.shape[0] // LANES)
+        pairs = _filled(weight.to(torch.bfloat16), blocks).view(blocks, LANES, -1, STEP // 2, 2).permute(0, 2, 3, 1, 4)
+        return pairs.reshape(blocks, weight.shape[1] // STEP, -1).view(torch.uint8)
+
     def unpack(self, packed: Tensor, features: int) -> Tensor:
         """The weight as float32, `[features, depth]`; exact.
 
@@ -64,6 +75,9 @@ class Packing:
         True
         """
         blocks, groups, _ = packed.shape
+        if self.bits == 16:
+            pairs = packed.view(torch.bfloat16).view(blocks, groups, STEP // 2, LANES, 2).permute(0, 3, 1, 2, 4)
+            return pairs.reshape(blocks * LANES, -1)[:features].float()
         size = self.group * LANES * self.bits // 8
         lanes = packed[:, :, :size].reshape(blocks, groups, self.group // STEP, -1, LANES, 4)
         if self.bits == 4:

@@ -96,6 +96,34 @@ inline void weigh(const float* weights, const void* values, int32_t type, int64_
 }
 #endif
 
+inline float wide(float value) { return value; }
+inline float wide(uint16_t value) { return from_bf16(value); }
+
+// Any width, on any processor: what is left over from column `from` on.
+template <typename T>
+void dots_portable(const float* query, int64_t depth, const T* keys, int64_t heads, int64_t count, float* scores) {
+  for (int64_t key = 0; key < count; ++key)
+    for (int64_t h = 0; h < heads; ++h) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t d = 0; d < depth; ++d) sum += query[h * depth + d] * wide(keys[key * depth + d]);
+      scores[h * kRun + key] = sum;
+    }
+}
+
+template <typename T>
+void weigh_portable(const float* weights, const T* values, int64_t heads, int64_t width, int64_t from, int64_t count,
+                    const float* fade, float* acc) {
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t d = from; d < width; ++d) acc[h * width + d] *= fade[h];
+    for (int64_t key = 0; key < count; ++key) {
+      const float weight = weights[h * kRun + key];
+#pragma omp simd
+      for (int64_t d = from; d < width; ++d) acc[h * width + d] += weight * wide(values[key * width + d]);
+    }
+  }
+}
+
 // kHeads rows over keys [from, to): `acc` and `sofar` begin empty.
 template <int kHeads>
 void attend(const Attention& a, const float* query, int64_t head, int64_t key_at, int64_t value_at, int64_t from,
@@ -113,12 +141,10 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
       dots<kHeads>(query, a.depth, keys, a.kv_type, count, scores);
     else
 #endif
-    for (int h = 0; h < kHeads; ++h)
-      for (int64_t key = 0; key < count; ++key) {
-        float sum = 0;
-        for (int64_t d = 0; d < a.depth; ++d) sum += query[h * a.depth + d] * element(keys, a.kv_type, key * a.depth + d);
-        scores[h * kRun + key] = sum;
-      }
+    if (a.kv_type == kFloat32)
+      dots_portable(query, a.depth, reinterpret_cast<const float*>(keys), kHeads, count, scores);
+    else
+      dots_portable(query, a.depth, reinterpret_cast<const uint16_t*>(keys), kHeads, count, scores);
     for (int h = 0; h < kHeads; ++h) {
       float* row = scores + h * kRun;
       float most = sofar[h].most, sum = 0;
@@ -126,6 +152,7 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
         for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head + h, start + key);
       else
         for (int64_t key = 0; key < count; ++key) row[key] *= a.scale;
+#pragma omp simd reduction(max : most)
       for (int64_t key = 0; key < count; ++key) most = std::max(most, row[key]);
 #ifdef __AVX512F__
       __m512 sums = _mm512_setzero_ps();
@@ -150,13 +177,12 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     for (; done + 16 <= a.width; done += 16)
       weigh<kHeads, 1>(scores, values, a.kv_type, a.width, done, count, fade, acc);
 #endif
-    for (int h = 0; h < kHeads; ++h)
-      for (int64_t d = done; d < a.width; ++d) {
-        float sum = acc[h * a.width + d] * fade[h];
-        for (int64_t key = 0; key < count; ++key)
-          sum += scores[h * kRun + key] * element(values, a.kv_type, key * a.width + d);
-        acc[h * a.width + d] = sum;
-      }
+    if (done < a.width) {
+      if (a.kv_type == kFloat32)
+        weigh_portable(scores, reinterpret_cast<const float*>(values), kHeads, a.width, done, count, fade, acc);
+      else
+        weigh_portable(scores, reinterpret_cast<const uint16_t*>(values), kHeads, a.width, done, count, fade, acc);
+    }
   }
 }
 

@@ -18,14 +18,17 @@ void narrow(const Linear& l, int64_t row, uint16_t* out) {
   }
 }
 
-// The best this processor has: a package built for a lesser one still runs.
+// The way that was asked for, or the nearest that these instructions have.
 int32_t possible(int32_t way, int32_t bits) {
+  if (way == kTiles8 && bits == 16) way = kTiles16;
 #if !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
   if (way != kPortable) way = kDot;
 #endif
-  (void)bits;
 #ifndef __AVX512VNNI__
-  way = kPortable;
+  if (bits != 16) way = kPortable;
+#endif
+#ifndef __AVX512BF16__
+  if (bits == 16) way = kPortable;
 #endif
   return way;
 }
@@ -36,10 +39,21 @@ int32_t possible(int32_t way, int32_t bits) {
   else if (l.bits == 4)                                         \
     l.zero < 0 ? call(4, true) : call(4, false);
 
+void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
+  for (int64_t n = 0; n < kLanes && block * kLanes + n < l.features; ++n) {
+    float bias = l.bias ? element(l.bias, l.x_type, block * kLanes + n) : 0.0f;
+    put(l.y, l.y_type, row * l.features + block * kLanes + n, y[n] + bias);
+  }
+}
+
 void with_bytes(const Linear& l, Way way) {
   // Tiles read whole groups of 16 rows.
   int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
   Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps), sums_of_x.get<float>(rows * steps)};
+  for (int64_t step = 0; step < steps && rows > l.rows; ++step) {
+    std::fill(x.scale + step * rows + l.rows, x.scale + (step + 1) * rows, 0.0f);
+    std::fill(x.sum + step * rows + l.rows, x.sum + (step + 1) * rows, 0.0f);
+  }
   bool shared = l.rows > 4;  // otherwise every thread would wait longer than it works
   if (!shared)
     for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, rows, x);
@@ -51,17 +65,13 @@ void with_bytes(const Linear& l, Way way) {
 #pragma omp barrier
     }
     Part part(l.blocks());
-    if (way == kPortable) {
+    if (way == kPortable)
       for (int64_t block = part.begin; block < part.end; ++block)
         for (int64_t row = 0; row < l.rows; ++row) {
           float y[kLanes];
           rows_portable(l, x, rows, block, row, y);
-          for (int64_t n = 0; n < kLanes && block * kLanes + n < l.features; ++n) {
-            float bias = l.bias ? element(l.bias, l.x_type, block * kLanes + n) : 0.0f;
-            put(l.y, l.y_type, row * l.features + block * kLanes + n, y[n] + bias);
-          }
+          put_row(l, block, row, y);
         }
-    }
 #ifdef __AVX512VNNI__
     if (way == kDot) {
 #define INLAY_CALL(bits, minimum) dot<bits, minimum>(l, x, rows, part)
@@ -104,6 +114,13 @@ void with_bfloat16(const Linear& l, Way way) {
 #ifdef __AVX512BF16__
     if (way == kDot) dot16(l, x, part);
 #endif
+    if (way == kPortable)
+      for (int64_t block = part.begin; block < part.end; ++block)
+        for (int64_t row = 0; row < l.rows; ++row) {
+          float y[kLanes];
+          rows_portable16(l, block, row, y);
+          put_row(l, block, row, y);
+        }
   }
 }
 
