@@ -63,6 +63,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
         "attention": f"{_count(canonical, 'attention')} of {layers.value - architecture.without_attention}",
         "rotary": str(sites["match_rope"] + sites["match_rope_interleaved"]),
         "gated": str(sites["match_swiglu"] + sites["match_geglu"] + sites["match_clamped_swiglu"]),
+        "fused linears": str(sites["fuse_gemms"]),
     }
     _compare_with_docs(MATCHED, architecture.model_type, counts, update=update)
     assert _count(canonical, "rsqrt") == 0, "every norm is matched"

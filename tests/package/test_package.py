@@ -45,7 +45,7 @@ def test_pieces(package: Path) -> None:
     (entry,) = read_lock(folder / "matches.lock").models
     assert (entry.transforms["match_attention"].sites, entry.transforms["insert_kv_cache"].sites) == (3, 3)
     assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in folder.rglob("*"))
-    weight = load_package(package).weights["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()[:64]
+    weight = load_package(package).weights["model.layers.0.mlp.down_proj.weight"].numpy().tobytes()[:64]
     assert weight in (folder / "weights.safetensors").read_bytes()
     assert not any(weight in file.read_bytes() for file in folder.glob("*.so")), "code holds no weights"
 

@@ -81,7 +81,7 @@ def test_a_result_with_mixed_consumers(name: str, case: Case) -> None:
     last = rewrite(program.copy(), find(name)()).sites[0].nodes[-1].name  # type: ignore[arg-type]
     _also_return(program, last, torch.ops.aten.neg.default)
     _also_return(program, last, torch.ops.aten.sum.default)
-    assert check(as_program(program.graph), _inputs(program, case), [name]) is None
+    assert check(as_program(program.graph, _parameters(program)), _inputs(program, case), [name]) is None
     assert len(rewrite(program, find(name)()).sites) == 1  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_something_is_written_in_between(name: str, case: Case) -> None:
                 node = spoiled.graph.call_function(torch.ops.aten.add_.Tensor, (by_name[written], 0.5))
             node.meta["val"] = value
             tally = Tally()
-            assert check(as_program(spoiled.graph), inputs, [name], tally) is None
+            assert check(as_program(spoiled.graph, _parameters(spoiled)), inputs, [name], tally) is None
             fired.add(tally.fired[name])
     assert 0 in fired or len(calls) == 1 or not issubclass(registry()[name], Rewrite), "transforms may adapt, rules not"
 
@@ -114,6 +114,10 @@ def _inputs(program: Program, case: Case) -> dict[str, torch.Tensor]:
         row.name: next(given) if row.role is Role.INPUT else program.tensors[row.name].read()
         for row in program.bindings.ins
     }
+
+
+def _parameters(program: Program) -> dict[str, torch.Tensor]:
+    return {row.name: program.tensors[row.name].read() for row in program.bindings.of(Role.PARAMETER)}
 
 
 def _also_return(program: Program, name: str, target: Any) -> None:

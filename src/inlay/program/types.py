@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError
 from inlay.program.bindings import Bindings
@@ -14,6 +15,8 @@ from inlay.program.symbols import FakeValues
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import fx
 
     from inlay.program.program import Program
 
@@ -70,3 +73,35 @@ def _rows(program: Program, values: list[object]) -> Bindings:
             raise ProgramError(f"{row.name} is no tensor any more.")
         rows.append(replace(row, shape=program.types.shape(value)) if isinstance(value, torch.Tensor) else row)
     return Bindings(tuple(rows))
+
+
+def settle(graph: fx.Graph, changed: set[fx.Node], fakes: FakeValues) -> None:
+    """Compute again the types of what is computed from values that lie in memory in another way now.
+
+    A view that such a value does not allow gets a copy of it in one piece.
+    """
+    changed = set(changed)
+    for node in graph.nodes:
+        moved = changed.intersection(node.all_input_nodes)
+        if not moved or node.op != "call_function":
+            continue
+        before = _layout(node.meta["val"])
+        try:
+            node.meta["val"] = fakes.value(node)
+        except ProgramError:
+            for each in moved:
+                with graph.inserting_before(node):
+                    whole = graph.call_function(
+                        torch.ops.aten.clone.default, (each,), {"memory_format": torch.contiguous_format}
+                    )
+                whole.meta = {**each.meta, "val": fakes.value(whole)}
+                node.replace_input_with(each, whole)
+            node.meta["val"] = fakes.value(node)
+        if _layout(node.meta["val"]) != before:
+            changed.add(node)
+
+
+def _layout(value: Any) -> list[str]:
+    """Sizes and strides as text: comparing them asks nothing that would become an assumption about symbols."""
+    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [f"{list(map(str, each.shape))} {list(map(str, each.stride()))}" for each in tensors]

@@ -83,7 +83,7 @@ def compute(
     result: list[torch.Tensor] = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = held[node.name]
+            values[node] = held[node.name] if node.name in held else program.tensors[node.name].read()
         elif node.op == "output":
             result = list(fx.map_arg(node.args[0], values.__getitem__))
         else:

@@ -13,10 +13,11 @@ from inlay.program.bindings import Binding, Bindings, Role
 from inlay.program.facts import Facts
 from inlay.program.program import Calling, Program
 from inlay.program.symbols import FakeValues, symbolic_sizes
+from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from inlay.testing.fuzz.templates import Template
 
@@ -41,6 +42,7 @@ class Growth:
         self.graph = fx.Graph()
         self.fakes = FakeValues([])
         self.inputs: dict[fx.Node, torch.Tensor] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
         self.values: list[fx.Node] = []
         self.outputs: list[fx.Node] = []
 
@@ -133,11 +135,13 @@ class Growth:
         calls = [node for node in template.graph.nodes if node.op == "call_function"]
         wrong = {self.rng.randrange(max(len(calls), 1)) for _ in range(self.rng.choice((0, 0, 1, 1, 2)))}
         made: dict[fx.Node, Any] = {}
-        given = iter(zip(template.leaves, template.fixed, strict=True))
+        given = iter(zip(template.leaves, template.fixed, template.parameters, strict=True))
         for node in template.graph.nodes:
             if node.op == "placeholder":
-                value, fixed = next(given)
+                value, fixed, parameter = next(given)
                 made[node] = self.leaf(value, fixed=fixed)
+                if parameter:
+                    self.parameters[made[node].name] = value
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
                 spoil = calls.index(node) in wrong
@@ -216,19 +220,21 @@ class Growth:
         """What has grown, as a program."""
         outputs = list(dict.fromkeys(node for node in self.outputs if _is_tensor(node)))
         self.graph.output(tuple(outputs))
-        return as_program(self.graph)
+        return as_program(self.graph, self.parameters)
 
 
-def as_program(graph: fx.Graph) -> Program:
-    """A program around a graph of static sizes: placeholders are inputs, what is returned is outputs."""
+def as_program(graph: fx.Graph, parameters: Mapping[str, torch.Tensor] | None = None) -> Program:
+    """A program around a graph of static sizes: placeholders are parameters or inputs, what is returned is outputs."""
+    tensors = {name: InMemory(value) for name, value in (parameters or {}).items()}
     ins = [node for node in graph.nodes if node.op == "placeholder"]
     outs = list(next(iter(reversed(graph.nodes))).args[0])
-    rows = [_row(node.name, Role.INPUT, node) for node in ins]
+    rows = [_row(node.name, Role.PARAMETER if node.name in tensors else Role.INPUT, node) for node in ins]
     rows += [_row(f"out_{index}", Role.OUTPUT, node) for index, node in enumerate(outs)]
-    in_spec = tree_structure((tuple(range(len(ins))), {}))
-    calling = Calling(in_spec, tree_structure(tuple(range(len(outs)))), tuple(node.name for node in ins))
+    names = tuple(row.name for row in rows if row.role is Role.INPUT)
+    in_spec = tree_structure((tuple(range(len(names))), {}))
+    calling = Calling(in_spec, tree_structure(tuple(range(len(outs)))), names)
     fx.GraphModule(torch.nn.Module(), graph)
-    return Program("fuzz", graph, Bindings(tuple(rows)), {}, {}, calling, Facts())
+    return Program("fuzz", graph, Bindings(tuple(rows)), tensors, {}, calling, Facts())
 
 
 def _row(name: str, role: Role, node: fx.Node) -> Binding:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import fx
 
+from inlay.program.bindings import Role
 from inlay.program.graphs import mutates
 from inlay.program.text import dump
 from inlay.testing.fuzz.check import Break, check
@@ -38,13 +38,13 @@ def _smaller(found: Break) -> Iterator[tuple[Program, Mapping[str, torch.Tensor]
         kept = list(output.args[0])
         del kept[index]
         output.args = (tuple(kept),)
-        yield _cleaned(copy.graph, found.inputs)
+        yield _cleaned(copy, found.inputs)
     for name in [node.name for node in found.program.graph.nodes if node.op == "call_function"]:
         copy = found.program.copy()
         node = next(each for each in copy.graph.nodes if each.name == name)
         if mutates(node) and not node.users:
             copy.graph.erase_node(node)
-            yield _cleaned(copy.graph, found.inputs)
+            yield _cleaned(copy, found.inputs)
         elif node.users and isinstance(node.meta["val"], torch.Tensor):
             first = next(iter(copy.graph.nodes))
             with copy.graph.inserting_before(first):
@@ -55,16 +55,18 @@ def _smaller(found: Break) -> Iterator[tuple[Program, Mapping[str, torch.Tensor]
                 copy.graph.erase_node(node)
             value = node.meta["val"]
             drawn = torch.randn(tuple(map(int, value.shape)), generator=torch.Generator().manual_seed(len(name)))
-            yield _cleaned(copy.graph, {**found.inputs, given.name: drawn.to(value.dtype)})
+            yield _cleaned(copy, {**found.inputs, given.name: drawn.to(value.dtype)})
 
 
-def _cleaned(graph: fx.Graph, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, Mapping[str, torch.Tensor]]:
+def _cleaned(program: Program, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, Mapping[str, torch.Tensor]]:
+    graph = program.graph
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
     names = {node.name for node in graph.nodes if node.op == "placeholder"}
-    return as_program(graph), {name: value for name, value in inputs.items() if name in names}
+    parameters = {row.name: inputs[row.name] for row in program.bindings.of(Role.PARAMETER) if row.name in names}
+    return as_program(graph, parameters), {name: value for name, value in inputs.items() if name in names}
 
 
 def script(found: Break, origin: str) -> str:
@@ -81,6 +83,7 @@ Made by {origin}.
 import torch
 
 from inlay.program.parse import parse
+from inlay.program.weights import InMemory
 from inlay.testing.fuzz.check import check
 
 PROGRAM = """{dump(found.program)}"""
@@ -88,7 +91,8 @@ INPUTS = {{
 {inputs}
 }}
 
-found = check(parse(PROGRAM), INPUTS, ["{found.transform}"])
+tensors = {{name: InMemory(value) for name, value in INPUTS.items()}}
+found = check(parse(PROGRAM, tensors), INPUTS, ["{found.transform}"])
 print(found.problem if found else "the numbers agree")
 raise SystemExit(found is not None)
 '''

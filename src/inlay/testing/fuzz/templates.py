@@ -29,6 +29,8 @@ class Template:
     graph: fx.Graph
     leaves: tuple[torch.Tensor, ...]
     fixed: tuple[bool, ...]
+    parameters: tuple[bool, ...]
+    """Which leaves are parameters of the model: transforms may make other weights of them."""
 
 
 class Templates:
@@ -112,8 +114,9 @@ def _capture(name: str, function: Callable[..., Any], args: Sequence[Any], after
     program = program_of(function, args, after=after)
     given = iter(args)
     leaves, fixed = [], []
+    parameters = tuple(row.role is Role.PARAMETER for row in program.bindings.ins)
     for row in program.bindings.ins:
         value = next(given) if row.role is Role.INPUT else program.tensors[row.name].read()
         leaves.append(value)
         fixed.append(row.role is not Role.INPUT or not value.is_floating_point())
-    return Template(name, program.graph, tuple(leaves), tuple(fixed))
+    return Template(name, program.graph, tuple(leaves), tuple(fixed), parameters)
