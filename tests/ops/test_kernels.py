@@ -168,8 +168,8 @@ def test_attention(
     """Rows that were not filled are NaN: one that is read would show."""
     torch.manual_seed(0)
     room = 256
-    for length in (1, 3, 17, 40, 100):
-        for before in (0, 5, 130):
+    for length in (1, 3, 17, 100):
+        for before in (0, 130):
             for window, softcap, sloping, sinking in (
                 (0, 0, 0, 0),
                 (7, 0, 0, 0),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_structure
 
 from inlay.compile.manifest import Step
 from inlay.errors import ProgramError
+from inlay.ops.define import SHIMS
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.fold import fold, size_arithmetic
 from inlay.program.graphs import subgraphs
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from inlay.program.fold import Kind
 
 FEW_CALLS = 24
-"""A piece that runs once a step and makes no more calls than this is not worth compiling."""
+"""A piece that runs once a step and makes no more calls than this is not worth compiling, unless it calls kernels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +285,8 @@ class _Cutter:
         name = f"block{number}" if segment.kind is not None else f"part{number}"
         program = retyped(builder.program(name, states, self._outputs(index)), self.ranges)
         touched = tuple(f"x{place}" for place, value in enumerate(shape.ins) if value in self.states)
-        plain = len(self.segments) > 1 and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
+        few = len(self.segments) > 1 and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
+        plain = few and not any(node.target in SHIMS for node in segment.nodes)
         return Piece(name, program, plain, touched)
 
     def _names(self, index: int, value: str) -> list[fx.Node]:

@@ -53,6 +53,26 @@ AOTITorchError made(int64_t dim, const int64_t* sizes, const int64_t* strides, i
 
 constexpr int64_t kMostAxes = 16;
 
+// Rows that do not lie one after the other, copied.
+const void* gathered(const Tensor& x, int64_t rows, int64_t depth) {
+  thread_local inlay::Scratch scratch;
+  const int64_t size = x.type() == inlay::kFloat32 ? 4 : 2, stride = x.strides[x.dim - 1];
+  char* out = scratch.get<char>(rows * depth * size);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t from = 0, left = row;
+    for (int64_t axis = x.dim - 2; axis >= 0; --axis) {
+      from += left % x.sizes[axis] * x.strides[axis];
+      left /= x.sizes[axis];
+    }
+    const char* at = static_cast<const char*>(x.data) + from * size;
+    if (stride == 1)
+      std::memcpy(out + row * depth * size, at, depth * size);
+    else
+      for (int64_t k = 0; k < depth; ++k) std::memcpy(out + (row * depth + k) * size, at + k * stride * size, size);
+  }
+  return out;
+}
+
 }  // namespace
 
 extern "C" {
@@ -61,8 +81,8 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandl
                                             int64_t features, int64_t bits, int64_t zero, int64_t singly,
                                             int64_t tiled, AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
-  if (!x.contiguous() || x.type() < 0 || !weight.contiguous() || x.dim > kMostAxes)
-    return refused("packed_linear wants x in float32 or bfloat16, and contiguous tensors");
+  if (x.type() < 0 || !weight.contiguous() || x.dim > kMostAxes)
+    return refused("packed_linear wants x in float32 or bfloat16, and a weight that is contiguous");
   int64_t sizes[kMostAxes], strides[kMostAxes], rows = 1, depth = x.sizes[x.dim - 1], step = features;
   for (int64_t axis = x.dim - 2; axis >= 0; --axis) {
     sizes[axis] = x.sizes[axis], strides[axis] = step;
@@ -72,7 +92,8 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandl
   if (AOTITorchError error = made(x.dim, sizes, strides, x.dtype, ret0)) return error;
   const void* bias = bias_ ? Tensor(*bias_).data : nullptr;
   void* y = Tensor(*ret0).data;
-  inlay_packed_linear(x.data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
+  const void* data = x.contiguous() ? x.data : gathered(x, rows, depth);
+  inlay_packed_linear(data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
                       depth, depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
                       rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16);
   return AOTI_TORCH_SUCCESS;
