@@ -138,12 +138,12 @@ def llama_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def tiny_gguf(path: Path, layers: int = 2) -> Path:
-    """A GGUF file of a small Llama with random weights, some of them quantised."""
+def tiny_gguf(path: Path, layers: int = 2, seed: int = 0, inner: int = 96, **kinds: str) -> Path:
+    """A GGUF file of a small Llama with random weights: Q4_1, a Q8_0 embedding, and tensors of other kinds by name."""
     import gguf
 
-    rng = np.random.default_rng(0)
-    hidden, heads, kv_heads, inner, vocabulary = 64, 4, 2, 96, 96
+    rng = np.random.default_rng(seed)
+    hidden, heads, kv_heads, vocabulary = 64, 4, 2, 96
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(128)
@@ -161,7 +161,8 @@ def tiny_gguf(path: Path, layers: int = 2) -> Path:
 
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32) -> None:
         values = rng.standard_normal(shape, dtype=np.float32) * 0.1
-        raw = gguf.quantize(values, kind)
+        kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], kind.name)]
+        raw = _q6_k(values, rng) if kind.name == "Q6_K" else gguf.quantize(values, kind)
         writer.add_tensor(name, raw, raw_shape=raw.shape, raw_dtype=kind)
 
     q4, q8 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
@@ -183,3 +184,11 @@ def tiny_gguf(path: Path, layers: int = 2) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _q6_k(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Random blocks: the gguf package reads this format and does not write it."""
+    blocks = rng.integers(0, 256, (values.size // 256, 210), dtype=np.uint8)
+    blocks[:, 192:208] = rng.integers(1, 8, (len(blocks), 16), dtype=np.uint8)
+    blocks[:, 208:] = np.full((len(blocks), 1), 1e-3, np.float16).view(np.uint8)
+    return blocks.reshape(values.shape[0], -1)

@@ -17,7 +17,7 @@ from inlay.compile import store
 from inlay.compile.in_process import compile_lowered
 from inlay.compile.pack import Contents, lower, pack
 from inlay.config import resolve
-from inlay.errors import ModelError
+from inlay.errors import ModelError, UsageError
 from inlay.program.bindings import Role
 from inlay.state import declare, lift_mutated_buffers
 from inlay.transforms import configure, run
@@ -39,6 +39,16 @@ DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
 """Settings for a model that tokens go into and scores come out of."""
 
 
+PACKED = {
+    "stored": ("format=stored",),
+    "int4": ("format=int4", "group=32"),
+    "int4-g64": ("format=int4", "group=64"),
+    "int4-g128": ("format=int4", "group=128"),
+    "int8": ("format=int8",),
+}
+"""Formats that weights are packed in: what `pack_weights` is told."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What a build may be asked for."""
@@ -48,7 +58,7 @@ class Options:
     buckets: tuple[str, ...] | None = None
     """Sizes to compile for separately, beside all of them; by default single tokens, for a decoder."""
     weights: str = ""
-    """Number format of the weights; by default the checkpoint's own."""
+    """Number format of the weights: one of torch's, or one of `PACKED`; by default the checkpoint's own."""
     config: tuple[Path, ...] = ()
     settings: tuple[str, ...] = ()
     alias: Mapping[str | int, str | int] = field(default_factory=dict)
@@ -101,10 +111,12 @@ def transform(
 ) -> tuple[Program, Resolved, list[Record]]:
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
+    packed = options.weights in PACKED
     if options.alias:
         program = declare(program, options.alias)
     program = lift_mutated_buffers(program)
-    settings = [*_for_decoders(program, options), *options.settings]
+    packing = [f"pack_weights.{each}" for each in ("enabled=true", *PACKED[options.weights])] if packed else []
+    settings = [*_for_decoders(program, options), *packing, *options.settings]
     resolved = resolve(
         architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
     )
@@ -130,7 +142,10 @@ def _opened(model: str | Model | Example, options: Options) -> Model:
     if isinstance(model, str):
         import torch
 
-        dtype = getattr(torch, options.weights) if options.weights else None
+        known = ("float32", "bfloat16", "float16", *PACKED)
+        if options.weights and options.weights not in known:
+            raise UsageError(f"There is no number format {options.weights}.", f"Use {', '.join(known)}.")
+        dtype = getattr(torch, options.weights) if options.weights and options.weights not in PACKED else None
         return open_model(model, HFOptions(dtype, options.trust_remote_code))
     return Model(_name(model), "module", model, {}) if isinstance(model, Example) else model
 

@@ -11,7 +11,7 @@ import torch
 from inlay.capture import Example, capture, open_model
 from inlay.capture.hf_gguf import Reordered
 from inlay.errors import CaptureError, ModelError, UsageError
-from inlay.program.weights import Mapped
+from inlay.program.weights import Cast
 from models import LLAMA, config_folder, llama_folder, random_model, tiny_gguf
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def test_gguf_keeps_its_blocks_and_rows_in_order(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf")
     model = open_model(str(path))
     cast = model.tensors["model.layers.0.self_attn.q_proj.weight"]
-    assert isinstance(cast, Mapped)
-    reordered = cast.sources[0]
+    assert isinstance(cast, Cast)
+    reordered = cast.source
     assert isinstance(reordered, Reordered)
     assert reordered.stored.type_name == "Q4_1"
     order = reordered.row_order()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from inlay.errors import ModelError
+from inlay.program.weights import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,6 +101,21 @@ class GGUFTensor:
         """The stored bytes, one row of the tensor per row, mapped from the file."""
         rows = prod(self.info.shape[:-1])
         return self.file.data[self.info.offset : self.info.offset + self.info.size].reshape(rows, -1)
+
+    @property
+    def quantised(self) -> Blocks | None:
+        """The blocks, when the storage format has any."""
+        return self.rows()
+
+    def rows(self, order: npt.NDArray[np.int64] | None = None) -> Blocks | None:
+        """The blocks with their rows in this order, when the storage format has any."""
+        import torch
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        def read() -> torch.Tensor:
+            return torch.from_numpy(self.blocks() if order is None else self.blocks()[order])
+
+        return Blocks(self.type_name, read) if GGML_QUANT_SIZES[GGMLQuantizationType(self.info.type)][0] > 1 else None
 
     def read(self) -> torch.Tensor:
         import torch

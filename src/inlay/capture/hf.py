@@ -16,7 +16,7 @@ from inlay.capture.fake import check_buffers, fake_parameters
 from inlay.capture.model import Example, Model
 from inlay.capture.stored import index_folder
 from inlay.errors import ModelError, one_line
-from inlay.program.weights import Absent, Mapped
+from inlay.program.weights import Absent, Cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -201,9 +201,7 @@ def _bound(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, Te
 
 
 def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
-    if isinstance(ref, Absent):
-        return ref
-    return Mapped((ref,), str(dtype).removeprefix("torch."), lambda tensor: tensor.to(dtype))
+    return ref if isinstance(ref, Absent) else Cast(ref, dtype)
 
 
 def _config_error(name: str, error: Exception) -> ModelError:

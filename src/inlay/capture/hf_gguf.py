@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from inlay.program.weights import TensorRef
+    from inlay.program.weights import Blocks, TensorRef
 
 
 def read_config(header: GGUFFile) -> Any:
@@ -115,6 +115,12 @@ class Reordered:
     def shape(self) -> tuple[int, ...] | None:
         """The shape after the map, or None when only reading can tell."""
         return self.stored.shape if self.row_order() is not None else None
+
+    @property
+    def quantised(self) -> Blocks | None:
+        """The stored blocks in the parameter's order, or None when they are not the parameter's values."""
+        order = self.row_order()
+        return None if order is None else self.stored.rows(order)
 
     def read(self) -> torch.Tensor:
         try:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.console import failing_kindly, out, print_json, progress
-from inlay.cli.models import CAPTURE, DType, ModelArgument, TrustOption
+from inlay.cli.models import CAPTURE, ModelArgument, TrustOption, Weights
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import bytes_text
 from inlay.errors import UsageError
@@ -34,7 +34,12 @@ def build(
         ),
     ] = None,
     weights: Annotated[
-        DType | None, typer.Option("--weights", help="Number format of the weights; by default the checkpoint's own.")
+        Weights | None,
+        typer.Option(
+            "--weights",
+            help="Number format of the weights; by default what the checkpoint holds, dequantised. stored: GGUF blocks"
+            " as they are; int4, int8: quantised, with the error stated.",
+        ),
     ] = None,
     alias: Annotated[
         list[str] | None,
@@ -53,7 +58,7 @@ def build(
 
     Example: [bold]inlay build SmolLM2-135M-Instruct.Q4_1.gguf -o ./smollm2 --max-length 2048[/]
 
-    Example: [bold]inlay build ./my-model -o ./package --weights bfloat16 --max-batch 8[/]
+    Example: [bold]inlay build ./my-model -o ./package --weights int4 --max-batch 8[/]
     """
     with failing_kindly():
         from inlay.flow import Options, build
@@ -120,9 +125,11 @@ def _print(made: Built) -> None:
     for column in ("transform", "sites", "missed"):
         table.add_column(column, justify="right" if column != "transform" else "left")
     for record in made.records:
-        if record.status == "ran" and (record.sites or record.remarks):
-            table.add_row(record.key, str(record.sites), str(len(record.remarks) or ""))
+        if record.status == "ran" and (record.sites or record.misses):
+            table.add_row(record.key, str(record.sites), str(len(record.misses) or ""))
     out.print(table)
+    for remark in (each for record in made.records for each in record.notes):
+        out.print(remark.reason, markup=False, highlight=False)
     out.print()
     print_pieces(manifest)
     total = sum(made.seconds.values())

@@ -38,6 +38,19 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class Weights(StrEnum):
+    """Number format of the weights of a package."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    STORED = "stored"
+    INT4 = "int4"
+    INT4_G64 = "int4-g64"
+    INT4_G128 = "int4-g128"
+    INT8 = "int8"
+
+
 DTypeOption = Annotated[
     DType | None, typer.Option("--dtype", help="Number format to capture in; by default the checkpoint's own.")
 ]

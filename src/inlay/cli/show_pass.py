@@ -62,9 +62,11 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
         print_diff(diff(*around.pair))
     for each in records:
         err.print(each.summary, markup=False, soft_wrap=True)
-    for remark in record.remarks[:5]:
+    for remark in record.notes:
+        err.print(f"  {remark.reason}", markup=False, soft_wrap=True)
+    for remark in record.misses[:5]:
         where = f" ({remark.source})" if remark.source else ""
         text = f"  {remark.kind.value} {remark.nodes[0]}: {remark.matched} of {remark.of}: {remark.reason}{where}"
         err.print(text, markup=False, soft_wrap=True)
-    if len(record.remarks) > 5:
-        err.print(f"  … and {len(record.remarks) - 5} more misses (--json lists them)")
+    if len(record.misses) > 5:
+        err.print(f"  … and {len(record.misses) - 5} more misses (--json lists them)")

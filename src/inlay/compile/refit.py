@@ -15,13 +15,14 @@ from inlay.capture.hf import HFOptions
 from inlay.compile import store, weights_file
 from inlay.compile.load import check, read_manifest
 from inlay.errors import UsageError
-from inlay.program.weights import InMemory, weight_map
+from inlay.ops import formats as _  # noqa: F401 - registers the weight maps of packed weights
+from inlay.program.weights import Derived, InMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from inlay.capture import Model
-    from inlay.compile.manifest import Manifest
+    from inlay.compile.manifest import Manifest, WeightRow
     from inlay.program.weights import TensorRef
 
 
@@ -48,7 +49,7 @@ def refit(
             row = manifest.weights[name]
             if not row.sources:
                 return old[name]
-            return weight_map(row.map)(*(tensors[source].read() for source in row.sources))
+            return _derived(row, tensors).read()
 
         written = weights_file.write(staging / weights_file.NAME, manifest.weights, read)
         made = replace(manifest, weights_file=written, model=model.name)
@@ -72,6 +73,7 @@ def _check_model(manifest: Manifest, model: Model, tensors: Mapping[str, TensorR
         missing = [source for source in row.sources if source not in tensors]
         if missing:
             raise UsageError(f"{model.name} has no {missing[0]}, from which {name} is made.")
+        _derived(row, tensors).readers()
     facts = [(name, model.config.get(name), value) for name, value in manifest.facts.items()]
     differing = [
         (name, new, old) for name, new, old in facts if new is not None and new != old and name != "max_length"
@@ -82,6 +84,10 @@ def _check_model(manifest: Manifest, model: Model, tensors: Mapping[str, TensorR
             f"{model.name} has {new:,} {name.replace('_', ' ')}, and the package was built for {old:,}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
+
+
+def _derived(row: WeightRow, tensors: Mapping[str, TensorRef]) -> Derived:
+    return Derived({source: tensors[source] for source in row.sources}, row.map)
 
 
 def _link(source: Path, target: Path) -> None:

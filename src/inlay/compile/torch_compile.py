@@ -127,7 +127,7 @@ class _Unmet:
 
     def after(self, step: Transform, program: Program, record: Record) -> None:
         if record.key in self.keys and record.status == "ran" and not record.sites and self._anchors:
-            why = record.remarks[0].reason if record.remarks else "nothing starts like it"
+            why = record.misses[0].reason if record.misses else "nothing starts like it"
             self.notes.append(f"{record.key} matched nothing although there is {', '.join(self._anchors)}: {why}.")
 
 

@@ -100,7 +100,7 @@ def _findings(step: Transform, before: Program, record: Record) -> list[Finding]
     nodes = {node.name: node for node in all_nodes(before.graph)}
     misses = [
         Miss(nodes[remark.nodes[0]], nodes[remark.nodes[-1]], remark.reason, remark.matched, remark.of)
-        for remark in record.remarks
+        for remark in record.misses
         if remark.nodes and remark.nodes[0] in nodes and remark.nodes[-1] in nodes
     ]
     sites = [nodes[name] for name in record.places if name in nodes]

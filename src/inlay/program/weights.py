@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from inlay.errors import ProgramError, nearest
+from inlay.errors import ModelError, ProgramError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,8 +56,6 @@ class Absent:
         return "no weights"
 
     def read(self) -> torch.Tensor:
-        from inlay.errors import ModelError
-
         raise ModelError(
             f"{self.name} has no value: the model was captured from its configuration alone.",
             "Point MODEL at a folder that also holds *.safetensors files.",
@@ -65,36 +63,72 @@ class Absent:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
-    """A tensor made from other references by a map: dequantised, permuted, merged."""
+class Cast:
+    """A tensor in another number format.
 
-    sources: tuple[TensorRef, ...]
-    via: str
-    make: Callable[..., torch.Tensor]
+    >>> Cast(InMemory(torch.ones(2)), torch.float16).read().dtype
+    torch.float16
+    """
+
+    source: TensorRef
+    dtype: torch.dtype
 
     @property
     def origin(self) -> str:
-        first = self.sources[0].origin
-        more = f" and {len(self.sources) - 1} more" if len(self.sources) > 1 else ""
-        return f"{first}{more} via {self.via}"
+        return f"{self.source.origin} via {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def quantised(self) -> Blocks | None:
+        """The blocks behind it: what is stored has no number format of torch."""
+        return quantised(self.source)
 
     def read(self) -> torch.Tensor:
-        return self.make(*(source.read() for source in self.sources))
+        return self.source.read().to(self.dtype)
 
 
-WEIGHT_MAPS: dict[str, Callable[..., torch.Tensor]] = {
-    "same": lambda tensor: tensor,
-    "concat": lambda *tensors: torch.cat(tensors),
-    "transpose": lambda tensor: tensor.t().contiguous(),
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A tensor as a checkpoint stores it quantised."""
+
+    format: str
+    """Such as `Q4_1`."""
+    read: Callable[[], torch.Tensor]
+    """The bytes, `[rows, bytes a row]`, rows in the order that the parameter has them."""
+
+
+def quantised(ref: TensorRef) -> Blocks | None:
+    """What a reference has stored, if that is quantised and each row of the parameter is one stored row.
+
+    >>> quantised(InMemory(torch.ones(2))) is None
+    True
+    """
+    found: Blocks | None = getattr(ref, "quantised", None)
+    return found
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How a weight is made of weights."""
+
+    make: Callable[..., torch.Tensor]
+    takes: str = ""
+    """The format of the stored blocks that it takes, as bytes; empty: it takes values."""
+
+
+WEIGHT_MAPS: dict[str, WeightMap] = {
+    "same": WeightMap(lambda tensor: tensor),
+    "concat": WeightMap(lambda *tensors: torch.cat(tensors)),
+    "transpose": WeightMap(lambda tensor: tensor.t().contiguous()),
 }
 """How transforms make weights of weights, by name: packages name them, so that they can be refitted."""
 
 
-def weight_map(name: str) -> Callable[..., torch.Tensor]:
-    """The map of this name."""
-    if name not in WEIGHT_MAPS:
-        raise ProgramError(f"There is no weight map {name}.", nearest(name, WEIGHT_MAPS))
-    return WEIGHT_MAPS[name]
+def weight_maps(names: str) -> list[WeightMap]:
+    """The maps of these names, one after the other: `concat+transpose`."""
+    for name in names.split("+"):
+        if name not in WEIGHT_MAPS:
+            raise ProgramError(f"There is no weight map {name}.", nearest(name, WEIGHT_MAPS))
+    return [WEIGHT_MAPS[name] for name in names.split("+")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +142,30 @@ class Derived:
 
     sources: Mapping[str, TensorRef]
     map: str
+    """One map or several, one after the other, with `+` between them."""
 
     @property
     def origin(self) -> str:
         return f"{', '.join(self.sources)} via {self.map}"
 
+    def readers(self) -> list[Callable[[], torch.Tensor]]:
+        """How to read each source: its values, or its blocks when a map takes those. Other blocks are an error."""
+        takes = next((each.takes for each in weight_maps(self.map) if each.takes), "")
+        if not takes:
+            return [ref.read for ref in self.sources.values()]
+        found = {name: quantised(ref) for name, ref in self.sources.items()}
+        for name, blocks in found.items():
+            if blocks is None or blocks.format != takes:
+                stored = "in another form" if blocks is None else f"as {blocks.format}"
+                raise ModelError(
+                    f"{name} is stored {stored}, and the weight is made of {takes} blocks.",
+                    "Take a checkpoint that stores it so, or build a new package.",
+                )
+        return [blocks.read for blocks in found.values() if blocks is not None]
+
     def read(self) -> torch.Tensor:
-        return weight_map(self.map)(*(ref.read() for ref in self.sources.values()))
+        with torch.no_grad():
+            values = [read() for read in self.readers()]
+            for each in weight_maps(self.map):
+                values = [each.make(*values)]
+        return values[0]

@@ -60,6 +60,8 @@ class Applied:
     places: list[str] = field(default_factory=list)
     """Name of the first output of each site, as it was before."""
     misses: list[Miss] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing beside: they become remarks of the kind `analysis`."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Dump:
             entry["file"] = self._write(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
             entry["matches"] = record.sites
         elif record.status == "ran":
-            entry["why"] = record.remarks[0].reason if record.remarks else "nothing in the program starts like it"
+            entry["why"] = record.misses[0].reason if record.misses else "nothing in the program starts like it"
         else:
             entry["why"] = "enabled: false"
         self.index.append(entry)

@@ -91,7 +91,7 @@ def locked(name: str, program: Program, resolved: Resolved, records: Sequence[Re
 
 
 def _kinds(record: Record) -> Counter[str]:
-    return Counter(remark.reason.partition(":")[0] for remark in record.remarks)
+    return Counter(remark.reason.partition(":")[0] for remark in record.misses)
 
 
 def _short_hash(text: str) -> str:
@@ -165,9 +165,8 @@ def compare(old: LockedModel, new: LockedModel, records: Sequence[Record]) -> It
 
 def _why(record: Record, before: LockedTransform) -> str:
     """The reason that was not there before, with the place in the model."""
-    new = [each for each in record.remarks if each.reason.partition(":")[0] not in before.misses] or list(
-        record.remarks
-    )
+    known = before.misses
+    new = [each for each in record.misses if each.reason.partition(":")[0] not in known] or list(record.misses)
     if not new:
         return ""
     best = max(new, key=lambda each: each.matched / max(each.of, 1))

@@ -47,6 +47,16 @@ class Record:
         before, after = self.nodes
         return f"{self.key}: [SUMMARY] matches={self.sites} nodes={before}→{after} time={self.seconds:.2f}s"
 
+    @property
+    def misses(self) -> tuple[Remark, ...]:
+        """The remarks on what was not rewritten."""
+        return tuple(each for each in self.remarks if each.kind is not RemarkKind.ANALYSIS)
+
+    @property
+    def notes(self) -> tuple[Remark, ...]:
+        """The remarks on what is worth knowing beside."""
+        return tuple(each for each in self.remarks if each.kind is RemarkKind.ANALYSIS)
+
     def to_json(self) -> dict[str, Any]:
         """The record for machines."""
         remarks = [remark.to_json() for remark in self.remarks]
@@ -155,7 +165,8 @@ def _run_one(program: Program, step: Step, predecessors: list[str]) -> tuple[Pro
     check_contract(step, program, applied)
     nodes = (len(program), len(applied.program))
     seconds = time.perf_counter() - start
-    remarks = tuple(_remark(step.transform, miss) for miss in applied.misses)
+    remarks = tuple(_remark(each, miss) for miss in applied.misses)
+    remarks += tuple(Remark(RemarkKind.ANALYSIS, each.name, each.name, note) for note in applied.notes)
     record = replace(
         record,
         status="ran",

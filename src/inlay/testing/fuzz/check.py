@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from inlay.program.graphs import target_text
+from inlay.program.weights import Derived
 from inlay.transforms.base import Numerics, find, registry
 from inlay.transforms.pipeline import check_metadata
 
@@ -83,7 +84,8 @@ def compute(
     result: list[torch.Tensor] = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = held[node.name] if node.name in held else program.tensors[node.name].read()
+            made = program.tensors.get(node.name)
+            values[node] = made.read() if isinstance(made, Derived) else held[node.name]
         elif node.op == "output":
             result = list(fx.map_arg(node.args[0], values.__getitem__))
         else:

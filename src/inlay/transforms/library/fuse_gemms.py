@@ -20,7 +20,7 @@ from inlay.program.bindings import Binding, Bindings, Role
 from inlay.program.graphs import MODULE, SOURCE, is_view, mutates, written_between
 from inlay.program.symbols import FakeValues
 from inlay.program.types import settle
-from inlay.program.weights import Derived
+from inlay.program.weights import Derived, quantised
 from inlay.rewrite import Miss
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
@@ -148,7 +148,8 @@ class _Fusing:
     def kind(self, linear: fx.Node) -> Any:
         """What has to be the same for linear layers to become one."""
         given = _Linear.of(linear)
-        return given.weight.meta["val"].dtype, given.bias is not None
+        stored = quantised(self.tensors[given.weight.name])
+        return given.weight.meta["val"].dtype, given.bias is not None, stored.format if stored else ""
 
     def fuse(self, group: Sequence[fx.Node]) -> None:
         """One linear layer where the first one stood, and a slice of its result for each."""
