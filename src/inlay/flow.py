@@ -19,6 +19,7 @@ from inlay.compile.pack import Contents, lower, pack
 from inlay.config import resolve
 from inlay.errors import ModelError, UsageError
 from inlay.program.bindings import Role
+from inlay.program.weights import quantised
 from inlay.state import declare, lift_mutated_buffers
 from inlay.transforms import configure, run
 from inlay.transforms.instruments import Dump
@@ -45,8 +46,11 @@ PACKED = {
     "int4-g64": ("format=int4", "group=64"),
     "int4-g128": ("format=int4", "group=128"),
     "int8": ("format=int8",),
+    "bfloat16": ("format=bfloat16",),
 }
 """Formats that weights are packed in: what `pack_weights` is told."""
+PLAIN = ("float32", "bfloat16", "float16")
+"""Formats that a whole program may be in."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,10 @@ def transform(
 ) -> tuple[Program, Resolved, list[Record]]:
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
-    packed = options.weights in PACKED
     if options.alias:
         program = declare(program, options.alias)
     program = lift_mutated_buffers(program)
-    packing = [f"pack_weights.{each}" for each in ("enabled=true", *PACKED[options.weights])] if packed else []
-    settings = [*_for_decoders(program, options), *packing, *options.settings]
+    settings = [*_for_decoders(program, options), *_for_weights(program, options), *options.settings]
     resolved = resolve(
         architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
     )
@@ -142,10 +144,10 @@ def _opened(model: str | Model | Example, options: Options) -> Model:
     if isinstance(model, str):
         import torch
 
-        known = ("float32", "bfloat16", "float16", *PACKED)
+        known = dict.fromkeys((*PLAIN, *PACKED))
         if options.weights and options.weights not in known:
             raise UsageError(f"There is no number format {options.weights}.", f"Use {', '.join(known)}.")
-        dtype = getattr(torch, options.weights) if options.weights and options.weights not in PACKED else None
+        dtype = getattr(torch, options.weights) if options.weights in PLAIN else None
         return open_model(model, HFOptions(dtype, options.trust_remote_code))
     return Model(_name(model), "module", model, {}) if isinstance(model, Example) else model
 
@@ -156,6 +158,21 @@ def _for_decoders(program: Program, options: Options) -> list[str]:
     most = program.facts.max_length.value if program.facts.max_length else options.max_length
     room = min(options.max_length, most)
     return [*DECODER, f"insert_kv_cache.max_length={room}", f"insert_kv_cache.max_batch={options.max_batch}"]
+
+
+def _for_weights(program: Program, options: Options) -> list[str]:
+    """How weights are packed: as asked for, or else as a decoder's checkpoint holds them."""
+    decoder, wanted = is_decoder(program), options.weights
+    rows = program.bindings.of(Role.PARAMETER)
+    if decoder and not wanted:
+        narrow = all(row.dtype == "bfloat16" for row in rows)
+        blocks = any((ref := program.tensors.get(row.name)) and quantised(ref) for row in rows)
+        wanted = "stored" if blocks else "bfloat16" if narrow else ""
+    if wanted not in PACKED:
+        return []
+    # Beside integers, a cache in float32 would be most of what is read.
+    cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted != "bfloat16" else []
+    return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED[wanted])), *cache]
 
 
 def _buckets(program: Program, options: Options) -> Sequence[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128), Packing(16, 0)]
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = {"dot": 1, "tiles of bytes": 2, "tiles of bfloat16": 3, "portable": 4}
 Pointer, Int, Long, Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -31,7 +32,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def made(packing: Packing, features: int, depth: int) -> torch.Tensor:
     if packing.bits == 16:
-        return Packing.pack_bfloat16(torch.randn(features, depth))
+        return packing.pack(torch.randn(features, depth))
     q = torch.randint(0, 2**packing.bits, (features, depth))
     scale = torch.rand(features, depth // packing.group) * 0.1
     minimum = -torch.rand_like(scale) * 0.1 * 2 ** (packing.bits - 1) if packing.zero < 0 else None
@@ -49,7 +50,7 @@ def linear(
 ) -> torch.Tensor:
     rows, depth = x.shape
     y = torch.full((rows, features), float("nan"), dtype=x.dtype)
-    kind = int(x.dtype == torch.bfloat16)
+    kind = TYPES.index(x.dtype)
     pointers = [Pointer(each.data_ptr() if each is not None else None) for each in (x, weight, bias, y)]
     numbers = [Int(kind), Int(kind), Long(rows), Long(features), Long(depth), Long(packing.group)]
     kernels.inlay_packed_linear(*pointers, *numbers, Int(packing.bits), Int(packing.zero), Int(way))
@@ -58,7 +59,7 @@ def linear(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_linear(kernels: ctypes.CDLL, packing: Packing, way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for rows, features, depth in (
@@ -149,7 +150,7 @@ def attend(
     a.query, a.out = query.data_ptr(), out.data_ptr()
     a.q_batch, a.q_head, a.q_row, _ = query.stride()
     a.keys, a.values, a.slots, a.lengths = (each.data_ptr() for each in (keys, values, slots, lengths))
-    a.q_type, a.kv_type = int(query.dtype == torch.bfloat16), int(keys.dtype == torch.bfloat16)
+    a.q_type, a.kv_type = TYPES.index(query.dtype), TYPES.index(keys.dtype)
     a.batch, a.heads, a.kv_heads, a.length, a.depth = batch, heads, keys.shape[1], length, depth
     a.width, a.room, a.scale, a.window, a.softcap = values.shape[3], keys.shape[2], scale, window, softcap
     a.slopes, a.sinks = (None if each is None else each.data_ptr() for each in (slopes, sinks))
@@ -157,7 +158,7 @@ def attend(
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", TYPES)
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "depth", "width"),
     [(1, 9, 3, 64, 64), (3, 4, 4, 32, 48), (2, 8, 1, 128, 128), (2, 5, 5, 24, 40)],

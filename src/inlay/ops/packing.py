@@ -44,10 +44,16 @@ class Packing:
         """
         return -(-features // LANES), depth // self.group, self.group_bytes
 
-    def pack(self, q: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-        """Integers `[features, depth]` with scales and minima `[features, depth / group]` as one tensor of bytes."""
+    def pack(self, q: Tensor, scale: Tensor | None = None, minimum: Tensor | None = None) -> Tensor:
+        """Integers `[features, depth]` with scales and minima `[features, depth / group]` as one tensor of bytes.
+
+        Of 16 bits, the values themselves.
+        """
         features, depth = q.shape
         blocks, groups, _ = self.shape(features, depth)
+        if scale is None:
+            pairs = _filled(q.to(torch.bfloat16), blocks).view(blocks, LANES, groups, self.group // 2, 2)
+            return pairs.permute(0, 2, 3, 1, 4).reshape(blocks, groups, -1).view(torch.uint8)
         q, scale = _filled(q.to(torch.uint8), blocks), _filled(scale.to(torch.float16), blocks)
         lanes = q.view(blocks, LANES, groups, self.group // STEP, STEP // 4, 4).permute(0, 2, 3, 4, 1, 5)
         if self.bits == 4:
@@ -57,13 +63,6 @@ class Packing:
         if minimum is not None:
             parts.append(_per_block(_filled(minimum.to(torch.float16), blocks), blocks, groups))
         return torch.cat(parts, dim=2)
-
-    @staticmethod
-    def pack_bfloat16(weight: Tensor) -> Tensor:
-        """A weight `[features, depth]` as bfloat16, packed (`Packing(16, 0)`)."""
-        blocks = -(-weight.shape[0] // LANES)
-        pairs = _filled(weight.to(torch.bfloat16), blocks).view(blocks, LANES, -1, STEP // 2, 2).permute(0, 2, 3, 1, 4)
-        return pairs.reshape(blocks, weight.shape[1] // STEP, -1).view(torch.uint8)
 
     def unpack(self, packed: Tensor, features: int) -> Tensor:
         """The weight as float32, `[features, depth]`; exact.

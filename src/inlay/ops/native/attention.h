@@ -96,8 +96,15 @@ inline void weigh(const float* weights, const void* values, int32_t type, int64_
 }
 #endif
 
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 inline float wide(float value) { return value; }
-inline float wide(uint16_t value) { return from_bf16(value); }
+inline float wide(BFloat16 value) { return from_bf16(value.bits); }
+inline float wide(Float16 value) { return from_half(value.bits); }
 
 // Any width, on any processor: what is left over from column `from` on.
 template <typename T>
@@ -143,8 +150,10 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
 #endif
     if (a.kv_type == kFloat32)
       dots_portable(query, a.depth, reinterpret_cast<const float*>(keys), kHeads, count, scores);
+    else if (a.kv_type == kBFloat16)
+      dots_portable(query, a.depth, reinterpret_cast<const BFloat16*>(keys), kHeads, count, scores);
     else
-      dots_portable(query, a.depth, reinterpret_cast<const uint16_t*>(keys), kHeads, count, scores);
+      dots_portable(query, a.depth, reinterpret_cast<const Float16*>(keys), kHeads, count, scores);
     for (int h = 0; h < kHeads; ++h) {
       float* row = scores + h * kRun;
       float most = sofar[h].most, sum = 0;
@@ -180,8 +189,10 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     if (done < a.width) {
       if (a.kv_type == kFloat32)
         weigh_portable(scores, reinterpret_cast<const float*>(values), kHeads, a.width, done, count, fade, acc);
+      else if (a.kv_type == kBFloat16)
+        weigh_portable(scores, reinterpret_cast<const BFloat16*>(values), kHeads, a.width, done, count, fade, acc);
       else
-        weigh_portable(scores, reinterpret_cast<const uint16_t*>(values), kHeads, a.width, done, count, fade, acc);
+        weigh_portable(scores, reinterpret_cast<const Float16*>(values), kHeads, a.width, done, count, fade, acc);
     }
   }
 }

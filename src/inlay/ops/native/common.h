@@ -15,7 +15,7 @@ namespace inlay {
 constexpr int64_t kLanes = 16;  // features that lie beside each other in a packed weight
 constexpr int64_t kStep = 32;   // columns that are packed together
 
-enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -33,16 +33,45 @@ inline uint16_t to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline float from_half(uint16_t bits) {
+#ifdef __F16C__
+  return _cvtsh_ss(bits);
+#else
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  float value;
+  if (exponent == 0) {
+    value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -value : value;
+  }
+  const uint32_t wide = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
+  std::memcpy(&value, &wide, 4);
+  return value;
+#endif
+}
+
+inline uint16_t to_half(float value) {
+#ifdef __F16C__
+  return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  static_assert(sizeof(_Float16) == 2);
+  const _Float16 narrow = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &narrow, 2);
+  return bits;
+#endif
+}
+
 inline float element(const void* data, int32_t type, int64_t index) {
-  return type == kFloat32 ? static_cast<const float*>(data)[index]
-                          : from_bf16(static_cast<const uint16_t*>(data)[index]);
+  if (type == kFloat32) return static_cast<const float*>(data)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[index];
+  return type == kBFloat16 ? from_bf16(bits) : from_half(bits);
 }
 
 inline void put(void* data, int32_t type, int64_t index, float value) {
   if (type == kFloat32)
     static_cast<float*>(data)[index] = value;
   else
-    static_cast<uint16_t*>(data)[index] = to_bf16(value);
+    static_cast<uint16_t*>(data)[index] = type == kBFloat16 ? to_bf16(value) : to_half(value);
 }
 
 // Memory that grows and is kept. One a thread and purpose, so no two calls share it.
@@ -79,6 +108,7 @@ struct Part {
 inline __m512 load16(const void* data, int32_t type, int64_t index, __mmask16 mask = 0xffff) {
   if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(data) + index);
   __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + index);
+  if (type == kFloat16) return _mm512_cvtph_ps(half);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
@@ -97,7 +127,8 @@ inline void store16(void* data, int32_t type, int64_t index, __m512 value, __mma
   if (type == kFloat32)
     _mm512_mask_storeu_ps(static_cast<float*>(data) + index, mask, value);
   else
-    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask, bf16_of(value));
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask,
+                             type == kBFloat16 ? bf16_of(value) : _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
 #endif
 

@@ -70,19 +70,7 @@ inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride,
 inline float half(const uint8_t* data) {
   uint16_t bits;
   std::memcpy(&bits, data, 2);
-#ifdef __F16C__
-  return _cvtsh_ss(bits);
-#else
-  uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
-  float value;
-  if (exponent == 0) {
-    value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
-    return sign ? -value : value;
-  }
-  uint32_t wide = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
-  std::memcpy(&value, &wide, 4);
-  return value;
-#endif
+  return from_half(bits);
 }
 
 // Any processor: what the others are checked against. With AVX2, what a lesser one runs.

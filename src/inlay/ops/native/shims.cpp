@@ -38,6 +38,7 @@ struct Tensor {
   int32_t type() const {
     return dtype == aoti_torch_dtype_float32()    ? inlay::kFloat32
            : dtype == aoti_torch_dtype_bfloat16() ? inlay::kBFloat16
+           : dtype == aoti_torch_dtype_float16()  ? inlay::kFloat16
                                                   : -1;
   }
 };
@@ -82,7 +83,7 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandl
                                             int64_t tiled, AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
   if (x.type() < 0 || !weight.contiguous() || x.dim > kMostAxes)
-    return refused("packed_linear wants x in float32 or bfloat16, and a weight that is contiguous");
+    return refused("packed_linear wants x in float32, bfloat16 or float16, and a weight that is contiguous");
   int64_t sizes[kMostAxes], strides[kMostAxes], rows = 1, depth = x.sizes[x.dim - 1], step = features;
   for (int64_t axis = x.dim - 2; axis >= 0; --axis) {
     sizes[axis] = x.sizes[axis], strides[axis] = step;
@@ -112,7 +113,7 @@ AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle weight_, AtenTen
   sizes[tokens.dim] = depth, strides[tokens.dim] = 1;
   if (AOTITorchError error = made(tokens.dim + 1, sizes, strides, dtype, ret0)) return error;
   Tensor out(*ret0);
-  if (out.type() < 0) return refused("packed_embedding gives float32 or bfloat16");
+  if (out.type() < 0) return refused("packed_embedding gives float32, bfloat16 or float16");
   inlay_packed_embedding(static_cast<const uint8_t*>(weight.data), static_cast<const int64_t*>(tokens.data), out.data,
                          out.type(), count, weight.sizes[0] * inlay::kLanes, depth, group, static_cast<int32_t>(bits),
                          static_cast<int32_t>(zero));
@@ -127,7 +128,7 @@ AOTITorchError aoti_torch_cpu_cached_attention(AtenTensorHandle query_, AtenTens
   if ((query.sizes[3] != 1 && query.strides[3] != 1) || !keys.contiguous() || !values.contiguous() ||
       !slots.contiguous() || !lengths.contiguous() || query.type() < 0 || keys.type() < 0 ||
       keys.dtype != values.dtype)
-    return refused("cached_attention wants float32 or bfloat16, caches that are contiguous and rows that are");
+    return refused("cached_attention wants float32, bfloat16 or float16, caches that are contiguous and rows that are");
   const int64_t batch = query.sizes[0], heads = query.sizes[1], length = query.sizes[2], width = values.sizes[3];
   const int64_t sizes[4] = {batch, heads, length, width};
   const int64_t strides[4] = {length * heads * width, width, heads * width, 1};
@@ -145,7 +146,7 @@ AOTITorchError aoti_torch_cpu_cached_attention(AtenTensorHandle query_, AtenTens
   for (auto [handle, place] : {std::pair{slopes_, &a.slopes}, std::pair{sinks_, &a.sinks}}) {
     if (!handle) continue;
     Tensor extra(*handle);
-    if (!extra.contiguous() || extra.type() < 0) return refused("slopes and sinks must be float32 or bfloat16");
+    if (!extra.contiguous() || extra.type() < 0) return refused("slopes and sinks must be float32, bfloat16 or float16");
     *place = extra.data;
     a.extra_type = extra.type();
   }

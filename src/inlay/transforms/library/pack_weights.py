@@ -43,10 +43,10 @@ class PackWeights(Transform):
     """Weights of linear layers and tied embeddings are packed: as stored, or quantised to int4 or int8."""
 
     class Options(base.Options):
-        """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`) and `int8` quantise. A weight is packed
-        when `only` is empty or names it, and `skip` does not; both hold patterns such as `lm_head*`."""
+        """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`) and `int8` quantise, `bfloat16` rounds.
+        A weight is packed when `only` is empty or names it, and `skip` does not, by patterns such as `lm_head*`."""
 
-        format: Literal["stored", "int4", "int8", "none"] = "int8"
+        format: Literal["stored", "int4", "int8", "bfloat16", "none"] = "int8"
         group: Literal[32, 64, 128] = 32
         only: tuple[str, ...] = ()
         skip: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class PackWeights(Transform):
                 return f"another consumer: {user} reads {node}"
         if isinstance(ref, Derived) and ref.map != "concat":
             return f"refused: {node} is made by another transform"
-        name = {"int4": f"int4-g{options.group}", "int8": "int8"}.get(options.format, "")
+        name = f"int4-g{options.group}" if options.format == "int4" else options.format
         if options.format == "stored":
             found = {each.format if (each := quantised(ref)) else "plain values" for ref in sources.values()}
             if len(found) > 1 or found == {"plain values"}:
