@@ -95,14 +95,22 @@ def pack(
     """Compile what has to be, and write the package."""
     with store.staged(path) as folder:
         native.copy(folder / native.NAME)
-        buckets = []
-        for number, (name, sizes, each) in enumerate(lowered.buckets):
-            pieces = []
+        made: dict[Piece, PieceFile] = {}
+        for number, (name, _, each) in reversed(list(enumerate(lowered.buckets))):
             for piece in each.pieces:
-                on_step(f"compiling {piece.name} ({name})" if not piece.plain else "")
-                pieces.append(_write_piece(piece, folder, f"{number}-{piece.name}"))
-            steps = _by_target(each.steps, lowered.program)
-            buckets.append(Bucket(name, sizes, tuple(pieces), steps, each.results))
+                same = next((other for other in made if _serves(other, piece)), None)
+                on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
+                made[piece] = made[same] if same else _write_piece(piece, folder, f"{number}-{piece.name}")
+        buckets = [
+            Bucket(
+                name,
+                sizes,
+                tuple(made[piece] for piece in each.pieces),
+                _by_target(each.steps, lowered.program),
+                each.results,
+            )
+            for name, sizes, each in lowered.buckets
+        ]
         on_step("writing weights")
         rows, read, initial = _weights(lowered, buckets)
         written = weights_file.write(folder / weights_file.NAME, rows, read)
@@ -133,6 +141,15 @@ def pack(
         )
         store.publish(path, folder, manifest.text())
     return manifest
+
+
+def _serves(other: Piece, piece: Piece) -> bool:
+    """Whether a piece made for more sizes can be used here: it is no block, which is worth code of its own."""
+    if piece.repeats or other.repeats or piece.name != other.name:
+        return False
+    calls = [[node.target for node in each.program.graph.nodes if node.op != "placeholder"] for each in (piece, other)]
+    kinds = [[(row.name, row.role, row.dtype) for row in each.program.bindings] for each in (piece, other)]
+    return calls[0] == calls[1] and kinds[0] == kinds[1]
 
 
 def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:

@@ -43,6 +43,8 @@ class Piece:
     plain: bool = False
     states: tuple[str, ...] = ()
     """Inputs that are state of the whole program, written to or not."""
+    repeats: bool = False
+    """Whether it stands in several places, or is all there is."""
 
     @property
     def constants(self) -> tuple[Binding, ...]:
@@ -287,7 +289,7 @@ class _Cutter:
         touched = tuple(f"x{place}" for place, value in enumerate(shape.ins) if value in self.states)
         few = len(self.segments) > 1 and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
         plain = few and not any(node.target in SHIMS for node in segment.nodes)
-        return Piece(name, program, plain, touched)
+        return Piece(name, program, plain, touched, segment.kind is not None or len(self.segments) == 1)
 
     def _names(self, index: int, value: str) -> list[fx.Node]:
         """Every outside node of a segment that is this value: an old state and a new one lie in the same storage."""

@@ -235,59 +235,69 @@ void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
 #endif
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-// 16 rows at a time: bytes times bytes in tiles of 32 columns, scaled in between.
+// 16 rows at a time: bytes times bytes in tiles of 32 columns. What one tile gives is scaled while the next is made.
 template <int kBits, bool kMinimum>
 void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   TileConfig config;
   config.set(0, 16, 64);  // sums
   config.set(1, 16, 64);
   config.set(2, 16, 32);  // x: 16 rows of 32 bytes
-  config.set(3, 8, 64);   // weight: 8 lines of 4 columns
-  config.set(4, 8, 64);
+  config.set(3, 16, 32);
+  config.set(4, 8, 64);  // weight: 8 lines of 4 columns
+  config.set(5, 8, 64);
   _tile_loadconfig(&config);
-  written();
-  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
-  const int64_t group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
-  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
-  alignas(64) uint8_t lines[8 * 64];
-  alignas(64) int32_t sums[16 * 16];
-  alignas(64) float part_sums[16];
+  const int64_t per = l.group / kStep, steps = l.depth / kStep, step_bytes = kStep * kLanes * kBits / 8;
+  const int64_t numbers = l.numbers(), group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(-l.zero));
+  alignas(64) uint8_t lines[2][8 * 64];
+  alignas(64) int32_t sums[2][16 * 16];
   for (int64_t block = part.begin; block < part.end; ++block) {
     for (int64_t row = 0; row < l.rows; row += 16) {
       const uint8_t* at = l.weight + block * block_bytes;
+      const int8_t* q = x.q + row * l.depth;
       __m512 total[16];
       for (int r = 0; r < 16; ++r) total[r] = _mm512_setzero_ps();
-      for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
-        __m512 d = halves(at + numbers);
-        __m512 all = _mm512_setzero_ps();
-        for (int64_t s = 0; s < steps; ++s) {
-          int64_t step = g / kStep + s;
-          const uint8_t* w = at + s * step_bytes;
-          if constexpr (kBits == 4) {
+      auto multiply = [&](int64_t step) {
+        const uint8_t* w = at + step / per * group_bytes + step % per * step_bytes;
+        uint8_t* mine = lines[step & 1];
+        if constexpr (kBits == 4) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) _mm512_store_si512(lines + i * 64, quad<4>(w, i));
-            written();
-            _tile_loadd(3, lines, 64);
-          } else {
-            _tile_loadd(3, w, 64);
-          }
-          _tile_zero(0);
-          _tile_loadd(2, x.q + row * l.depth + step * kStep, l.depth);
-          _tile_dpbsud(0, 2, 3);
-          _tile_stored(0, sums, 64);
-          const float* scale = x.scale + step * stride + row;
-#pragma GCC unroll 16
-          for (int r = 0; r < 16; ++r) {
-            __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(sums + r * 16));
-            total[r] = _mm512_fmadd_ps(dots, _mm512_mul_ps(d, _mm512_set1_ps(scale[r])), total[r]);
-          }
-          all = _mm512_add_ps(all, _mm512_loadu_ps(x.sum + step * stride + row));
+          for (int i = 0; i < 8; ++i) _mm512_store_si512(mine + i * 64, quad<4>(w, i));
+          written();
         }
-        __m512 low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, d));
-        _mm512_store_ps(part_sums, all);
+        const uint8_t* from = kBits == 4 ? mine : w;
+        if (step & 1) {
+          _tile_zero(1);
+          _tile_loadd(3, q + step * kStep, l.depth);
+          _tile_loadd(5, from, 64);
+          _tile_dpbsud(1, 3, 5);
+          _tile_stored(1, sums[1], 64);
+        } else {
+          _tile_zero(0);
+          _tile_loadd(2, q + step * kStep, l.depth);
+          _tile_loadd(4, from, 64);
+          _tile_dpbsud(0, 2, 4);
+          _tile_stored(0, sums[0], 64);
+        }
+      };
+      auto scale = [&](int64_t step) {
+        const uint8_t* scales = at + step / per * group_bytes + numbers;
+        const __m512 d = halves(scales), low = kMinimum ? halves(scales + 2 * kLanes) : _mm512_mul_ps(zero, d);
+        const float *scale = x.scale + step * stride + row, *sum = x.sum + step * stride + row;
+        const int32_t* mine = sums[step & 1];
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; ++r) total[r] = _mm512_fmadd_ps(_mm512_set1_ps(part_sums[r]), low, total[r]);
+        for (int r = 0; r < 16; ++r) {
+          __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(mine + r * 16));
+          total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sum[r]), low, total[r]);
+          total[r] = _mm512_fmadd_ps(dots, _mm512_mul_ps(d, _mm512_set1_ps(scale[r])), total[r]);
+        }
+      };
+      multiply(0);
+      for (int64_t step = 1; step < steps; ++step) {
+        multiply(step);
+        scale(step - 1);
       }
+      scale(steps - 1);
       for (int r = 0; r < 16 && row + r < l.rows; ++r) finish(l, row + r, block, total[r]);
     }
   }
@@ -342,6 +352,7 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
   for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
   _tile_loadconfig(&config);
   const int64_t lines = l.depth / kStep, block_bytes = l.block_bytes();
+  const bool plain = l.y_type == kFloat32 && !l.bias;
   alignas(64) float sums[4][16 * 16];
   for (int64_t block = part.begin; block < part.end; block += 2) {
     const int64_t many = std::min<int64_t>(2, part.end - block);
@@ -377,6 +388,14 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
           _tile_dpbf16ps(2, 5, 6);
           if (many == 2) _tile_dpbf16ps(3, 5, 7);
         }
+      }
+      if (plain && many == 2 && row + 32 <= l.rows && (block + 2) * kLanes <= l.features) {
+        float* y = static_cast<float*>(l.y) + row * l.features + block * kLanes;
+        _tile_stored(0, y, l.features * 4);
+        _tile_stored(1, y + 16, l.features * 4);
+        _tile_stored(2, y + 16 * l.features, l.features * 4);
+        _tile_stored(3, y + 16 * l.features + 16, l.features * 4);
+        continue;
       }
       _tile_stored(0, sums[0], 64);
       _tile_stored(1, sums[1], 64);
