@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 aten = torch.ops.aten
-_MEASURED = 3
-"""Weights of a kind whose error is measured: the first, the last and one between them."""
 
 
 @transform("pack_weights", stage=Stage.LOWER, numerics=Numerics.APPROXIMATE, anchors=("aten.linear.default",))
@@ -157,7 +155,7 @@ def _note(wanted: Format, kind: str, made: Sequence[Derived]) -> str:
     if wanted.exact:
         return f"{what}, kept as stored"
     to = f"{what} → int8 in groups of 32" if wanted.blocks else what
-    measured = [made[place] for place in sorted({0, len(made) // 2, len(made) - 1})][:_MEASURED]
+    measured = [made[place] for place in sorted({0, len(made) // 2, len(made) - 1})]
     try:
         errors = [_measured(wanted, each) for each in measured]
     except ModelError as error:
