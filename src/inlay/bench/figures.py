@@ -21,7 +21,7 @@ class Spread:
     """A figure: the median of the rounds, and the lowest and highest of them.
 
     >>> str(Spread.of([1.0, 4.0, 2.0]))
-    '2.00 (1.00 … 4.00)'
+    '2.00 (1.00–4.00)'
     """
 
     median: float
@@ -34,7 +34,7 @@ class Spread:
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return " ".join([number_text(self.median), f"({number_text(self.low)} … {number_text(self.high)})"])
+        return f"{number_text(self.median)} ({number_text(self.low)}–{number_text(self.high)})"
 
     def to_json(self) -> dict[str, float]:
         """For machines."""

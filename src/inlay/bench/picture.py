@@ -87,13 +87,8 @@ def draw(report: Mapping[str, Any], title: str) -> str:
 def _drawn(panel: Panel) -> Iterator[str]:
     most = max([bar.tok_s["high"] for bar in panel.bars] + list(panel.limits.values()))
     high = ROW * len(panel.bars)
-    yield (
-        text(-8, 14, panel.title, size=13, weight=600, anchor="end")
-        if len(panel.title) < 12
-        else text(-150, 14, panel.title, size=13, weight=600)
-    )
+    yield text(-150, 14, panel.title, size=13, weight=600)
     yield f'<path d="M0 22V{22 + high}" stroke="{INK}"/>'
-    label = WIDE + 10.0
     for index, bar in enumerate(panel.bars):
         y = 26 + index * ROW
         colour = COLOURS[bar.name == OURS]
@@ -102,7 +97,8 @@ def _drawn(panel: Panel) -> Iterator[str]:
         yield f'<path d="M{low:.1f} {y + BAR / 2}H{top:.1f}" stroke="{INK}" stroke-width="1.5"/>'
         yield text(-8, y + 11, bar.name, anchor="end", weight=600 if bar.name == OURS else 400)
         spent = f"p50 {number_text(bar.p50_ms)}, p99 {number_text(bar.p99_ms)} ms a {panel.per}"
-        yield text(label, y + 11, f"{number_text(bar.tok_s['median'])}   {spent}")
+        yield text(WIDE + 10, y + 11, number_text(bar.tok_s["median"]), weight=600)
+        yield text(WIDE + 70, y + 11, spent)
     for number, (name, value) in enumerate(sorted(panel.limits.items(), key=lambda each: each[1])):
         x = WIDE * value / most
         line = f'd="M{x:.1f} 20V{24 + high}" stroke="{LIMIT}" stroke-width="2" stroke-dasharray="4 3"'

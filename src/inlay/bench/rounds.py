@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inlay.bench.worker import AbsentError, CannotError, Worker
@@ -50,9 +50,8 @@ class Workload:
         notes = []
         if made != self:
             wanted = max(self.deep + self.tokens, self.prompt)
-            notes.append(
-                f"The package holds {room} tokens a sequence: {asdict(made)}. Build with --max-length {wanted}."
-            )
+            asked = f"a prompt of {made.prompt}, {made.tokens} tokens after {made.filled}, and after {made.deep}"
+            notes.append(f"The package holds {room} tokens: {asked}. Build with --max-length {wanted} for more.")
         if slots < self.batch:
             notes.append(f"The package holds {slots} sequences, not {self.batch}. Build with --max-batch {self.batch}.")
         return made, notes

@@ -91,33 +91,35 @@ def bench(
 def _print(made: Mapping[str, Any], batch: int) -> None:
     from inlay.bench.figures import Spread
 
-    table = Table(box=None, pad_edge=False)
-    tasks = ("decode", "deep_decode", "prefill", f"batch{batch}", "first_token")
-    columns = ("", "decode", "p50", "p99", "deep decode", "prefill", f"batch {batch}", "first token")
-    for column in columns:
-        table.add_column(column, justify="left" if not column else "right")
+    tasks = ("decode", "prefill", f"batch{batch}", "deep_decode")
+    rates = _table("tokens a second", *tasks, "p50 / p99", "first token")
     for name, each in made["contestants"].items():
         done = each["tasks"]
-        cells = [_cell(done, task, Spread) for task in tasks]
-        spent = [f"{done['decode'][key]:.1f} ms" if "decode" in done else "" for key in ("p50_ms", "p99_ms")]
-        table.add_row(name, cells[0], *spent, *cells[1:])
-    out.print(table)
-    out.print("\nTokens a second (first token: seconds, new process); median of rounds, lowest … highest.\n")
-    ratios = Table(box=None, pad_edge=False)
-    for column in ("Inlay over", *tasks):
-        ratios.add_column(column.replace("_", " "), justify="left" if column == "Inlay over" else "right")
-    for name, times in made["against"].items():
-        ratios.add_row(name, *(str(Spread(**times[task])) if task in times else "" for task in tasks))
+        spent = f"{done['decode']['p50_ms']:.1f} / {done['decode']['p99_ms']:.1f}" if "decode" in done else ""
+        cells = (str(Spread(**done[task]["tok_s"])) if task in done else "" for task in tasks)
+        rates.add_row(name, *cells, spent, f"{done['first_token']['seconds']['median']:.2f} s")
+    out.print(rates)
     if made["against"]:
-        out.print(ratios)
+        compared = (*tasks, "first_token")
+        ratios = _table("Inlay, times", *compared)
+        for name, times in made["against"].items():
+            ratios.add_row(name, *(str(Spread(**times[task])) if task in times else "" for task in compared))
         out.print()
+        out.print(ratios)
+    shares = _table("Inlay, share of its limit", "")
     for name, share in made["shares"].items():
-        out.print(f"{name.replace('_', ' ')}: {Spread(**share)}")
+        shares.add_row(name.replace("_", " "), str(Spread(**share)))
+    out.print()
+    out.print(shares)
+    out.print(
+        f"\nMedian of {made['rounds']} rounds (lowest–highest); p50 and p99: ms a token; first token: of a new process."
+    )
     for note in made["notes"]:
         err.print(note, markup=False)
 
 
-def _cell(done: Mapping[str, Any], task: str, spread: Any) -> str:
-    if task not in done:
-        return ""
-    return str(spread(**(done[task].get("tok_s") or done[task]["seconds"])))
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
+    return table
