@@ -45,10 +45,9 @@ class Eager:
     def _step(self, cache: Any, tokens: torch.Tensor, at: int, forward: Any = None) -> float:
         positions = torch.arange(at, at + tokens.shape[1]).unsqueeze(0)
         start = perf_counter()
-        with torch.inference_mode():
-            (forward or self._model)(
-                input_ids=tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
-            )
+        (forward or self._model)(
+            input_ids=tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
+        )
         return perf_counter() - start
 
 
@@ -81,6 +80,7 @@ def open_contestant(arguments: dict[str, Any]) -> Eager:
     if not arguments.get("model"):
         raise SystemExit("it reads a GGUF file or a folder; name it with --model.")
     torch.set_num_threads(arguments["threads"])
+    torch.set_grad_enabled(False)
     how, _, number = arguments["variant"].partition("-")
     path = Path(arguments["model"])
     where = {"gguf_file": path.name} if path.is_file() else {}
