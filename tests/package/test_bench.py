@@ -77,6 +77,7 @@ def test_table_picture_and_a_peer(package: Path, tmp_path: Path) -> None:
     assert "slow" in shown.stdout
     assert "batch4 of bare" in shown.stdout
     assert "slow: Prompts are not for me." in shown.stderr
+    assert "Inlay, times" in shown.stdout
     drawn = ElementTree.fromstring(picture.read_text())
     assert len(drawn.findall(f".//{SVG}rect[@class='bar']")) == 5, "two decode, one prefill, two in a batch"
     assert len(drawn.findall(f".//{SVG}path[@class='limit']")) == 3
@@ -180,6 +181,43 @@ def test_contestants_of_this_repository() -> None:
     assert own[0].name == "hf:compiled-bf16"
     assert len(own) == 4
     assert {each.python for each in own} == {Path(sys.executable).absolute()}
+
+
+@pytest.mark.fast
+def test_ratios_are_of_a_round() -> None:
+    raced = Raced()
+    for name, seconds in ((OURS, (1.0, 2.0, 4.0)), ("slow", (2.0, 4.0, 8.0)), ("fast", (0.5, 2.0, 2.0))):
+        raced.samples[name] = samples = Samples("1")
+        for each in seconds:
+            samples.add(Task("decode", "decode", {}), [each, each])
+    made = report(raced, 16)
+    assert made["decode_tok_s"] == 0.5
+    assert made["against"]["slow"]["decode"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert made["over_best"]["decode"] == {"name": "fast", "median": 0.5, "low": 0.5, "high": 1.0}
+
+
+@pytest.mark.fast
+def test_random_model_is_read(tmp_path: Path) -> None:
+    from benchmarks.random_llama import Shape, write
+
+    from inlay.capture import open_model
+
+    write(tmp_path / "random.gguf", Shape(2, 64, 96, 4, 2, 512, 128))
+    model = open_model(str(tmp_path / "random.gguf"))
+    assert (model.config["layers"], model.config["kv_heads"], model.config["vocabulary"]) == (2, 2, 512)
+    for name, row in model.tensors.items():
+        value = row.read()
+        assert bool(torch.isfinite(value).all()), name
+        assert value.dim() == 1 or abs(float(value.mean())) < 0.1 * float(value.std()), name
+
+
+@pytest.mark.fast
+def test_windows_are_whole() -> None:
+    from benchmarks.perplexity import WINDOW, windows
+
+    assert [len(each) for each in windows(list(range(3 * WINDOW)), 2 * WINDOW + 7)] == [WINDOW, WINDOW]
+    with pytest.raises(SystemExit, match="has 3 tokens"):
+        windows([1, 2, 3], 4)
 
 
 @pytest.mark.fast

@@ -110,8 +110,24 @@ def report(raced: Raced, batch: int) -> dict[str, Any]:
         "shares": {name: share.to_json() for name, share in shares.items() if share},
         "contestants": {name: _contestant(samples) for name, samples in raced.samples.items()},
         "against": {name: _against(ours, samples) for name, samples in raced.samples.items() if name != OURS},
+        "over_best": _over_best(raced),
         "notes": raced.notes,
     }
+
+
+def _over_best(raced: Raced) -> dict[str, Any]:
+    """For each task, how many times as fast the package is as whoever else is fastest, and who that is."""
+    ours, found = raced.samples[OURS], {}
+    for task in ours.seconds:
+        others = {
+            name: rates(each, task) for name, each in raced.samples.items() if name != OURS and task in each.seconds
+        }
+        if others and task != FIRST:
+            name = max(others, key=lambda each: median(others[each]))
+            times = ratio(rates(ours, task), others[name])
+            if times:
+                found[task] = {"name": name, **times.to_json()}
+    return found
 
 
 def _contestant(samples: Samples) -> dict[str, Any]:
