@@ -211,6 +211,16 @@ def test_random_model_is_read(tmp_path: Path) -> None:
         assert value.dim() == 1 or abs(float(value.mean())) < 0.1 * float(value.std()), name
 
 
+@pytest.mark.xdist_group("package")
+def test_losses_of_a_package_are_its_models(package: Path, model_folder: Path) -> None:
+    from benchmarks.perplexity import model_losses, package_losses
+
+    given = [list(range(3, 20)), list(range(40, 57))]
+    found = list(package_losses(package, given))
+    assert len(found) == 32
+    assert found == pytest.approx(list(model_losses(model_folder, given)), rel=1e-4)
+
+
 @pytest.mark.fast
 def test_windows_are_whole() -> None:
     from benchmarks.perplexity import WINDOW, windows
