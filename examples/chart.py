@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
+
+from inlay.bench.svg import FAINT, INK, opening, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +14,9 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 960, 430
 LEFT, TOP, WIDE, HIGH, APART = 74, 114, 310, 250, 480
 """The first panel's axes: where they begin, how large they are, and how far the next panel is."""
-INK, FAINT = "#7a818b", "#7a818b40"
-"""A grey between black and white is read on either."""
 LABEL_APART = 14
 LETTER = 6.8
 """How wide a letter of a label is, at most, on average."""
-FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,8 @@ class Panel:
 def draw(title: str, about: str, below: str, panels: Sequence[Panel]) -> str:
     """The whole picture: a title, one legend for all panels, the panels, and what is along their lower axis."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-        f' role="img" font-family="{FONT}" font-size="12" fill="{INK}">',
-        f"<title>{escape(title)}</title><desc>{escape(about)}</desc>",
-        _text(LEFT, 28, title, size=18, weight=600),
+        opening(title, about, WIDTH, HEIGHT),
+        text(LEFT, 28, title, size=18, weight=600),
         *_legend(panels[0].lines),
     ]
     for index, panel in enumerate(panels):
@@ -61,7 +57,7 @@ def _legend(lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         yield _stroke(f"M{x:.1f} 56h34", line)
         yield _dot(x + 17, 56, line)
-        yield _text(x + 42, 60, line.label)
+        yield text(x + 42, 60, line.label)
         x += 66 + LETTER * len(line.label)
 
 
@@ -78,16 +74,16 @@ def _panel(panel: Panel, below: str) -> Iterator[str]:
     def y(value: float) -> float:
         return HIGH * (high - math.log10(value)) / (high - low)
 
-    yield _text(0, -18, panel.title, size=14, weight=600)
+    yield text(0, -18, panel.title, size=14, weight=600)
     for power in range(low, high + 1):
         at = y(10.0**power)
         yield f'<path d="M0 {at:.1f}H{WIDE}" stroke="{FAINT}"/>'
-        yield _text(-8, at + 4, panel.text(10.0**power), anchor="end")
+        yield text(-8, at + 4, panel.text(10.0**power), anchor="end")
     for length in lengths:
         yield f'<path d="M{x(length):.1f} {HIGH}v5" stroke="{INK}"/>'
-        yield _text(x(length), HIGH + 20, f"{length:,}", size=10, anchor="middle")
+        yield text(x(length), HIGH + 20, f"{length:,}", size=10, anchor="middle")
     yield f'<path d="M0 {HIGH}H{WIDE}" stroke="{INK}"/>'
-    yield _text(WIDE / 2, HIGH + 42, below, anchor="middle")
+    yield text(WIDE / 2, HIGH + 42, below, anchor="middle")
     for line in panel.lines:
         places = [(x(length), y(value)) for length, value in sorted(line.points.items())]
         yield _stroke("M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in places), line)
@@ -101,7 +97,7 @@ def _ends(panel: Panel, y: Callable[[float], float]) -> Iterator[str]:
     last = [(line.points[max(line.points)], line) for line in panel.lines]
     for value, line in sorted(last, key=lambda each: -each[0]):
         taken = max(y(value) + 4, taken + LABEL_APART)
-        yield _text(WIDE + 9, taken, panel.text(value), colour=line.colour, weight=600)
+        yield text(WIDE + 9, taken, panel.text(value), colour=line.colour, weight=600)
 
 
 def _stroke(path: str, line: Line) -> str:
@@ -111,12 +107,3 @@ def _stroke(path: str, line: Line) -> str:
 
 def _dot(x: float, y: float, line: Line) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>'
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 12, weight: int = 400, anchor: str = "start", colour: str = INK
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
-        f' fill="{colour}">{escape(text)}</text>'
-    )

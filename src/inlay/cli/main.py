@@ -7,7 +7,22 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import bisect, build, diff, doctor, explain, inspect, lock, passes, prove, refit, run, show, verify
+from inlay.cli import (
+    bench,
+    bisect,
+    build,
+    diff,
+    doctor,
+    explain,
+    inspect,
+    lock,
+    passes,
+    prove,
+    refit,
+    run,
+    show,
+    verify,
+)
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -24,6 +39,7 @@ app.command("build")(build.build)
 app.command("run")(run.run)
 app.command("prove")(prove.prove)
 app.command("refit")(refit.refit)
+app.command("bench")(bench.bench)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)

@@ -1,0 +1,191 @@
+"""The bare limit: the linear layers of a package run alone, and the time it takes to read their bytes.
+
+No step of a decoder is faster than its linear layers, and those not faster than memory. `bare_linears` and
+`read_seconds` are all that the rest of the benchmark knows of how this is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.compile.calls import Calls
+from inlay.ops.packing import LANES, Packing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from inlay.compile.load import LoadedPackage
+    from inlay.compile.manifest import Bucket, PieceFile
+
+    Run = Callable[[torch.Tensor], torch.Tensor]
+
+_PLAIN, _PACKED = "aten.linear.default", "inlay.packed_linear.default"
+_TRIALS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """One linear call of a package, with the package's own weight."""
+
+    weight: torch.Tensor
+    features: int
+    depth: int
+    bits: int = 0
+    """Bits of a packed weight; 0 when it is a plain matrix."""
+    zero: int = 0
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Linears of one shape take the same kernel."""
+        return self.features, self.depth, self.bits, self.weight.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that goes in; packed weights are computed with in bfloat16."""
+        return torch.bfloat16 if self.bits else self.weight.dtype
+
+
+def linears(package: LoadedPackage, rows: int) -> list[Linear]:
+    """Every linear call of a step for so many rows, in the order in which they run.
+
+    A compiled piece no longer says what it calls: each matrix among its weights is taken to be multiplied once.
+    """
+    bucket = _bucket(package, rows)
+    pieces = {piece.name: piece for piece in bucket.pieces}
+    found: list[Linear] = []
+    for step in bucket.steps:
+        weights = [package.weights[name] for name in step.constants]
+        piece = pieces[step.piece]
+        found += (
+            _called(package, piece, weights) if piece.file.endswith(".json") else _compiled(package, piece, weights)
+        )
+    return found
+
+
+def _bucket(package: LoadedPackage, rows: int) -> Bucket:
+    sizes = {"batch": rows, "length": 1}
+    return next((bucket for bucket, _ in package.buckets if bucket.fits(sizes)), package.buckets[-1][0])
+
+
+def _called(package: LoadedPackage, piece: PieceFile, weights: list[torch.Tensor]) -> Iterator[Linear]:
+    calls = Calls.read(package.folder / piece.file)
+    by_name = dict(zip(calls.ins, weights, strict=False))
+    for _, target, args, _ in calls.steps:
+        name = str(target)
+        if name == _PLAIN and args[1] in by_name:
+            yield _plain(by_name[args[1]])
+        elif name == _PACKED and args[1] in by_name:
+            yield _packed(by_name[args[1]], *args[3:6])
+
+
+def _compiled(package: LoadedPackage, piece: PieceFile, weights: list[torch.Tensor]) -> Iterator[Linear]:
+    left_to_torch = (package.folder / piece.file).with_suffix(".json")
+    nodes = json.loads(left_to_torch.read_text())["nodes"] if left_to_torch.exists() else []
+    packed: dict[str, list[int]] = {}
+    for node in nodes:
+        if node["node"]["target"] == "inlay::packed_linear":
+            arguments = {each["name"]: each["arg"] for each in node["node"]["inputs"]}
+            numbers = [arguments[name]["as_int"] for name in ("features", "bits", "zero")]
+            packed[arguments["weight"]["as_tensor"]["name"]] = numbers
+    for name, weight in zip(piece.constants, weights, strict=True):
+        if name in packed:
+            yield _packed(weight, *packed[name])
+        elif weight.dim() == 2 and weight.is_floating_point():
+            yield _plain(weight)
+
+
+def _plain(weight: torch.Tensor) -> Linear:
+    return Linear(weight, *weight.shape)
+
+
+def _packed(weight: torch.Tensor, features: int, bits: int, zero: int) -> Linear:
+    factors = 2 * LANES * (2 if zero < 0 else 1)
+    group = (weight.shape[2] - factors) * 8 // (LANES * bits)
+    assert Packing(bits, zero, group).group_bytes == weight.shape[2]
+    return Linear(weight, features, weight.shape[1] * group, bits, zero)
+
+
+def _own(linear: Linear, rows: int) -> Run:
+    if not linear.bits:
+        return lambda x: torch.nn.functional.linear(x, linear.weight)
+    call: Any = torch.ops.inlay.packed_linear.default
+    return lambda x: call(x, linear.weight, None, linear.features, linear.bits, linear.zero)
+
+
+def _prepacked(linear: Linear, rows: int) -> Run | None:
+    """oneDNN's own layout, which torch's compiler uses for matrices that are constants."""
+    if linear.bits or linear.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    mkldnn: Any = torch.ops.mkldnn
+    weight = mkldnn._reorder_linear_weight(linear.weight, rows)
+    call: Any = mkldnn._linear_pointwise.default
+    return lambda x: call(x, weight, None, "none", [], "")
+
+
+def _aten_int4(linear: Linear, rows: int) -> Run | None:
+    """ATen's kernel for four bits in groups of 32. It reads as many bytes as the package's; which, does not matter."""
+    if linear.bits != 4 or linear.features % 16 or linear.depth % 32:
+        return None
+    numbers = torch.randint(0, 16, (linear.features, linear.depth), dtype=torch.int32)
+    aten: Any = torch.ops.aten
+    weight = aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+    factors = torch.ones(linear.depth // 32, linear.features, 2, dtype=torch.bfloat16)
+    return lambda x: aten._weight_int4pack_mm_for_cpu(x, weight, 32, factors)
+
+
+CANDIDATES = (_own, _prepacked, _aten_int4)
+"""Kernels for a linear layer; for each shape and number of rows the fastest is taken."""
+
+
+def bare_linears(package: LoadedPackage, rows: int) -> float:
+    """Seconds of one pass over all linear layers of a step, each shape by the fastest kernel for it."""
+    with torch.no_grad():
+        return _pass(_fastest(package, rows))
+
+
+def read_seconds(package: LoadedPackage) -> float:
+    """Seconds to read once, with all threads, as many bytes as the linear layers of one token read."""
+    buffer = _buffer(package)
+    start = perf_counter()
+    buffer.sum()
+    return perf_counter() - start
+
+
+def linear_bytes(package: LoadedPackage) -> int:
+    """Bytes of the weights that one token reads."""
+    return sum(linear.weight.nbytes for linear in linears(package, 1))
+
+
+@cache
+def _buffer(package: LoadedPackage) -> torch.Tensor:
+    return torch.ones(max(1, linear_bytes(package) // 4))
+
+
+@cache
+def _fastest(package: LoadedPackage, rows: int) -> list[tuple[Run, torch.Tensor]]:
+    found = linears(package, rows)
+    inputs = {each.shape: torch.ones(rows, each.depth, dtype=each.dtype) for each in found}
+    best: dict[tuple[Any, ...], dict[int, Run]] = {}
+    for shape, x in inputs.items():
+        alike = [each for each in found if each.shape == shape]
+        took = {}
+        for candidate in CANDIDATES:
+            runs = [candidate(each, rows) for each in alike]
+            calls = [(run, x) for run in runs if run is not None]
+            if calls:
+                took[min(_pass(calls) for _ in range(_TRIALS))] = calls
+        best[shape] = {id(each): run for each, (run, _) in zip(alike, took[min(took)], strict=True)}
+    return [(best[each.shape][id(each)], inputs[each.shape]) for each in found]
+
+
+def _pass(calls: list[tuple[Run, torch.Tensor]]) -> float:
+    start = perf_counter()
+    for run, x in calls:
+        run(x)
+    return perf_counter() - start

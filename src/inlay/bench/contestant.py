@@ -1,0 +1,83 @@
+"""Inlay as a contestant: a package, asked through the sessions that everybody uses."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay import __version__
+from inlay.bench.bare import bare_linears, read_seconds
+from inlay.compile.load import load_package
+from inlay.runtime.session import Session
+
+if TYPE_CHECKING:
+    from inlay.compile.load import LoadedPackage
+
+AT_ONCE = 512
+"""Tokens of a prompt that go in together when a cache is filled."""
+
+
+class PackageContestant:
+    """Tokens are any: how long a step takes does not depend on them. Scores are computed; none is chosen."""
+
+    version = f"Inlay {__version__}, torch {torch.__version__}"
+
+    def __init__(self, package: LoadedPackage) -> None:
+        self._package = package
+        self._sessions: dict[int, Session] = {}
+        self._session(1).advance([[1]])
+
+    def decode(self, tokens: int, filled: int) -> list[float]:
+        """Single tokens of one sequence, after so many others."""
+        return self.batch(1, tokens, filled)
+
+    def batch(self, sequences: int, tokens: int, filled: int) -> list[float]:
+        """Single tokens of several sequences together."""
+        session = self._session(sequences)
+        self._fill(session, filled)
+        step = torch.ones(sequences, 1, dtype=torch.int64)
+        return [_timed(lambda: session.advance(step)) for _ in range(tokens)]
+
+    def prefill(self, tokens: int) -> list[float]:
+        """A prompt, up to its scores."""
+        session = self._session(1)
+        session.restart()
+        prompt = torch.arange(tokens).reshape(1, -1) % self._vocabulary
+        return [_timed(lambda: session.advance(prompt))]
+
+    def bare(self, rows: int) -> list[float]:
+        """One pass over the linear layers alone."""
+        return [bare_linears(self._package, rows)]
+
+    def read(self) -> list[float]:
+        """Reading as many bytes as the linear layers of one token read."""
+        return [read_seconds(self._package)]
+
+    @property
+    def _vocabulary(self) -> int:
+        return max(2, self._package.manifest.facts.get("vocabulary", 2))
+
+    def _session(self, sequences: int) -> Session:
+        if sequences not in self._sessions:
+            self._sessions[sequences] = Session(self._package, sequences)
+        return self._sessions[sequences]
+
+    def _fill(self, session: Session, filled: int) -> None:
+        session.restart()
+        tokens = torch.arange(filled).expand(session.batch, -1) % self._vocabulary
+        for part in torch.split(tokens, max(1, AT_ONCE // session.batch), dim=1):
+            session.advance(part)
+
+
+def _timed(work: Any) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def open_contestant(arguments: dict[str, Any]) -> PackageContestant:
+    """What the protocol calls; ready when a first token has gone through."""
+    torch.set_num_threads(arguments["threads"])
+    return PackageContestant(load_package(arguments["package"]))

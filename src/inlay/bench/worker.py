@@ -1,0 +1,127 @@
+"""A contestant seen from outside: a process that is started, asked and ended, and sleeps in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inlay.errors import InlayError
+
+PROTOCOL = Path(__file__).with_name("protocol.py")
+PATIENCE = 1800.0
+"""Seconds after which a contestant that says nothing has failed: compiling takes minutes."""
+ASLEEP = 0.05
+"""A contestant whose processor time stands still for so long sleeps."""
+
+
+class AbsentError(InlayError):
+    """A contestant cannot take part; the sentence says why."""
+
+
+class CannotError(InlayError):
+    """A contestant does not do this."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who takes part: what it is called, the script that is it, and the interpreter that runs it."""
+
+    name: str
+    script: Path
+    python: Path
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """A contestant's process. How long it took from its start to its first token is known when it is open."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant = contestant
+        if not contestant.python.exists():
+            raise AbsentError(f"{contestant.python} is not there.", "docs/benchmarks.md says how to install the peers.")
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        command = [contestant.python, "-P", PROTOCOL, contestant.script, json.dumps(contestant.arguments)]
+        threads = contestant.arguments.get("threads")
+        start = time.perf_counter()
+        self._process = subprocess.Popen(
+            [str(each) for each in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+        )
+        answer = self._answer()
+        self.first_token_s = time.perf_counter() - start
+        if "absent" in answer:
+            self.close()
+            raise AbsentError(f"{contestant.name} does not take part: {answer['absent']}")
+        self.version = str(answer["ready"])
+
+    def ask(self, do: str, **request: Any) -> list[float]:
+        """The seconds that each token, step or pass took."""
+        try:
+            self._stdin.write(json.dumps({"do": do, **request}) + "\n")
+            self._stdin.flush()
+        except BrokenPipeError as error:
+            raise self._dead() from error
+        answer = self._answer()
+        if "cannot" in answer:
+            raise CannotError(f"{self.contestant.name}: {answer['cannot']}")
+        if "failed" in answer:
+            raise AbsentError(f"{self.contestant.name} failed: {answer['failed']}")
+        return [float(each) for each in answer["seconds"]]
+
+    def settle(self, patience: float = 2.0) -> bool:
+        """Wait until the process sleeps: threads of a pool go on spinning for a while. Whether it does."""
+        end = time.monotonic() + patience
+        while time.monotonic() < end:
+            before = self._cpu_ticks()
+            time.sleep(ASLEEP)
+            if self._cpu_ticks() == before:
+                return True
+        return False
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+    def _cpu_ticks(self) -> int:
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0  # not on Linux, or gone: nothing to wait for
+        return int(fields[11]) + int(fields[12])
+
+    @property
+    def _stdin(self) -> Any:
+        return self._process.stdin
+
+    def _answer(self) -> dict[str, Any]:
+        stdout: Any = self._process.stdout
+        if not select.select([stdout], [], [], PATIENCE)[0]:
+            self.close()
+            raise AbsentError(f"{self.contestant.name} said nothing for {PATIENCE / 60:.0f} minutes.")
+        line = stdout.readline()
+        if not line:
+            raise self._dead()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _dead(self) -> AbsentError:
+        code = self._process.wait()
+        self._said.seek(0)
+        last = [line.strip() for line in self._said.read().splitlines() if line.strip()][-1:]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return AbsentError(f"{self.contestant.name} {how}{': ' + last[0] if last else ''}.")

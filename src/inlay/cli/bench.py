@@ -1,0 +1,125 @@
+"""`inlay bench`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from inlay.cli.console import err, failing_kindly, out, print_json, progress
+from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCRIPTS = Path("benchmarks/contestants")
+
+
+def bench(
+    package: PackageArgument,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="PEERS", help="The environment that peers are installed in.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The GGUF file or folder that others read: what the package was built from."),
+    ] = None,
+    contestants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--contestants",
+            metavar="NAME",
+            help="Who takes part beside the package, such as NAME or NAME:VARIANT; may be given several times;"
+            " by default all peers.",
+        ),
+    ] = None,
+    scripts: Annotated[Path, typer.Option("--scripts", help="The folder of the contestants' scripts.")] = SCRIPTS,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everybody takes a turn.")] = 5,
+    batch: Annotated[int, typer.Option("--batch", min=2, help="Sequences that are decoded together.")] = 16,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw bars against the limit.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Measure a package: against its own linear layers run alone, and against others, taking turns in one run.
+
+    Nothing else should run meanwhile.
+
+    Example: [bold]inlay bench ./smollm2[/]
+
+    Example: [bold]inlay bench ./smollm2 --against ./peers --model model.gguf --picture speed.svg[/]
+    """
+    with failing_kindly():
+        from inlay.bench.figures import report
+        from inlay.bench.picture import draw
+        from inlay.bench.rounds import Workload, entries_for, race, steps
+        from inlay.bench.scripts import find, itself
+        from inlay.compile.load import read_manifest
+
+        manifest, _ = read_manifest(package)
+        if manifest.kind != "decoder":
+            raise UsageError(f"{package} is a compiled program, not a language model.", "Only those can be measured.")
+        if picture is not None and not picture.parent.is_dir():
+            raise UsageError(f"{picture.parent} is no folder.", "Make it first.")
+        us = itself(package, manifest)
+        others = find(scripts, against, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
+        slots, _, room, _ = (int(size) for size in manifest.states[0].shape)
+        workload, notes = Workload(batch=batch).within(room, slots)
+        entries = entries_for(us, others, workload, slots)
+        with progress(steps(entries, rounds)) as step:
+            raced = race(entries, rounds, step)
+        if us.name not in raced.samples:
+            raise UsageError(raced.notes[0])
+        raced.notes[:0] = notes
+        made = {"package": str(package), "model": manifest.model, **report(raced, batch)}
+        if picture is not None:
+            picture.write_text(draw(made, f"{manifest.model}, {manifest.target.threads} threads"))
+        if as_json:
+            print_json(made)
+            return
+        _print(made, batch)
+        if picture is not None:
+            err.print(f"Wrote {picture}.", markup=False)
+
+
+def _print(made: Mapping[str, Any], batch: int) -> None:
+    from inlay.bench.figures import Spread
+
+    tasks = ("decode", "prefill", f"batch{batch}", "deep_decode")
+    rates = _table("tokens a second", *tasks, "p50 / p99", "first token")
+    for name, each in made["contestants"].items():
+        done = each["tasks"]
+        spent = f"{done['decode']['p50_ms']:.1f} / {done['decode']['p99_ms']:.1f}" if "decode" in done else ""
+        cells = (str(Spread(**done[task]["tok_s"])) if task in done else "" for task in tasks)
+        rates.add_row(name, *cells, spent, f"{done['first_token']['seconds']['median']:.2f} s")
+    out.print(rates)
+    if made["against"]:
+        compared = (*tasks, "first_token")
+        ratios = _table("Inlay, times", *compared)
+        for name, times in made["against"].items():
+            ratios.add_row(name, *(str(Spread(**times[task])) if task in times else "" for task in compared))
+        out.print()
+        out.print(ratios)
+    shares = _table("Inlay, share of its limit", "")
+    for name, share in made["shares"].items():
+        shares.add_row(name.replace("_", " "), str(Spread(**share)))
+    out.print()
+    out.print(shares)
+    out.print(
+        f"\nMedian of {made['rounds']} rounds (lowest–highest); p50 and p99: ms a token; first token: of a new process."
+    )
+    for note in made["notes"]:
+        err.print(note, markup=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
+    return table
