@@ -7,7 +7,22 @@ from typing import Annotated
 import typer
 
 from inlay import __version__
-from inlay.cli import bisect, build, diff, doctor, explain, inspect, lock, passes, prove, refit, run, show, verify
+from inlay.cli import (
+    bisect,
+    build,
+    candidates,
+    diff,
+    doctor,
+    explain,
+    inspect,
+    lock,
+    passes,
+    prove,
+    refit,
+    run,
+    show,
+    verify,
+)
 from inlay.cli.console import settings
 
 app = typer.Typer(
@@ -28,6 +43,7 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
+app.command("candidates")(candidates.candidates)
 app.command("diff")(diff.diff)
 app.command("bisect")(bisect.bisect)
 app.command("lock")(lock.lock)
