@@ -70,7 +70,7 @@ def candidates(
             if measure:
                 search = measured(search, step)
         if scaffold is not None:
-            from inlay.insight.candidates.scaffold import write
+            from inlay.insight.scaffold import write
 
             for path in write(search, scaffold, into, kernel=kernel.value if kernel else ""):
                 out.print(str(path), markup=False)

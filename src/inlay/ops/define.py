@@ -52,3 +52,13 @@ class Kernel:
 def kernel(name: str) -> Callable[[Callable[..., Any]], Kernel]:
     """Register a function as `inlay::name`: no compiler looks inside."""
     return lambda function: Kernel(name, function)
+
+
+def on_device(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as what computes `inlay::name` on a device (`CUDA`); elsewhere its reference does."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.impl(name, function, device)
+        return function
+
+    return register

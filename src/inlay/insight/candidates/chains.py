@@ -53,6 +53,9 @@ def chains(graph: fx.Graph, sizes: Sizes, stands_for: dict[str, frozenset[str]])
 
 
 def _rows(node: fx.Node, sizes: Sizes) -> int:
+    """How many numbers a call goes over; a convolution may put a margin around what it reads."""
+    if work_of(node) is Work.STENCIL:
+        return sizes.numel(operands(node)[0].meta["val"])
     values = [node.meta.get("val"), *(each.meta.get("val") for each in operands(node))]
     flat = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
     return max((sizes.numel(value) for value in flat if isinstance(value, torch.Tensor)), default=0)
@@ -103,14 +106,10 @@ def _region(nodes: tuple[fx.Node, ...], sizes: Sizes, stands_for: dict[str, froz
     works = {work_of(node) for node in kernels}
     if not kernels or (len(kernels) < 2 and works != {Work.COPY}):
         return None
-    names = [name for name, _ in groupby(short(node) for node in kernels if works == {Work.COPY} or _computes(node))]
+    names = [name for name, _ in groupby(short(node) for node in kernels)]
     calls = frozenset[str]().union(*(stands_for.get(node.name, frozenset({node.name})) for node in nodes))
     family, general = _sort(kernels, sizes)
     return Region(family, _name(names), ("+".join(names), general), nodes, calls)
-
-
-def _computes(node: fx.Node) -> bool:
-    return work_of(node) is not Work.COPY
 
 
 def _name(names: list[str]) -> str:

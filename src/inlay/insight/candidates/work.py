@@ -52,6 +52,7 @@ _BY_TARGET = {
     **dict.fromkeys((_ATEN.matmul.default, _ATEN.baddbmm.default), Work.GEMM),
     **dict.fromkeys((_INLAY.attention.default, _INLAY.cached_attention.default), Work.ATTENTION),
     _ATEN.scaled_dot_product_attention.default: Work.ATTENTION,
+    _INLAY.gated_short_conv.default: Work.STENCIL,
 }
 _CONVOLUTIONS = {_ATEN.conv1d.default, _ATEN.conv2d.default}
 

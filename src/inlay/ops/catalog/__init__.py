@@ -21,29 +21,29 @@ ENTRIES = (*INSTALLED, *UPSTREAM)
 
 
 def lookup(computes: Sequence[str], dtype: str = "") -> list[Entry]:
-    """Kernels for the first of these names that has any, those that can be called here first.
+    """Kernels known by any of these names, which go from the particular to the general.
 
-    `computes` goes from the particular to the general. Kernels that do not work in `dtype` come last: they exist, and
-    somebody may change the dtype. Operators of installed packages count when they are called what is looked for.
+    Those that can be called here in `dtype` come first, then by name. A kernel of another dtype, or that is not
+    installed, exists all the same. Operators of installed packages count when they are called what is looked for.
 
     >>> [entry.source for entry in lookup(["rms_norm"], "float32")][:2]
-    ['inlay', 'vllm']
+    ['inlay', 'flashinfer']
     >>> lookup(["no_such_thing"])
     []
     """
-    for name in computes:
-        known = [entry for entry in ENTRIES if name in entry.computes]
-        names = {entry.operator for entry in known}
-        found = [*known, *(each for each in _of_packages(name) if each.operator not in names)]
-        if found:
-            return sorted(found, key=lambda entry: not entry.usable(dtype))
-    return []
+    found = [entry for name in computes for entry in (*_known(name), *_of_packages(name))]
+    return sorted(dict.fromkeys(found), key=lambda entry: not entry.usable(dtype))
+
+
+def _known(name: str) -> list[Entry]:
+    return [entry for entry in ENTRIES if name in entry.computes]
 
 
 def _of_packages(name: str) -> list[Entry]:
-    """Operators of this name that packages have registered."""
+    """Operators of this name that packages have registered, and that no entry is about."""
+    told = {entry.operator for entry in ENTRIES}
     return [
         Entry(f"{space}::{name}", space, (name,), f"torch.ops.{space}.{name}", operator=f"{space}::{name}")
         for space, names in sorted(operators().items())
-        if space not in TORCH and name in names
+        if space not in TORCH and name in names and f"{space}::{name}" not in told
     ]

@@ -30,6 +30,12 @@ INSTALLED = (
     _inlay("geglu", "gated", "match_geglu"),
     _inlay("clamped_swiglu", "gated", "match_clamped_swiglu"),
     _inlay("attention", "attention", "match_attention"),
+    _inlay(
+        "gated_short_conv",
+        "short_conv",
+        "match_gated_short_conv",
+        "one kernel on a GPU alone (Triton, not timed); elsewhere the compiler sees its reference",
+    ),
     Entry(
         "layer_norm",
         "aten",
