@@ -62,11 +62,23 @@ def _rows(node: fx.Node, sizes: Sizes) -> int:
 
 
 def _same_rows(chain: _Chain, own: _Chain, operand: fx.Node, node: fx.Node, sizes: Sizes) -> bool:
-    """Whether a call goes over what the chain goes over; or over the result of a reduction in it."""
+    """Whether a call goes over what the chain goes over; or over the result of a reduction in it.
+
+    A convolution reads a number several times: what others read too is better stored once than computed again.
+    """
+    if work_of(node) is Work.STENCIL and _is_read_elsewhere(operand):
+        return False
     if not chain.rows or not own.rows or chain.rows == own.rows:
         return True
     value: Any = operand.meta.get("val")
     return chain.reduces and isinstance(value, torch.Tensor) and sizes.numel(value) == own.rows
+
+
+def _is_read_elsewhere(value: fx.Node) -> bool:
+    """Whether a value, or what it is a view of, has several readers."""
+    while len(value.users) == 1 and work_of(value) is Work.VIEW:
+        value = operands(value)[0]
+    return len(value.users) > 1
 
 
 def _is_whole(nodes: set[fx.Node], order: dict[fx.Node, int]) -> bool:

@@ -142,12 +142,13 @@ def signature(pointer: str) -> dict[str, Any]:
         """The name of a value at an index."""
         if not isinstance(node, fx.Node):
             return repr(node)
-        name = "getitem" if node.target is operator.getitem else short(node)
-        if name in _SAME and node not in self.calls.inputs:
-            return self.value(node.args[0], index, mask)
-        if work_of(node) is Work.VIEW and node not in self.calls.inputs:
-            source, moved = self._moved(node, name, index)
-            return self.value(source, moved, mask)
+        if node not in self.calls.inputs:
+            name = "getitem" if node.target is operator.getitem else short(node)
+            if name in _SAME:
+                return self.value(node.args[0], index, mask)
+            if work_of(node) is Work.VIEW:
+                source, moved = self._moved(node, name, index)
+                return self.value(source, moved, mask)
         key = (node, tuple(index), mask)
         if key not in self.known:
             self.known[key] = self._named(self._compute(node, index, mask))
