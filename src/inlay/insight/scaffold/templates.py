@@ -53,14 +53,14 @@ class Fuse$title(Rewrite):
     def leaves(cls) -> list[Case]:
         def shared($arguments) -> Any:
             values = calls($names)
-            return $picked, values[$inside].neg()
+            return $shared
 
         def other($arguments) -> Any:
             return calls($names, between=torch.neg)[-1]
 
         given = inputs(torch.float32)
         return [
-            Case("another consumer", shared, given),
+            Case("$shared_name", shared, given),
             Case("a call in between", other, given),
             Case("a part of it", lambda $names: calls($names)[0], given),
         ]

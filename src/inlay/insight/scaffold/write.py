@@ -60,7 +60,7 @@ def _fields(candidate: Candidate, program: Program) -> dict[str, str]:
     floats = [name for node, name in calls.inputs.items() if is_float(node)]
     values = list(dict.fromkeys([*calls.kernels, *calls.outputs]))
     outputs = [values.index(each) for each in calls.outputs]
-    inside = next(index for index in range(len(values)) if index not in outputs or len(values) == len(outputs))
+    inside = next((index for index in range(len(values)) if index not in outputs), None)
     plural = len(outputs) > 1
     picked = "(" + ", ".join(f"values[{index}]" for index in outputs) + ")" if plural else f"values[{outputs[0]}]"
     axes = {name: shapes.axes(node.meta["val"]) for node, name in calls.inputs.items()}
@@ -77,7 +77,10 @@ def _fields(candidate: Candidate, program: Program) -> dict[str, str]:
         "names": ", ".join(names),
         "result": f"tuple[{', '.join(['Tensor'] * len(outputs))}]" if plural else "Tensor",
         "picked": picked,
-        "inside": str(inside),
+        "shared": f"values[0], calls({', '.join([f'{names[0]} + 1', *names[1:]])})[-1]"
+        if inside is None
+        else f"{picked}, values[{inside}].neg()",
+        "shared_name": "two inputs" if inside is None else "another consumer",
         "loose": repr(sorted(calls.loose)),
         "examples": _examples(calls, shapes, False),
         "others": _examples(calls, shapes, True),
