@@ -71,7 +71,7 @@ def _use(found: tuple[Entry, ...]) -> Advice:
     first = found[0]
     if first.transform and first.transform in registry():
         cls = registry()[first.transform]
-        numbers = {"exact": "the numbers stay bit for bit", "rounding": "the rounding changes"}
+        numbers = {"exact": "the numbers stay the same", "rounding": "the rounding changes"}
         how = f"the transform {first.transform} puts it in: --set {first.transform}.enabled=true"
         risk = numbers.get(cls.numerics.value, "the numbers change")
     elif first.source == "inductor":

@@ -60,12 +60,12 @@ UPSTREAM = (
     _vllm("rotary_embedding", ("rope", "rope_interleaved")),
     _vllm("fused_qk_norm_rope", ("rms_norm+rope",), "CUDA; query, key and value in one tensor"),
     Entry(
-        "vllm causal_conv1d_fn",
+        "vllm causal_conv1d_fwd_cpu",
         "vllm",
         ("conv1d",),
-        "vllm-project/vllm vllm/model_executor/layers/mamba/ops/causal_conv1d.py:causal_conv1d_fn",
-        package="vllm",
-        conditions="CUDA; the convolution and a SiLU, no gates around it",
+        "vllm-project/vllm csrc/cpu/torch_bindings.cpp:causal_conv1d_fwd_cpu",
+        operator="_C::causal_conv1d_fwd_cpu",
+        conditions="a CPU build, on CUDA a kernel of its own; the convolution and a SiLU, no gates around it",
     ),
     _tensorrt_llm(
         "fused_qk_norm_rope",
