@@ -315,3 +315,22 @@ def test_what_packages_ask_of_inductor() -> None:
     assert any(access.writes == "32" for access in built.accesses), "two rows of four numbers"
     assert not any(access.copies or access.unknown for access in built.accesses)
     assert "AOTInductorModel::run_impl" in built.source, "the proof reads this function"
+
+
+def test_registered_operators() -> None:
+    """ops/catalog/registered.py: torch lists every operator, and a new namespace is somebody else's."""
+    from inlay.ops.catalog.registered import TORCH, is_registered, operators
+
+    assert all("::" in name for name in torch._C._dispatch_get_all_op_names())
+    assert operators().keys() - TORCH >= {"inlay"}
+    assert {"aten", "mkldnn", "quantized", "prims"} <= TORCH & operators().keys()
+    assert is_registered("mkldnn::_linear_pointwise")
+
+
+def test_triton_without_a_gpu() -> None:
+    """testing/triton.py"""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    assert {"fn", "signature", "constexprs"} <= set(inspect.signature(compiler.ASTSource.__init__).parameters)
+    assert GPUTarget("cuda", 80, 32).arch == 80

@@ -27,7 +27,7 @@ def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.Com
 
 @pytest.mark.fast
 def test_help_is_quick_and_has_examples() -> None:
-    for verb in ("show", "diff", "doctor", "explain"):
+    for verb in ("show", "diff", "doctor", "explain", "candidates"):
         assert "Example" in _inlay(verb, "--help").stdout
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True
@@ -131,3 +131,13 @@ def test_show_a_pass_fits_a_screen(tmp_path: Path) -> None:
     full = _inlay("show", folder, "--pass", "fuse_add_rms_norm", "--full").stdout
     assert "# ---- before fuse_add_rms_norm" in full
     assert "# ---- after fuse_add_rms_norm" in full
+
+
+@pytest.mark.fast
+def test_candidates() -> None:
+    found = json.loads(_inlay("candidates", "models:convolutions", "--json").stdout)
+    names = {each["name"]: each for each in found["candidates"]}
+    assert names["tanh_add"]["occurrences"] == 5
+    assert names["tanh_add"]["recommendation"] == "use_existing_kernel"
+    assert found["total"]["launches"] >= 5
+    assert "goes with --scaffold" in _inlay("candidates", "models:convolutions", "--kernel", "triton", check=2).stderr

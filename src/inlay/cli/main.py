@@ -11,6 +11,7 @@ from inlay.cli import (
     bench,
     bisect,
     build,
+    candidates,
     diff,
     doctor,
     explain,
@@ -44,6 +45,7 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
+app.command("candidates")(candidates.candidates)
 app.command("diff")(diff.diff)
 app.command("bisect")(bisect.bisect)
 app.command("lock")(lock.lock)

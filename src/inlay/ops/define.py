@@ -56,3 +56,13 @@ class Kernel:
 def kernel(name: str, shim: str = "") -> Callable[[Callable[..., Any]], Kernel]:
     """Register a function as `inlay::name`: no compiler looks inside. `shim` are the arguments of its C++ kernel."""
     return lambda function: Kernel(name, function, shim)
+
+
+def on_device(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as what computes `inlay::name` on a device (`CUDA`); elsewhere its reference does."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.impl(name, function, device)
+        return function
+
+    return register

@@ -44,6 +44,8 @@ def normalised(node: fx.Node) -> Iterator[tuple[str, Any]]:
             value = default
         else:
             continue
+        if value is None and name == "start":
+            value = 0  # torch.export writes one for fixed sizes, the other for sizes that may change
         yield name, _from_the_end(value, rank) if name in _AXES and rank else value
 
 

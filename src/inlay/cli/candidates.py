@@ -1,0 +1,133 @@
+"""`inlay candidates`"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from inlay.cli.console import failing_kindly, out, print_json, progress
+from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.cli.sizes import bytes_text
+
+if TYPE_CHECKING:
+    from inlay.insight.candidates import Candidate, Search
+
+_STEPS = {"transforming": 3, "matching": 8, "searching": 2, "measuring": 1}
+
+
+class Kernel(StrEnum):
+    """What to write a kernel in."""
+
+    TRITON = "triton"
+
+
+def candidates(
+    model: ModelArgument,
+    none: Annotated[bool, typer.Option("--no-transforms", help="Look at the program as captured.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the regions, and order by time.")] = False,
+    scaffold: Annotated[
+        str | None, typer.Option("--scaffold", metavar="NAME", help="Write a transform, YAML and a test for this one.")
+    ] = None,
+    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Where --scaffold writes.")] = Path(),
+    kernel: Annotated[
+        Kernel | None, typer.Option("--kernel", help="Write a kernel too; only where the lookup found none.")
+    ] = None,
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="For documents and issues.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Find repeated calls that could be one kernel, and say who has that kernel already.
+
+    Example: [bold]inlay candidates ./SmolLM2-135M --no-transforms --measure[/]
+
+    Example: [bold]inlay candidates MODEL --scaffold rms_norm_rope --into my_package[/]
+    """
+    with failing_kindly():
+        from inlay.errors import UsageError
+
+        if kernel is not None and scaffold is None:
+            raise UsageError("--kernel goes with --scaffold NAME.", "Run without both to see the names.")
+        program = read_program(model, dtype, trust)
+        with progress(_STEPS) as step:
+            from inlay.insight.candidates import find_candidates
+            from inlay.insight.candidates.measure import measure as measured
+            from inlay.insight.near_misses import unbound
+            from inlay.transforms import configure, run
+
+            if not none:
+                step("transforming")
+                steps = configure(resolved_for(program, files, settings))
+                program = run(program, [unbound(each) for each in steps])[0]
+            search = find_candidates(program, step)
+            if measure:
+                search = measured(search, step)
+        if scaffold is not None:
+            from inlay.insight.scaffold import write
+
+            for path in write(search, scaffold, into, kernel=kernel.value if kernel else ""):
+                out.print(str(path), markup=False)
+        elif as_json:
+            print_json(
+                {"model": program.name, "candidates": [each.to_json() for each in search.candidates]}
+                | {"sizes": _sizes(), "total": vars(search.total)}
+            )
+        else:
+            _print(search, markdown)
+
+
+def _sizes() -> str:
+    from inlay.insight.candidates import SIZES
+
+    return SIZES
+
+
+def _print(search: Search, markdown: bool) -> None:
+    if not search.candidates:
+        out.print("Nothing that is repeated could be fused further.")
+        return
+    for number, candidate in enumerate(search.candidates, 1):
+        if markdown:
+            out.print(f"### {number}. {candidate.name}\n\n```text", markup=False)
+        for label, text in _block(candidate):
+            out.print(Text.assemble((f"{label}:", "bold"), f" {text}"), soft_wrap=True)
+        out.print("```\n" if markdown else "")
+    total = search.total
+    out.print(
+        f"{len(search.candidates)} candidates; together at most {total.launches:,} launches and "
+        f"{bytes_text(total.decode)} a row saved ({_sizes()}).",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _block(candidate: Candidate) -> list[tuple[str, str]]:
+    """The lines of one candidate."""
+    saved, advice = candidate.saved, candidate.advice
+    times = f"{candidate.pattern}   × {len(candidate.regions)}"
+    times += f" ({candidate.together})" if candidate.together else ""
+    gain = (
+        f"{saved.launches:,} launches, {bytes_text(saved.decode)} (decode), {bytes_text(saved.prefill)} (prefill) saved"
+    )
+    if candidate.measured is not None:
+        one = candidate.measured
+        gain += f"; measured {one.seconds * 1e3:.2f} ms, at most {one.saved * 1e3:.2f} ms of it saved"
+    overlaps = "".join(f"; {each}" for each in candidate.overlaps)
+    return [
+        ("Candidate", candidate.name),
+        ("Affected graph pattern", times + (f" | {candidate.source}" if candidate.source else "")),
+        ("Existing kernel lookup", advice.lookup),
+        ("Evidence", advice.evidence),
+        ("Recommendation", advice.recommendation.value),
+        (
+            "Strengths / weaknesses / risks",
+            f"{gain}, {advice.strengths} / {advice.weaknesses}{overlaps} / {advice.risks}",
+        ),
+    ]

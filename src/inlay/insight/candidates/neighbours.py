@@ -1,0 +1,104 @@
+"""What stands next to a GEMM or to attention: linear layers that share an input, epilogues, prologues of attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.insight.candidates.region import EPILOGUE, Region
+from inlay.insight.candidates.work import Work, short, work_of
+from inlay.program.graphs import operands
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+
+_LINEAR = torch.ops.aten.linear.default
+_FURTHER = (Work.VIEW, Work.COPY, Work.POINTWISE, Work.ROTATION, Work.REDUCTION)
+_BEFORE_ATTENTION = (Work.POINTWISE, Work.ROTATION, Work.REDUCTION)
+
+
+def shared_inputs(graph: fx.Graph) -> Iterator[Region]:
+    """Linear layers that read the same value: one GEMM with their weights one below the other."""
+    readers: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is _LINEAR and all(_is_weight(each) for each in operands(node)[1:]):
+            readers[operands(node)[0], len(operands(node)), operands(node)[1].meta["val"].dtype].append(node)
+    for nodes in readers.values():
+        if len(nodes) > 1:
+            calls = frozenset(node.name for node in nodes)
+            yield Region("shared input", _shared_name(nodes), ("shared_input_gemms",), tuple(nodes), calls)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
+def _shared_name(nodes: list[fx.Node]) -> str:
+    """Named after where the results go: into attention, into one product, or just how many there are."""
+    into = [_reached(node) for node in nodes]
+    if all(any(work_of(each) is Work.ATTENTION for each in found) for found in into):
+        return "qkv_gemm" if len(nodes) == 3 else f"attention_gemms_{len(nodes)}"
+    common = set.intersection(*into)
+    if len(nodes) == 2 and any(work_of(each) is Work.POINTWISE for each in common):
+        return "gate_up_gemm"
+    return f"shared_input_gemms_{len(nodes)}"
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    """What a value flows into before the next GEMM."""
+    found, todo = set[fx.Node](), list(node.users)
+    while todo:
+        each = todo.pop()
+        if each not in found:
+            found.add(each)
+            if work_of(each) in _FURTHER:
+                todo.extend(each.users)
+    return found
+
+
+def epilogues(graph: fx.Graph, taken: Collection[fx.Node], stands_for: dict[str, frozenset[str]]) -> Iterator[Region]:
+    """Pointwise calls that alone read what GEMMs give; `taken` are calls of chains, which are reported as such."""
+    for node in graph.nodes:
+        if work_of(node) is not Work.POINTWISE or node in taken:
+            continue
+        ways = [_way_back(operand, node, (Work.GEMM,)) for operand in dict.fromkeys(operands(node))]
+        found = [way for way in ways if way]
+        if found:
+            nodes = [*(each for way in found for each in way), node]
+            calls = frozenset[str]().union(*(stands_for.get(each.name, frozenset({each.name})) for each in nodes))
+            name = short(node)
+            computes = (f"gemm+{name}", "gemm_epilogue")
+            yield Region(EPILOGUE, f"gemm_{name}", computes, tuple(sorted(nodes)), calls)
+
+
+def around_attention(graph: fx.Graph, stands_for: dict[str, frozenset[str]]) -> Iterator[Region]:
+    """Calls that alone prepare what attention reads: it could compute them itself while it loads."""
+    for node in graph.nodes:
+        if work_of(node) is not Work.ATTENTION:
+            continue
+        ways = [_way_back(operand, node, _BEFORE_ATTENTION) for operand in operands(node)[:3]]
+        before = dict.fromkeys(each for way in ways for each in way)
+        names = dict.fromkeys(short(each) for each in before if work_of(each) is not Work.VIEW)
+        if names:
+            nodes = tuple(sorted({*before, node}))
+            calls = frozenset[str]().union(*(stands_for.get(each.name, frozenset({each.name})) for each in nodes))
+            whole = "+".join([*names, "attention"])
+            yield Region("attention neighbours", whole.replace("+", "_"), (whole, "around_attention"), nodes, calls)
+
+
+def _way_back(value: fx.Node, reader: fx.Node, wanted: tuple[Work, ...]) -> list[fx.Node]:
+    """The nearest call of a wanted sort that a value is a view of, and the views; nothing if others read them too."""
+    way: list[fx.Node] = []
+    while set(value.users) == {reader}:
+        way.append(value)
+        work = work_of(value)
+        if work in wanted:
+            return way[::-1]
+        if work is not Work.VIEW:
+            break
+        value, reader = operands(value)[0], value
+    return []

@@ -1,0 +1,44 @@
+"""A region as one line of Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inlay.insight.candidates.work import short
+from inlay.program.expressions import Text, express
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from inlay.insight.candidates.region import Region
+
+_WIDEST = 200
+
+
+def pattern_text(region: Region) -> str:
+    """What a region computes, with inputs called x, y, z and weights w; a chain of names where that would be long."""
+    names = argument_names(region)
+    inside = set(region.nodes)
+
+    def operand(node: fx.Node) -> Text:
+        return express(node, operand) if node in inside else Text(names.get(node, node.name))
+
+    if len(region.nodes) <= 24:
+        text = "; ".join(operand(node).text for node in region.outputs).replace("aten.", "")
+        if len(text) <= _WIDEST:
+            return text
+    return " → ".join(short(node) for node in region.kernels)
+
+
+def argument_names(region: Region) -> dict[fx.Node, str]:
+    """Names for the values a region reads: x, y, z, x3, … and weights w, w1, …"""
+    names: dict[fx.Node, str] = {}
+    plain = weights = 0
+    for node in region.inputs:
+        if node.op == "placeholder" and node.name.startswith(("p_", "b_", "c_")):
+            names[node] = f"w{weights or ''}"
+            weights += 1
+        else:
+            names[node] = "xyz"[plain] if plain < 3 else f"x{plain}"
+            plain += 1
+    return names

@@ -1,0 +1,140 @@
+"""Regions: calls that could be one kernel, and what that would save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.insight.candidates.work import Work, is_kernel, work_of
+from inlay.program.graphs import operands
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import fx
+
+    from inlay.program.program import Program
+
+EPILOGUE = "GEMM epilogue"
+PREFILL = 512
+"""Rows of a prompt that savings are also stated for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Calls of one graph that could be one kernel."""
+
+    family: str
+    """`norm chain`, `elementwise chain`, `GEMM epilogue`, …"""
+    name: str
+    computes: tuple[str, ...]
+    """What the catalog may know it by, the particular first."""
+    nodes: tuple[fx.Node, ...]
+    """In program order."""
+    calls: frozenset[str]
+    """Their names in the program that was asked about."""
+    made: fx.Node | None = None
+    """The call that a transform puts in their place, where there is one."""
+    transform: str = ""
+
+    @cached_property
+    def kernels(self) -> tuple[fx.Node, ...]:
+        """The calls that are kernels."""
+        return tuple(node for node in self.nodes if is_kernel(node))
+
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """Tensors that are read from outside, in order of first use."""
+        inside = set(self.nodes)
+        found = [each for node in self.nodes for each in operands(node) if each not in inside]
+        return tuple(each for each in dict.fromkeys(found) if isinstance(each.meta.get("val"), torch.Tensor))
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What is read from outside."""
+        inside = set(self.nodes)
+        return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one kernel instead of several would save."""
+
+    launches: int
+    decode: int
+    """Bytes, for one row."""
+    prefill: int
+    """Bytes, for `PREFILL` rows."""
+
+    def __mul__(self, times: int) -> Saved:
+        return Saved(self.launches * times, self.decode * times, self.prefill * times)
+
+    def __add__(self, other: Saved) -> Saved:
+        return Saved(self.launches + other.launches, self.decode + other.decode, self.prefill + other.prefill)
+
+
+@dataclass
+class Sizes:
+    """Bytes of values for given sizes of a program's symbols."""
+
+    program: Program
+    rows: int
+    """Every symbol but `batch`, which is 1; within its range where that is more than this."""
+    _known: dict[Any, int] = field(default_factory=dict)
+
+    def dim(self, size: Any) -> int:
+        """A size as a number."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr not in self._known:
+            values = {symbol: self._value(str(symbol)) for symbol in expr.free_symbols}
+            self._known[expr] = max(1, int(expr.subs(values)))
+        return self._known[expr]
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        """The sizes of a tensor as numbers."""
+        return tuple(self.dim(size) for size in value.shape)
+
+    def numel(self, value: torch.Tensor) -> int:
+        """How many numbers a tensor has."""
+        return int(torch.Size(self.shape(value)).numel())
+
+    def bytes(self, value: Any) -> int:
+        """Memory that reading a value touches; a broadcast axis is read once."""
+        if isinstance(value, (list, tuple)):
+            return sum(self.bytes(each) for each in value)
+        if not isinstance(value, torch.Tensor):
+            return 0
+        sizes = [self.dim(size) for size, stride in zip(value.shape, value.stride(), strict=True) if str(stride) != "0"]
+        return int(torch.Size(sizes).numel()) * value.element_size()
+
+    def _value(self, raw: str) -> int:
+        symbol = self.program.symbols.get(raw)
+        if symbol is None or symbol.name == "batch":
+            return 1
+        return min(self.rows, symbol.high or self.rows)
+
+
+def traffic(region: Region, sizes: Sizes) -> int:
+    """Bytes that are moved between the kernels of a region and would not be, were they one."""
+    apart = 0
+    for node in region.kernels:
+        read = {each: sizes.bytes(each.meta.get("val")) for each in operands(node)}
+        apart += sum(read.values()) + sizes.bytes(node.meta.get("val"))
+    inputs = region.inputs
+    if region.family == EPILOGUE:  # what GEMMs read stays theirs: sharing an input is a candidate of its own
+        inputs = tuple(each for node in region.kernels for each in operands(node) if each in set(region.inputs))
+    together = sum(sizes.bytes(node.meta["val"]) for node in (*inputs, *region.outputs))
+    return max(0, apart - together)
+
+
+def saved(region: Region, sizes: Mapping[str, Sizes]) -> Saved:
+    """What one kernel instead of these would save. Where numbers are only moved, no kernel need be left."""
+    works = [work_of(node) for node in region.kernels]
+    left = 0 if set(works) == {Work.COPY} else works.count(Work.GEMM) if region.family == EPILOGUE else 1
+    launches = max(0, len(region.kernels) - left)
+    return Saved(launches, traffic(region, sizes["decode"]), traffic(region, sizes["prefill"]))

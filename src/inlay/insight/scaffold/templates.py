@@ -1,0 +1,164 @@
+"""The texts of a scaffold."""
+
+TRANSFORM = '''"""$pattern
+becomes `inlay.$name`.
+
+Written by `inlay candidates --scaffold $name` from $model ($source), where it stands $times times.
+The lookup said $recommendation: $evidence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inlay.ops.define import canonical$more
+from inlay.rewrite import Site
+from inlay.transforms import Case, Numerics, Rewrite, Stage, graph_pass, transform
+
+ops: Any = torch.ops
+
+
+def calls($arguments, between: Callable[[Any], Any] = lambda value: value) -> tuple[Tensor, ...]:
+    """The calls as they stand in the model: what each kernel computes, in order."""
+$body
+    return ($kernels)
+
+
+@canonical("$name")
+def $name($arguments) -> $result:
+    """All of it as one operator. This reference is what runs, until a kernel takes its place."""
+    values = calls($names)
+    return $picked
+
+$device
+@transform("fuse_$name", stage=Stage.FUSE, numerics=Numerics.$numerics)
+class Fuse$title(Rewrite):
+    """Calls that stand together in the model become one operator."""
+
+    loose = frozenset($loose)
+
+    @classmethod
+    def fires(cls) -> list[Case]:
+        return [
+            *(Case(str(dtype), cls().pattern, inputs(dtype)) for dtype in (torch.float32, torch.bfloat16)),
+            Case("other sizes", cls().pattern, inputs(torch.float32, others=True)),
+            Case("sizes that may change", cls().pattern, inputs(torch.float32), axes=$axes),
+        ]
+
+    @classmethod
+    def leaves(cls) -> list[Case]:
+        def shared($arguments) -> Any:
+            values = calls($names)
+            return $shared
+
+        def other($arguments) -> Any:
+            return calls($names, between=torch.neg)[-1]
+
+        given = inputs(torch.float32)
+        return [
+            Case("$shared_name", shared, given),
+            Case("a call in between", other, given),
+            Case("a part of it", lambda $names: calls($names)[0], given),
+        ]
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return examples(dtype)
+
+    def pattern(self, $arguments) -> Any:
+        return $name($names)
+
+    def check(self, site: Site) -> None:
+        kinds = {site.value(name).dtype for name in $floats}
+        site.require(len(kinds) <= 1, f"dtype: {sorted(map(str, kinds))} are mixed")
+
+    def replacement(self, $arguments) -> Any:  # type: ignore[override]
+        return torch.ops.inlay.$name($names)
+
+
+def examples(dtype: torch.dtype, others: bool = False) -> dict[str, Tensor]:
+    """Arguments to trace with, in one of two sizes."""
+    if others:
+        return {$others}
+    return {$examples}
+
+
+def inputs(dtype: torch.dtype, others: bool = False) -> tuple[Tensor, ...]:
+    """Random arguments."""
+    made = examples(dtype, others).values()
+    return tuple(torch.randn(each.shape).to(each.dtype) if each.is_floating_point() else each for each in made)
+
+
+rewrite = graph_pass("fuse_$name")
+"""As a pass: `inlay show MODEL --pass fuse_$name:rewrite`, from the folder of this file."""
+'''
+
+YAML = """# Put this line into src/inlay/config/default.yaml, or give this file with --config.
+transforms:
+  fuse_$name: {enabled: false}   # until it is proven
+"""
+
+TEST = '''"""fuse_$name: fires where it should, at several sizes and dtypes, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuse_$name import Fuse$title
+from inlay.testing import assert_rewrites, assert_untouched
+from inlay.transforms import Case
+
+NAME = "fuse_$name"
+
+
+@pytest.mark.parametrize("case", Fuse$title.fires(), ids=lambda case: case.name)
+def test_fires(case: Case) -> None:
+    program = assert_rewrites(case.function, NAME, args=case.args, axes=case.axes, sites=1)
+    assert program.op_counts()["inlay.$name.default"] == 1
+
+
+@pytest.mark.parametrize("case", Fuse$title.leaves(), ids=lambda case: case.name)
+def test_leaves(case: Case) -> None:
+    assert_untouched(case.function, NAME, args=case.args, axes=case.axes)
+'''
+
+TRITON_TEST = '''"""The Triton kernel of $name: its numbers in the interpreter, and that it compiles. Not timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from inlay.testing.triton import compiled_for, interpreted
+
+pytest.importorskip("triton")
+
+
+def test_numbers() -> None:
+    printed = interpreted(
+        """
+        import torch
+        from fuse_$name import $name, inputs
+        from ${name}_triton import launch
+
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+            for others in (False, True):
+                given = inputs(dtype, others)
+                expected = $name(*(each.double() if each.is_floating_point() else each for each in given))
+                torch.testing.assert_close(launch(*given).double(), expected, rtol=tolerance, atol=tolerance)
+                print(dtype, others)
+        """,
+        __file__,
+    )
+    assert len(printed.splitlines()) == 6, "three dtypes, two sizes"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("pointer", ["*fp32", "*bf16"])
+def test_compiles(capability: int, pointer: str) -> None:
+    from ${name}_triton import CONSTANTS, kernel, signature
+
+    assert ".target sm_" in compiled_for(capability, kernel, signature(pointer), CONSTANTS)
+'''
