@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import torch
 
-from architectures import ARCHITECTURES
+from architectures import config_of
 from inlay.capture import capture
 from inlay.config import resolve
 from inlay.errors import TransformError
@@ -49,8 +49,7 @@ _FOLDER = tempfile.TemporaryDirectory()
 @cache
 def captured(architecture: str) -> Program:
     """A small model of this architecture with random weights, those of its norms too."""
-    found = next(each for each in ARCHITECTURES if each.model_type == architecture)
-    model = random_model({**found.full_config(), "model_type": architecture})
+    model = random_model(config_of(architecture))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:
