@@ -91,10 +91,14 @@ ARCHITECTURES = (
 )
 
 
+def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The small configuration of an architecture, with changes."""
+    found = next(each for each in ARCHITECTURES if each.model_type == model_type)
+    return {**found.full_config(), "model_type": model_type, **changes}
+
+
 def without_weights(folder: Path, model_type: str, layers: int) -> str:
     """A Hugging Face folder with the small configuration of an architecture, and no weights."""
-    found = next(each for each in ARCHITECTURES if each.model_type == model_type)
-    fields = found.full_config() | {"model_type": model_type, "num_hidden_layers": layers}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(config_of(model_type, num_hidden_layers=layers)))
     return str(folder)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
+from architectures import without_weights
 from inlay import Example
 from inlay.cli.main import app
 from inlay.transforms.lock import read_lock
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
 WRITTEN = "a"
 """How the norm below is written: as now, or as after an upgrade."""
 
@@ -77,7 +80,8 @@ def test_a_lock_is_readable_and_holds(lock: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("returned", "another consumer"), ("divided", "matched 1 sites, and 2 are locked")]
+    ("how", "reason"),
+    [("returned", "another consumer"), ("divided", "aten.rsqrt.default expected, aten.sqrt.default found")],
 )
 def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str) -> None:
     _written(monkeypatch, how)
@@ -118,3 +122,51 @@ def test_verify_against_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> N
     changes = {each["transform"]: each for each in json.loads(found.stdout)}
     assert changes["match_rms_norm"]["change"] == "match loss"
     assert changes["match_rms_norm"]["reason"] == "1 sites fewer"
+
+
+def _divided(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """LlamaRMSNorm as somebody else would write it."""
+    wide = hidden_states.to(torch.float32)
+    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * normed.to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def test_a_stock_model_after_an_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another release of transformers wrote the norm differently: one sentence, with the line of the model."""
+    from transformers.models.llama import modeling_llama
+
+    folder, file = without_weights(tmp_path / "llama", "llama", 2), str(tmp_path / "matches.lock")
+    assert _run("lock", folder, "-o", file).exit_code == 0
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", _divided)
+    checked = _run("check", "--lock", file)
+    assert checked.exit_code == 1, checked.output
+    (line,) = [line for line in checked.stdout.splitlines() if "match_rms_norm" in line]
+    start = f"differs: {folder}: match_rms_norm matched 0 sites, and 5 are locked: layers 0 and 1: "
+    assert line.startswith(start), line
+    assert "missing node: " in line
+    assert line.endswith(")."), "where it is read"
+    assert "modeling_llama.py:" in line
+    assert line.count(". ") == 0, "one sentence"
+    monkeypatch.undo()
+    assert _run("check", "--lock", file).exit_code == 0
+
+
+def _code(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_the_workflow_and_the_hook(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/lock.md gives away runs as it stands, and fails when the lock does not hold."""
+    steps = _code("docs/inlay-check.yml")["jobs"]["matches"]["steps"]
+    (command,) = [step["run"] for step in steps if "inlay check" in step.get("run", "")]
+    (hook,) = _code(".pre-commit-hooks.yaml")
+    assert hook["pass_filenames"] is False
+    assert re.search(hook["files"], "requirements.txt"), "an upgrade is what it is for"
+    assert lock.name == "matches.lock"
+    monkeypatch.chdir(lock.parent)
+    for words in (shlex.split(command), [*shlex.split(hook["entry"]), *hook["args"]]):
+        assert words[0] == "inlay"
+        _written(monkeypatch, "a")
+        assert _run(*words[1:]).exit_code == 0
+        _written(monkeypatch, "returned")
+        assert _run(*words[1:]).exit_code == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from architectures import config_of
 from inlay.capture import capture
 from inlay.capture.hf import HFOptions
 from inlay.config import resolve
@@ -16,10 +17,11 @@ from inlay.insight.verify import Change, Verdict, Verify
 from inlay.transforms import configure, run
 from inlay.transforms.base import Applied, Numerics, Stage, Transform
 from inlay.transforms.pipeline import Step
-from models import LLAMA, llama_folder
+from models import LLAMA, llama_folder, random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from inlay.program.program import Program
 
@@ -116,3 +118,25 @@ def test_precise_running_is_more_precise(program: Program) -> None:
     error = float((rough.double() - precise).norm() / precise.norm())
     assert 1e-4 < error < 5e-2
     assert LLAMA["num_hidden_layers"] == 2
+
+
+FIVE = ("llama", "qwen3", "gemma2", "cohere", "bloom")
+
+
+@pytest.mark.parametrize("architecture", FIVE)
+def test_architectures_in_half_precision(architecture: str, tmp_path: Path) -> None:
+    """Every transform is classified. Weights are large enough for attention to prefer some tokens to others."""
+    config = config_of(architecture, num_hidden_layers=2, initializer_range=0.2)
+    random_model(config).save_pretrained(tmp_path)
+    program = capture(str(tmp_path), HFOptions(dtype=torch.bfloat16))
+    seen = Verify(rounds=8)
+    _, records = run(program, configure(resolve()), [seen])
+    assert [each.transform for each in seen.verdicts] == [record.key for record in records if record.sites]
+    changes = {each.transform: each.change for each in seen.verdicts}
+    may_round = {"cohere": {"match_layer_norm"}, "bloom": {"match_softmax_attention"}}.get(architecture, set())
+    assert {key for key, change in changes.items() if change is not Change.NONE} <= may_round
+    assert not set(changes.values()) & {Change.WRONG, Change.MATCH_LOSS, Change.METADATA_LOSS}
+    if architecture == "bloom":
+        (fused,) = [each for each in seen.verdicts if each.transform == "match_softmax_attention"]
+        assert fused.change is Change.NEARER, "scores are not rounded to half precision before the softmax"
+        assert fused.after < 0.98 * fused.before

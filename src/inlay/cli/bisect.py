@@ -43,7 +43,7 @@ def bisect(
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Find the transform, and the site of it, that makes results wrong; or the two that do so together.
+    """Find the transform, and the site of it, that makes results wrong; or those that do so together.
 
     Exit code 0: nothing is wrong; 1: the culprit was found.
 
@@ -93,12 +93,14 @@ def _sentence(culprit: Culprit, program: Program) -> str:
 
 def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
     """A script that runs the model with what was found, and without."""
-    chosen = {each.transform: None if each.site is None else {each.site} for each in found}
+    chosen: dict[str, set[int] | None] = {}
+    for each in found:
+        chosen[each.transform] = None if each.site is None else {*(chosen.get(each.transform) or ()), each.site}
     about = ", ".join(f"{each.transform} at {each.place or 'all places'}" for each in found)
     lines = (
         f'"""{model}: {about}."""',
         "",
-        "from inlay.insight.bisect import reproduce",
+        "from inlay.insight.reproduce import reproduce",
         "",
         f"reproduce({model!r}, {chosen!r}, oracle={oracle!r}, dtype={dtype!r})",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inlay.cli.models import DType
+    from inlay.program.program import Program
     from inlay.transforms.lock import LockedModel
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pipeline import Step
 
 
 def lock(
@@ -37,7 +39,7 @@ def lock(
     with failing_kindly():
         from inlay.transforms.lock import Lock, versions
 
-        found = [_entry(model, files or (), settings or (), dtype, trust)[0] for model in models]
+        found = [_entry(model, files or (), settings or (), dtype, trust).locked for model in models]
         text = Lock(versions=versions(), models=found).text()
         before = output.read_text() if output.exists() else ""
         for line in difflib.unified_diff(
@@ -67,8 +69,8 @@ def check(
         locked = read_lock(file)
         seen = Comparison()
         for old in locked.models:
-            new, records = _entry(old.model, files or (), settings or (), dtype, trust)
-            seen.differences += compare(old, new, records)
+            new = _entry(old.model, files or (), settings or (), dtype, trust)
+            seen.differences += compare(old, new.locked, new.why)
         if as_json:
             print_json(seen.to_json())
         else:
@@ -97,9 +99,23 @@ def check(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _entry(
-    model: str, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
-) -> tuple[LockedModel, list[Record]]:
+@dataclass(frozen=True)
+class _Entry:
+    """A model as it is matched now."""
+
+    locked: LockedModel
+    program: Program
+    steps: list[Step]
+
+    def why(self, key: str) -> str:
+        """What keeps a transform from matching, where it almost does."""
+        from inlay.insight import explain
+
+        (explained,) = explain(self.program, self.steps, key)
+        return explained.findings[0].text if explained.findings else ""
+
+
+def _entry(model: str, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool) -> _Entry:
     from inlay.transforms import configure, run
     from inlay.transforms.lock import locked
 
@@ -111,4 +127,4 @@ def _entry(
         options = step.transform.options
         step.transform.options = options.model_copy(update={"expect": "any", "reason": "the lock states the count"})
     _, records = run(program, steps)
-    return locked(model, program, resolved, records), records
+    return _Entry(locked(model, program, resolved, records), program, steps)

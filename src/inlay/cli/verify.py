@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 def verify(
     model: ModelArgument,
     seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="How many random inputs; errors are theirs together.")
+    ] = 4,
     against: Annotated[
         Path | None,
         typer.Option("--against", metavar="LOCK|PACKAGE", help="Also compare how often transforms match with this."),
@@ -42,7 +45,7 @@ def verify(
 
         expected = _expected(against) if against is not None else {}
         program = read_program(model, dtype, trust)
-        seen = Verify(expected, seed)
+        seen = Verify(expected, seed, rounds)
         run(program, configure(resolved_for(program, files, settings)), [seen])
         if as_json:
             print_json([verdict.to_json() for verdict in seen.verdicts])

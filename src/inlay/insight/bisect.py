@@ -1,21 +1,26 @@
-"""Bisection: which transform, and which of its sites, makes a model's results wrong; or which two together.
+"""Bisection: which site of which transform makes a model's results wrong; or which of them do so together.
 
-Each question is a run with some transforms and some of their sites left out. Answers are kept, so a bisection that was
-interrupted goes on where it was, and the same question is never asked twice.
+Each question is a run with some of the sites left out. Answers are kept, so a bisection that was interrupted goes on
+where it was, and the same question is never asked twice.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from inlay.errors import UsageError
+from inlay.errors import TransformError, UsageError
+from inlay.insight.near_misses import unbound
+from inlay.program.graphs import origin
 from inlay.transforms.pipeline import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
+
+    from torch import fx
 
     from inlay.program.program import Program
     from inlay.transforms.pipeline import Step
@@ -24,27 +29,55 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which transforms run, and which of their sites: None is all of them."""
-
-    sites: Mapping[str, frozenset[int] | None]
-
-    @property
-    def text(self) -> str:
-        """The same choice is the same text, in every process."""
-        parts = [f"{key}:{'all' if chosen is None else sorted(chosen)}" for key, chosen in sorted(self.sites.items())]
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
 class Culprit:
     """A transform and the number of the site that makes the difference, in the order it finds them."""
 
     transform: str
     site: int | None
-    """None for a pass that does not tell its sites."""
+    """None for a pass that does not tell its sites: all of it is one."""
     place: str = ""
     """The node it rewrote, as it was called before."""
+
+
+@dataclass
+class _Chooser:
+    """Takes the chosen sites of one transform, and remembers what it was asked about."""
+
+    chosen: Collection[str] | None
+    """Sites by the captured nodes they stand for, which other sites do not change; None: all."""
+    found: dict[str, str] = field(default_factory=dict)
+    """Site → what its output is called in this run."""
+    times: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, output: fx.Node) -> bool:
+        name = origin(output)
+        self.times[name] += 1
+        site = name if self.times[name] == 1 else f"{name}#{self.times[name]}"
+        self.found[site] = output.name
+        return self.takes(site)
+
+    def takes(self, site: str) -> bool:
+        """Whether a site is chosen."""
+        return self.chosen is None or site in self.chosen
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A transform that was run on some of its sites, and what it made."""
+
+    key: str
+    chooser: _Chooser
+    made: Program
+    sites: int
+
+    def same(self, key: str, chosen: Collection[str] | None) -> bool:
+        """Whether it would do the same again with this choice: it was asked of every site it found."""
+        taken = (self.chooser.takes(site) == (chosen is None or site in chosen) for site in self.chooser.found)
+        return key == self.key and all(taken)
+
+
+_Unit = tuple[str, str]
+"""A transform and one of its sites; "" for a pass that does not tell them."""
 
 
 @dataclass
@@ -59,117 +92,150 @@ class Bisection:
     runs: int = 0
     """How often a program was made and asked about."""
 
+    def __post_init__(self) -> None:
+        """Run everything once, to see which sites there are; asks the oracle nothing."""
+        self.steps = [step for step in self.steps if step.transform.options.enabled]
+        self._done: list[_Done] = []
+        """What the last run did, for the next one that begins alike."""
+        _, worked, found = self._run({step.key: None for step in self.steps})
+        self.known: dict[_Unit, Culprit] = {}
+        """Every site that may be to blame, in order, by the captured node it stands for."""
+        for key, sites in found.items():
+            if sites:
+                self.known |= {(key, site): Culprit(key, n, sites[site]) for n, site in enumerate(sites)}
+            elif key in worked:
+                self.known[key, ""] = Culprit(key, None)
+
+    @property
+    def sites(self) -> list[Culprit]:
+        """Every site that may be to blame, in order."""
+        return list(self.known.values())
+
     def find(self) -> list[Culprit]:
-        """One culprit, or two that are wrong only together; none when the result is good."""
-        names = [step.key for step in self.steps if step.transform.options.enabled]
-        if self.good(dict.fromkeys(names)):
-            return []
-        if not self.good({}):
-            raise UsageError("The model is not good before any transform ran.", "The oracle must accept it.")
-        count = self._first_bad(len(names), lambda some: dict.fromkeys(names[:some]))
-        before, last = names[: count - 1], names[count - 1]
-        culprit = self._site(dict.fromkeys(before), last)
-        if culprit.site is None:
-            return [culprit]
-        if self.good({**dict.fromkeys(before), last: frozenset([culprit.site])}):
-            other = self._other_site(before, last, culprit.site)
-            return [Culprit(last, other, self._places(before, last)[other]), culprit]
-        partner = self._partner(before, culprit)
-        return [partner, culprit] if partner else [culprit]
+        """One culprit, or those that are wrong only together, in order; none when the result is good.
 
-    def good(self, sites: Mapping[str, frozenset[int] | None]) -> bool:
-        """Whether the program is good when only these transforms run, on these sites."""
-        choice = Choice(dict(sites))
-        if choice.text not in self.answers:
-            self.runs += 1
-            self.answers[choice.text] = self.oracle(self._made(choice))
-            self.on_run(choice.text, self.answers[choice.text])
-        return self.answers[choice.text]
-
-    def _made(self, choice: Choice) -> Program:
-        made, records = run(self.program, [_limited(step, choice) for step in self.steps if step.key in choice.sites])
-        self._records = {record.key: record for record in records}
-        return made
-
-    def _first_bad(self, count: int, choose: Callable[[int], Mapping[str, frozenset[int] | None]]) -> int:
-        """The smallest number that is bad, when 0 is good and `count` is bad."""
-        low, high = 0, count
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.good(choose(middle)):
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def _site(self, others: Mapping[str, frozenset[int] | None], name: str) -> Culprit:
-        """The site of `name` that makes it bad, with the others as they are."""
-        places = self._places(list(others), name, others)
-        if not places:
-            return Culprit(name, None)
-        number = self._first_bad(len(places), lambda some: {**others, name: frozenset(range(some))}) - 1
-        return Culprit(name, number, places[number])
-
-    def _partner(self, before: list[str], culprit: Culprit) -> Culprit | None:
-        """A site of an earlier transform without which the culprit's is good.
-
-        A transform that only prepares the place, so that the culprit does not match without it, is no partner.
+        The shortest beginning that is bad ends with a culprit. If that alone is good, the shortest beginning of the
+        rest that is bad together with it ends with another one: two searches by halves for a pair.
         """
-        chosen = {culprit.transform: frozenset([culprit.site or 0])}
-        if not before or not self.good(chosen):
-            return None
-        count = self._first_bad(len(before), lambda some: {**dict.fromkeys(before[:some]), **chosen})
-        if self._places(before[: count - 1], culprit.transform)[: (culprit.site or 0) + 1][-1:] != [culprit.place]:
-            return None
-        return self._site({**dict.fromkeys(before[: count - 1]), **chosen}, before[count - 1])
+        rest = list(self.known)
+        if self._good(rest):
+            return []
+        if not self._good([]):
+            raise UsageError("The model is not good before any transform ran.", "The oracle must accept it.")
+        culprits: list[_Unit] = []
+        kept: list[_Unit] = []
+        while not culprits or self._good(kept):
+            *rest, last = _shortest(rest, self._bad_with(kept))
+            prepared = self._preparing(last, rest, kept)
+            culprits = [last, *culprits]
+            kept = [*kept, last, *prepared]
+            rest = [unit for unit in rest if unit not in prepared]
+        return [self.known[unit] for unit in culprits]
 
-    def _other_site(self, before: list[str], name: str, site: int) -> int:
-        """An earlier site of the same transform that is needed as well."""
-        others = dict.fromkeys(before)
-        return self._first_bad(site, lambda some: {**others, name: frozenset((*range(some), site))}) - 1
+    def good(self, sites: Collection[Culprit]) -> bool:
+        """Whether the program is good when only these sites are rewritten."""
+        return self._good([unit for unit, culprit in self.known.items() if culprit in sites])
 
-    def _places(
-        self, others: Sequence[str], name: str, sites: Mapping[str, frozenset[int] | None] | None = None
-    ) -> list[str]:
-        """Where a transform finds its sites when these others run; asks the oracle nothing."""
-        self._made(Choice({**dict.fromkeys(others), **(sites or {}), name: None}))
-        return list(self._records[name].places)
+    def text(self, sites: Collection[Culprit]) -> str:
+        """The same sites are the same text, in every process.
+
+        Numbers, ends of a range included: `match_rope: 0-3, 7; clean_noops: all`.
+        """
+        parts: dict[str, list[int] | None] = {}
+        for culprit in self.sites:
+            if culprit in sites and culprit.site is None:
+                parts[culprit.transform] = None
+            elif culprit in sites and culprit.site is not None:
+                parts.setdefault(culprit.transform, []).append(culprit.site)  # type: ignore[union-attr]
+        return "; ".join(f"{key}: {'all' if each is None else _ranges(each)}" for key, each in parts.items())
+
+    def _good(self, units: Sequence[_Unit]) -> bool:
+        text = self.text({self.known[unit] for unit in units})
+        if text not in self.answers:
+            self.runs += 1
+            try:
+                self.answers[text] = self.oracle(self._run(_by_transform(units))[0])
+            except TransformError:  # a pass that cannot do without what is left out makes no bad program
+                self.answers[text] = True
+            self.on_run(text, self.answers[text])
+        return self.answers[text]
+
+    def _bad_with(self, kept: Sequence[_Unit]) -> Callable[[Sequence[_Unit]], bool]:
+        return lambda units: not self._good([*units, *kept])
+
+    def _found_with(self, kept: Sequence[_Unit], unit: _Unit) -> Callable[[Sequence[_Unit]], bool]:
+        return lambda units: self._finds(unit, [*units, *kept])
+
+    def _preparing(self, unit: _Unit, rest: list[_Unit], kept: list[_Unit]) -> list[_Unit]:
+        """Those of the rest without which there is no such site; they are no culprits. Asks the oracle nothing."""
+        needed: list[_Unit] = []
+        while not self._finds(unit, [*kept, *needed]):
+            *rest, last = _shortest(rest, self._found_with([*kept, *needed], unit))
+            needed.append(last)
+        return needed
+
+    def _finds(self, unit: _Unit, others: Sequence[_Unit]) -> bool:
+        key, site = unit
+        try:
+            _, worked, found = self._run(_by_transform([*others, unit]))
+        except TransformError:
+            return False
+        return site in found[key] if site else key in worked
+
+    def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, str]]]:
+        """The program that only these sites make, the transforms that did something, and the sites of each."""
+        asked = [step for step in self.steps if step.key in chosen]
+        done: list[_Done] = []
+        for step, before in zip(asked, self._done, strict=False):
+            if not before.same(step.key, chosen[step.key]):
+                break
+            done.append(before)
+        for step in asked[len(done) :]:
+            chooser, limited = _Chooser(chosen[step.key]), unbound(step)
+            limited.transform.choose = chooser
+            made, (record,) = run(done[-1].made if done else self.program, [limited])
+            done.append(_Done(step.key, chooser, made, record.sites))
+        self._done = done
+        return (
+            done[-1].made if done else self.program,
+            {each.key for each in done if each.sites},
+            {each.key: each.chooser.found for each in done},
+        )
 
 
-def _limited(step: Step, choice: Choice) -> Step:
-    """The step, anew, with the sites it may rewrite; whatever it then matches is as it should be."""
-    transform = step.transform
-    made: Any = object.__new__(type(transform))
-    made.__dict__.update(transform.__dict__)
-    made.options = transform.options.model_copy(update={"expect": "any", "reason": "some sites are left out"})
-    made.chosen, made.found = choice.sites[step.key], 0
-    return type(step)(step.key, made)
+def _by_transform(units: Sequence[_Unit]) -> dict[str, Collection[str] | None]:
+    chosen: dict[str, Collection[str] | None] = {}
+    for key, site in units:
+        chosen[key] = {*(chosen.get(key) or ()), site} if site else None
+    return chosen
+
+
+def _shortest(units: Sequence[_Unit], holds: Callable[[Sequence[_Unit]], bool]) -> Sequence[_Unit]:
+    """The shortest beginning for which it holds, when it does for all and not for none.
+
+    >>> _shortest("abcdefg", lambda some: "c" in some)
+    'abc'
+    """
+    low, high = 0, len(units)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(units[:middle]):
+            high = middle
+        else:
+            low = middle
+    return units[:high]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    starts = [each for each in numbers if each - 1 not in numbers]
+    ends = [each for each in numbers if each + 1 not in numbers]
+    return ", ".join(str(one) if one == two else f"{one}-{two}" for one, two in zip(starts, ends, strict=True))
 
 
 def load_answers(file: Path) -> dict[str, bool]:
     """Answers of an earlier run; none when there was none."""
     return dict(json.loads(file.read_text())) if file.exists() else {}
-
-
-def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: str = "logits", dtype: str = "") -> bool:
-    """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
-    import torch
-
-    from inlay.capture import capture
-    from inlay.capture.hf import HFOptions
-    from inlay.config import resolve
-    from inlay.insight.oracles import find_oracle
-    from inlay.transforms import configure, foreign
-    from inlay.transforms.pipeline import Step
-
-    program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
-    resolved = resolve(architecture=program.facts.architecture, model=program.name)
-    steps = [*configure(resolved), *(Step(name, foreign(name)) for name in culprits if ":" in name)]
-    keys = [step.key for step in steps]
-    last = max(keys.index(name) for name in culprits)
-    chosen = {step.key: culprits.get(step.key) for step in steps[: last + 1] if step.transform.options.enabled}
-    sites = {key: None if numbers is None else frozenset(numbers) for key, numbers in chosen.items()}
-    bisection = Bisection(program, steps, find_oracle(oracle, program))
-    bad = not bisection.good(sites)
-    print(f"{model} with {Choice(sites).text}: {'bad' if bad else 'good'}")
-    return bad

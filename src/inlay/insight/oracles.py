@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,16 +39,34 @@ def _logits(program: Program, seed: int) -> Oracle:
     runner, inputs = Runner(), random_inputs(program, seed)
     referee = runner(program, inputs, precise=torch.float64)
     before = runner(program, inputs)
-    return lambda made: not is_wrong(before, runner(made, inputs), referee)
+
+    def good(made: Program) -> bool:
+        results = _results(runner, made, inputs)
+        return results is not None and not is_wrong(before, results, referee)
+
+    return good
 
 
 def _tokens(program: Program, seed: int) -> Oracle:
     """Good as long as the likeliest token is the same at every position."""
     runner, inputs = Runner(), random_inputs(program, seed)
     expected = [each.argmax(-1) for each in runner(program, inputs)]
-    return lambda made: all(
-        torch.equal(one, two.argmax(-1)) for one, two in zip(expected, runner(made, inputs), strict=True)
-    )
+
+    def good(made: Program) -> bool:
+        results = _results(runner, made, inputs)
+        return results is not None and all(
+            torch.equal(one, two.argmax(-1)) for one, two in zip(expected, results, strict=True)
+        )
+
+    return good
+
+
+def _results(runner: Runner, made: Program, inputs: dict[str, Any]) -> list[Any] | None:
+    """None of a program that cannot be run, which is as wrong as can be."""
+    try:
+        return runner(made, inputs)
+    except RuntimeError:
+        return None
 
 
 def _command(words: list[str]) -> Oracle:

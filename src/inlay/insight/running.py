@@ -71,7 +71,14 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], precise: torch.dtype | None
     if precise is not None:
         args, kwargs = tree_map(lambda each: precise if _is_float_type(each) else each, (args, kwargs))
     target: Any = node.target
-    return target(*args, **kwargs)
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError:
+        if precise is not torch.float64:
+            raise
+    # Some operators, such as products of several experts at once, know no double: the next best is what they do know.
+    narrow = tree_map(lambda each: _cast(torch.float32 if each is precise else each, torch.float32), (args, kwargs))
+    return tree_map(lambda each: _cast(each, precise), target(*narrow[0], **narrow[1]))
 
 
 def _is_float_type(value: Any) -> bool:

@@ -72,16 +72,17 @@ class Verify:
     expected: Mapping[str, int] = field(default_factory=dict)
     """Sites that each transform had before, from a lock."""
     seed: int = 0
+    rounds: int = 4
+    """Of how many random inputs the errors are taken together: one alone may be nearer by luck."""
     verdicts: list[Verdict] = field(default_factory=list)
     runner: Runner = field(default_factory=Runner)
 
     def before(self, step: Transform, program: Program) -> None:
         """The first program is what the others are held against; the referee computes it precisely."""
         if not hasattr(self, "_inputs"):
-            self._inputs = random_inputs(program, self.seed)
-            self._precise = torch.float64
-            self._referee = self.runner(program, self._inputs, precise=self._precise)
-            self._results = self.runner(program, self._inputs)
+            self._inputs = [random_inputs(program, self.seed + each) for each in range(self.rounds)]
+            self._referee = self._run(program, torch.float64)
+            self._results = self._run(program)
             self._program = program
 
     def after(self, step: Transform, program: Program, record: Record) -> None:
@@ -93,12 +94,15 @@ class Verify:
             if lost > 0:
                 self.verdicts.append(Verdict(record.key, 0, Change.MATCH_LOSS, 0.0, 0.0, 0.0, f"{lost} sites fewer"))
             return
-        results = self.runner(program, self._inputs)
+        results = self._run(program)
         verdict = self._judge(record, results, program)
         if lost > 0 and verdict.change is not Change.WRONG:
             verdict = Verdict(**{**vars(verdict), "change": Change.MATCH_LOSS, "reason": f"{lost} sites fewer"})
         self.verdicts.append(verdict)
         self._results, self._program = results, program
+
+    def _run(self, program: Program, precise: torch.dtype | None = None) -> list[Any]:
+        return [each for inputs in self._inputs for each in self.runner(program, inputs, precise=precise)]
 
     def _judge(self, record: Record, results: list[Any], program: Program) -> Verdict:
         difference = max((_relative(one, two) for one, two in zip(self._results, results, strict=True)), default=0.0)
@@ -135,8 +139,8 @@ class Verify:
                 if error:
                     found.append((error, len(found), node))
 
-        self.runner(self._program, self._inputs, on_value=keep)
-        self.runner(program, self._inputs, on_value=compare)
+        self.runner(self._program, self._inputs[0], on_value=keep)
+        self.runner(program, self._inputs[0], on_value=compare)
         worst = sorted(found, key=lambda each: (-each[0], each[1]))[:_WORST]
         first = found[:1]
         chosen = list(dict.fromkeys((*first, *worst)))

@@ -19,6 +19,18 @@ SOURCE = "source"
 """Key of `node.meta`: where in the model the node comes from, as `file.py:line`."""
 MODULE = "module"
 """Key of `node.meta`: qualified name of the module that was running."""
+ORIGIN = "origin"
+"""Key of `node.meta`: the name of the captured node whose place a transform gave to this one."""
+
+
+def origin(node: fx.Node) -> str:
+    """What a node stands for in the captured program; the same whichever other sites were rewritten."""
+    return str(node.meta.get(ORIGIN, node.name))
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """Where a node comes from, for the metadata of what takes its place."""
+    return {key: node.meta[key] for key in (SOURCE, MODULE) if key in node.meta} | {ORIGIN: origin(node)}
 
 
 def subgraphs(graph: fx.Graph) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -32,7 +32,7 @@ from inlay.rewrite.trees import Call, Tree, Variable
 from inlay.rewrite.walker import orders, same_constant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 _MOST_STEPS = 4000
 """A place where more than this was tried is explained by the best found until then."""
@@ -54,12 +54,14 @@ class Aligner:
         loose: frozenset[str] = frozenset(),
         usual: Mapping[str, set[Any]] | None = None,
         at_home: Callable[[fx.Node], bool] = lambda node: False,
+        claimed: Collection[fx.Node] = (),
     ) -> None:
         """`usual` says what variables stand for where the pattern matched: of two ways that is the better.
         `at_home` says whether a node stands where, in other layers, nodes of sites do: then it is there instead of one.
+        `claimed` are nodes of sites: they cannot be part of another one.
         """
         self.tree, self.example, self.loose = tree, example, loose
-        self.usual, self.at_home = usual or {}, at_home
+        self.usual, self.at_home, self.claimed = usual or {}, at_home, claimed
         self.budget, self.steps = 0.0, 0
 
     def best(self, root: fx.Node) -> Partial | None:
@@ -150,7 +152,8 @@ class Aligner:
         if pattern in state.nodes:
             yield from self._again(pattern, state.nodes[pattern], value, reader, state)
             return
-        if isinstance(value, fx.Node) and value.target is pattern.target and value not in state.nodes.values():
+        free = value not in self.claimed and value not in state.nodes.values() if isinstance(value, fx.Node) else False
+        if free and value.target is pattern.target:
             yield from self._same_operator(pattern, value, state)
             if not any(each.target is pattern.target for each in operands(value)):
                 return

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, mutates
+from inlay.program.graphs import all_graphs, mutates, provenance
 from inlay.program.symbols import symbolic_sizes
 from inlay.program.trace import traced
 from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
@@ -43,7 +43,7 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
         accepted, misses = settle(program, graph, rule, alternatives)
         replaced: dict[fx.Node, fx.Node] = {}
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
-            if not rule.takes():
+            if not rule.takes(site.outputs[0]):
                 continue
             _replace(site, rule, alternative, traces, replaced)
             outcome.sites.append(site)
@@ -186,8 +186,7 @@ def _replace(
             if node.op == "call_function":
                 mapping[node] = site.graph.node_copy(node, mapping.__getitem__)
                 kept = {"val": node.meta.get("val")}
-                source = site.outputs[0].meta
-                mapping[node].meta = kept | {name: source[name] for name in (SOURCE, MODULE) if name in source}
+                mapping[node].meta = kept | provenance(site.outputs[0])
     results = tree_leaves(next(iter(reversed(trace.nodes))).args[0])
     for old, new in zip(site.outputs, results, strict=True):
         old.replace_all_uses_with(mapping[new])

@@ -17,7 +17,7 @@ from inlay.rewrite.rule import Miss
 from inlay.rewrite.trees import PATTERNS, Call, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import fx
 
@@ -116,7 +116,7 @@ class _Places:
         """The best explanation for each place that may have been meant."""
         best: dict[fx.Node, NearMiss] = {}
         for tree, alternative in self.trees:
-            aligner = self._aligner(tree, alternative)
+            aligner = self._aligner(tree, alternative, self.claimed)
             for root in self._roots(tree):
                 partial = aligner.best(root)
                 if partial is None or not partial.differences:
@@ -126,8 +126,11 @@ class _Places:
                     best[root] = miss
         yield from best.values()
 
-    def _aligner(self, tree: Tree, alternative: Alternative) -> Aligner:
-        return Aligner(tree, alternative.example, self.rule.loose, self.usual, lambda node: role(node) in self.roles)
+    def _aligner(self, tree: Tree, alternative: Alternative, claimed: Collection[fx.Node] = ()) -> Aligner:
+        def at_home(node: fx.Node) -> bool:
+            return role(node) in self.roles
+
+        return Aligner(tree, alternative.example, self.rule.loose, self.usual, at_home, claimed)
 
     def taken(self) -> Iterator[NearMiss]:
         """Where sites stand in other layers, and here another transform was first."""

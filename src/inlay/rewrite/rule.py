@@ -103,8 +103,8 @@ class Rule:
         """Arguments of the replacement that follow from which pattern matched."""
         return {}
 
-    def takes(self) -> bool:
-        """Whether to rewrite the site that was just found."""
+    def takes(self, output: fx.Node) -> bool:
+        """Whether to rewrite the site that was just found, told by its first output."""
         return True
 
     def check(self, site: Site) -> None:

@@ -17,6 +17,8 @@ from inlay.rewrite import Miss, Rule, rewrite
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import fx
+
     from inlay.program.program import Program
 
 
@@ -92,14 +94,12 @@ class Transform(ABC):
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()
-        self.chosen: frozenset[int] | None = None
-        """The sites to rewrite, by number in the order they are found; None: all."""
-        self.found = 0
+        self.choose: Callable[[fx.Node], bool] | None = None
+        """Which sites to rewrite, told by their first output; None: all."""
 
-    def takes(self) -> bool:
+    def takes(self, output: fx.Node) -> bool:
         """Whether to rewrite the site that was just found: always, unless a bisection leaves some out."""
-        self.found += 1
-        return self.chosen is None or self.found - 1 in self.chosen
+        return self.choose is None or self.choose(output)
 
     @classmethod
     def fires(cls) -> list[Case]:

@@ -18,7 +18,7 @@ from inlay.errors import UsageError
 from inlay.program.text import dump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from inlay.config import Resolved
@@ -139,18 +139,17 @@ class Comparison:
         return {"holds": self.holds, "differences": [vars(each) for each in self.differences]}
 
 
-def compare(old: LockedModel, new: LockedModel, records: Sequence[Record]) -> Iterator[Difference]:
-    """What became different for one model, most important first."""
-    found = {record.key: record for record in records}
+def compare(old: LockedModel, new: LockedModel, why: Callable[[str], str]) -> Iterator[Difference]:
+    """What became different for one model, most important first. `why` says of a transform what it does not match."""
     for key in dict.fromkeys((*old.transforms, *new.transforms)):
         before, after = old.transforms.get(key), new.transforms.get(key)
         if before is None or after is None:
             what = "did not run when the lock was written" if before is None else "does not run any more"
             yield Difference(old.model, f"{key} {what}.", transform=key)
         elif before.sites != after.sites:
-            why = _why(found[key], before)
+            reason = f": {text}" if (text := why(key)) else ""
             yield Difference(
-                old.model, f"{key} matched {after.sites} sites, and {before.sites} are locked{why}.", transform=key
+                old.model, f"{key} matched {after.sites} sites, and {before.sites} are locked{reason}.", transform=key
             )
         elif before.misses != after.misses:
             yield Difference(
@@ -161,17 +160,6 @@ def compare(old: LockedModel, new: LockedModel, records: Sequence[Record]) -> It
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
         yield Difference(old.model, f"The captured program is another one ({nodes}).", fails=False)
-
-
-def _why(record: Record, before: LockedTransform) -> str:
-    """The reason that was not there before, with the place in the model."""
-    known = before.misses
-    new = [each for each in record.misses if each.reason.partition(":")[0] not in known] or list(record.misses)
-    if not new:
-        return ""
-    best = max(new, key=lambda each: each.matched / max(each.of, 1))
-    place = f" ({best.source})" if best.source else ""
-    return f": {best.reason}{place}"
 
 
 def _reasons(locked: LockedTransform) -> str:

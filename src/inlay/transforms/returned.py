@@ -10,7 +10,19 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import TransformError, one_line
-from inlay.program.graphs import MODULE, SOURCE, Types, all_graphs, operands, owner, subgraphs, target_text, written
+from inlay.program.graphs import (
+    MODULE,
+    ORIGIN,
+    SOURCE,
+    Types,
+    all_graphs,
+    operands,
+    owner,
+    provenance,
+    subgraphs,
+    target_text,
+    written,
+)
 from inlay.program.sizes import any_size
 from inlay.program.symbols import FakeValues
 from inlay.program.trace import traced
@@ -18,7 +30,7 @@ from inlay.program.trace import traced
 if TYPE_CHECKING:
     from inlay.program.program import Program
 
-_KEPT = ("val", SOURCE, MODULE)
+_KEPT = ("val", SOURCE, MODULE, ORIGIN)
 
 
 def tidy(graph: fx.Graph, before: Program) -> None:
@@ -129,7 +141,7 @@ def _inlined(node: fx.Node, trace: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
                 mapping[each] = next(given)
             elif each.op == "call_function":
                 mapping[each] = node.graph.node_copy(each, mapping.__getitem__)
-                mapping[each].meta |= {key: node.meta[key] for key in (SOURCE, MODULE) if key in node.meta}
+                mapping[each].meta |= provenance(node)
             elif each.op == "get_attr":
                 raise TransformError(f"{node.name} ({target_text(node.target)}) brings a tensor of its own along.")
     made = next(iter(reversed(trace.nodes))).args[0]

@@ -56,7 +56,7 @@ class CleanNoops(Transform):
                 source = _unchanged(node)
                 if source is None or not _same_type(node, source) or _must_stay(node, source):
                     continue
-                if self.takes():
+                if self.takes(node):
                     applied.places.append(node.name)
                     node.replace_all_uses_with(source)
                     graph.erase_node(node)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, written_between
+from inlay.program.graphs import all_graphs, provenance, written_between
 from inlay.rewrite import Miss
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -79,7 +79,7 @@ class FuseAddRMSNorm(Transform):
                     reason = self._refuse(norm)
                     if reason:
                         applied.misses.append(Miss(norm, norm, reason, 1, 2, refused=True))
-                    elif self.takes():
+                    elif self.takes(norm):
                         applied.places.append(norm.name)
                         self._fuse(graph, norm)
                         applied.sites += 1
@@ -114,7 +114,7 @@ class FuseAddRMSNorm(Transform):
             parts = [graph.call_function(operator.getitem, (fused, index)) for index in (0, 1)]
         values = (norm.meta["val"], total.meta["val"])
         for node, value, source in ((fused, values, norm), (parts[0], values[0], norm), (parts[1], values[1], total)):
-            node.meta = {"val": value} | {key: source.meta[key] for key in (SOURCE, MODULE) if key in source.meta}
+            node.meta = {"val": value} | provenance(source)
         norm.replace_all_uses_with(parts[0])
         graph.erase_node(norm)
         total.replace_all_uses_with(parts[1])

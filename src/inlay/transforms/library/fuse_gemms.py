@@ -72,7 +72,7 @@ class FuseGemms(Transform):
             linears = [user for user in x.users if user.target is aten.linear.default and user.args[0] is x]
             if len(linears) > 1:
                 for group in self._groups(sorted(linears), fusing, applied):
-                    if self.takes():
+                    if self.takes(group[0]):
                         applied.places.append(group[0].name)
                         fusing.fuse(group)
                         applied.sites += 1

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.errors import UsageError, nearest
 from inlay.program.bindings import Bindings
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, written_between
+from inlay.program.graphs import all_graphs, provenance, written_between
 from inlay.program.symbols import symbolic_sizes
 from inlay.rewrite import Miss
 from inlay.rewrite.schema import normalised
@@ -90,7 +90,7 @@ class GatherLastLogits(Transform):
                     reason = _refuse(pick, chain)
                     if reason:
                         applied.misses.append(Miss(pick, chain[-1], reason, 1, 2, refused=True))
-                    elif self.takes():
+                    elif self.takes(pick):
                         applied.places.append(pick.name)
                         _move(graph, pick, chain)
                         applied.sites += 1
@@ -168,4 +168,4 @@ def _meta(node: fx.Node, like: fx.Node) -> dict[str, Any]:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: each.meta["val"])
     with symbolic_sizes():
         value = node.target(*args, **kwargs)  # type: ignore[operator]
-    return {"val": value} | {key: like.meta[key] for key in (SOURCE, MODULE) if key in like.meta}
+    return {"val": value} | provenance(like)

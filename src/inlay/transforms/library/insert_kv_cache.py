@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_structure
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.errors import ProgramError
 from inlay.program.bindings import Alias, Binding, Bindings, Role
-from inlay.program.graphs import MODULE, SOURCE
+from inlay.program.graphs import provenance
 from inlay.program.symbols import FakeValues
 from inlay.rewrite import Miss
 from inlay.rewrite.schema import normalised
@@ -294,7 +294,7 @@ class _Puts:
                 count = self.call(aten.arange.default, heads)
                 self.heads[heads] = self.call(aten.view.default, count, [1, -1, 1])
         where = [self.slot, self.heads[heads], self.row]
-        origin = {key: call.meta[key] for key in (SOURCE, MODULE) if key in call.meta}
+        origin = provenance(call)
         with self.graph.inserting_before(call):
             written = [self.write(cache, where, given[kind]) for cache, kind in ((keys, "key"), (values, "value"))]
             read = self.call(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, sizes, written_between
+from inlay.program.graphs import all_graphs, provenance, sizes, written_between
 from inlay.rewrite import Miss, alibi
 from inlay.rewrite.masks import Meaning, meaning
 from inlay.rewrite.schema import normalised
@@ -84,7 +84,7 @@ class MatchAttention(Transform):
                     applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
                 elif node.target is _CANONICAL and arguments == tuple(value for _, value in normalised(node)):
                     continue
-                elif self.takes():
+                elif self.takes(node):
                     applied.places.append(node.name)
                     _replace(graph, node, arguments)
                     applied.sites += 1
@@ -148,7 +148,7 @@ def _without_slopes(mask: fx.Node, attention: fx.Node) -> tuple[fx.Node | None, 
 def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None:
     with graph.inserting_before(node):
         new = graph.call_function(_CANONICAL, arguments)
-    new.meta = {name: node.meta[name] for name in ("val", SOURCE, MODULE) if name in node.meta}
+    new.meta = {"val": node.meta["val"]} | provenance(node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 

@@ -89,7 +89,7 @@ class PackWeights(Transform):
             if isinstance(chosen, str):
                 first = next(iter(node.users))
                 applied.misses.append(Miss(first, node, chosen, 1, 2, refused=True))
-            elif self.takes():
+            elif self.takes(next(iter(node.users))):
                 applied.places.append(next(iter(node.users)).name)
                 applied.sites += 1
                 made = packing.pack(node, weights[node.name], sources, chosen)

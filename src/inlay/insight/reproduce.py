@@ -1,0 +1,36 @@
+"""Showing again what a bisection found: what its scripts call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from inlay.capture import capture
+from inlay.capture.hf import HFOptions
+from inlay.config import resolve
+from inlay.insight.bisect import Bisection
+from inlay.insight.oracles import find_oracle
+from inlay.transforms import configure, foreign
+from inlay.transforms.pipeline import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: str = "logits", dtype: str = "") -> bool:
+    """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
+    program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
+    resolved = resolve(architecture=program.facts.architecture, model=program.name)
+    steps = [*configure(resolved), *(Step(name, foreign(name)) for name in culprits if ":" in name)]
+    keys = [step.key for step in steps]
+    last = max(keys.index(name) for name in culprits)
+    bisection = Bisection(program, steps[: last + 1], find_oracle(oracle, program))
+    sites = [
+        each
+        for each in bisection.sites
+        if (numbers := culprits.get(each.transform)) is None or each.site is None or each.site in numbers
+    ]
+    bad = not bisection.good(sites)
+    print(f"{model} with {bisection.text(sites)}: {'bad' if bad else 'good'}")
+    return bad
