@@ -6,14 +6,14 @@ No step of a decoder is faster than its linear layers, and those not faster than
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.compile import kernels
 from inlay.compile.calls import Calls
 from inlay.ops.packing import LANES, Packing
 
@@ -62,9 +62,7 @@ def linears(package: LoadedPackage, rows: int) -> list[Linear]:
     for step in bucket.steps:
         weights = [package.weights[name] for name in step.constants]
         piece = pieces[step.piece]
-        found += (
-            _called(package, piece, weights) if piece.file.endswith(".json") else _compiled(package, piece, weights)
-        )
+        found += _called(package, piece, weights) if piece.file.endswith(".json") else _compiled(piece, weights)
     return found
 
 
@@ -84,19 +82,12 @@ def _called(package: LoadedPackage, piece: PieceFile, weights: list[torch.Tensor
             yield _packed(by_name[args[1]], *args[3:6])
 
 
-def _compiled(package: LoadedPackage, piece: PieceFile, weights: list[torch.Tensor]) -> Iterator[Linear]:
-    left_to_torch = (package.folder / piece.file).with_suffix(".json")
-    nodes = json.loads(left_to_torch.read_text())["nodes"] if left_to_torch.exists() else []
-    packed: dict[str, list[int]] = {}
-    for node in nodes:
-        if node["node"]["target"] == "inlay::packed_linear":
-            arguments = {each["name"]: each["arg"] for each in node["node"]["inputs"]}
-            numbers = [arguments[name]["as_int"] for name in ("features", "bits", "zero")]
-            packed[arguments["weight"]["as_tensor"]["name"]] = numbers
-    for name, weight in zip(piece.constants, weights, strict=True):
-        if name in packed:
-            yield _packed(weight, *packed[name])
-        elif weight.dim() == 2 and weight.is_floating_point():
+def _compiled(piece: PieceFile, weights: list[torch.Tensor]) -> Iterator[Linear]:
+    """The packed linear layers that the manifest lists; without such, every matrix."""
+    for row in piece.kernels:
+        yield Linear(weights[int(row.weight.removeprefix("w"))], row.features, row.depth, row.bits, row.zero)
+    for weight in weights if not piece.kernels else ():
+        if weight.dim() == 2 and weight.is_floating_point():
             yield _plain(weight)
 
 
@@ -111,11 +102,12 @@ def _packed(weight: torch.Tensor, features: int, bits: int, zero: int) -> Linear
     return Linear(weight, features, weight.shape[1] * group, bits, zero)
 
 
-def _own(linear: Linear, rows: int) -> Run:
+def _own(linear: Linear, rows: int, way: str = "dot") -> Run | None:
     if not linear.bits:
-        return lambda x: torch.nn.functional.linear(x, linear.weight)
-    call: Any = torch.ops.inlay.packed_linear.default
-    return lambda x: call(x, linear.weight, None, linear.features, linear.bits, linear.zero)
+        return (lambda x: torch.nn.functional.linear(x, linear.weight)) if way == "dot" else None
+    packing = Packing(linear.bits, linear.zero, linear.depth // linear.weight.shape[1])
+    run = kernels.own(linear.features, linear.depth, packing, way)
+    return lambda x: run(x, linear.weight)
 
 
 def _prepacked(linear: Linear, rows: int) -> Run | None:
@@ -139,7 +131,11 @@ def _aten_int4(linear: Linear, rows: int) -> Run | None:
     return lambda x: aten._weight_int4pack_mm_for_cpu(x, weight, 32, factors)
 
 
-CANDIDATES = (_own, _prepacked, _aten_int4)
+CANDIDATES: tuple[Callable[[Linear, int], Run | None], ...] = (
+    *(partial(_own, way=way) for way in kernels.WAYS),
+    _prepacked,
+    _aten_int4,
+)
 """Kernels for a linear layer; for each shape and number of rows the fastest is taken."""
 
 

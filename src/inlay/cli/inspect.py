@@ -64,6 +64,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     out.print(about)
     out.print()
     print_pieces(manifest)
+    _print_kernels(manifest)
     states = Table(box=None, pad_edge=False)
     for column in ("state", "type", "bytes", "how it is known"):
         states.add_column(column, justify="right" if column == "bytes" else "left")
@@ -77,3 +78,25 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     if groups:
         out.print()
         out.print(states, markup=False)
+
+
+def _print_kernels(manifest: Manifest) -> None:
+    """Linear layers with packed weights: which kernel for how many rows, and what was measured."""
+    rows = {
+        (bucket.name, f"{row.features} × {row.depth}", f"{row.bits}"): row
+        for bucket in manifest.buckets
+        for piece in bucket.pieces
+        for row in piece.kernels
+    }
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("bucket", "linear layer", "bits", "rows", "kernel", "µs", "others"):
+        table.add_column(column, justify="right" if column in ("bits", "rows", "µs") else "left")
+    for label, row in rows.items():
+        for place, count in enumerate(sorted(map(int, row.timings))):
+            took, chosen = row.timings[str(count)], row.way(count)
+            others = ", ".join(f"{other} {value:g}" for other, value in took.items() if other != chosen)
+            table.add_row(*(label if not place else ("", "", "")), str(count), chosen, f"{took[chosen]:g}", others)
+    out.print()
+    out.print(table)

@@ -33,6 +33,26 @@ class Target:
 
 
 @dataclass(frozen=True)
+class KernelRow:
+    """A linear layer of a piece: its weight, and which way was the fastest for how many rows (`compile.kernels`)."""
+
+    weight: str
+    features: int
+    depth: int
+    bits: int
+    zero: int
+    group: int
+    singly: int
+    tiled: int
+    timings: dict[str, dict[str, float]]
+    """Rows → kernel → microseconds."""
+
+    def way(self, rows: int) -> str:
+        """How the kernel multiplies so many rows."""
+        return "dot" if rows <= self.singly else "tiles8" if rows <= self.tiled else "tiles16"
+
+
+@dataclass(frozen=True)
 class PieceFile:
     """A piece: a library and its source, or calls; and what it does to the states among its inputs."""
 
@@ -49,6 +69,7 @@ class PieceFile:
     accesses: tuple[dict[str, str], ...] = ()
     calls: int = 0
     """How many calls it leaves to torch. Pieces that leave none run without Python in between."""
+    kernels: tuple[KernelRow, ...] = ()
 
 
 @dataclass(frozen=True)

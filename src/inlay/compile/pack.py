@@ -14,6 +14,7 @@ from inlay.compile import manifest as manifests
 from inlay.compile import store, weights_file
 from inlay.compile.aoti import build_library
 from inlay.compile.calls import encode
+from inlay.compile.kernels import choose
 from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow
 from inlay.compile.plan import plan
 from inlay.errors import UsageError, nearest
@@ -96,11 +97,11 @@ def pack(
     with store.staged(path) as folder:
         native.copy(folder / native.NAME)
         made: dict[Piece, PieceFile] = {}
-        for number, (name, _, each) in reversed(list(enumerate(lowered.buckets))):
+        for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
             for piece in each.pieces:
                 same = next((other for other in made if _serves(other, piece)), None)
                 on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
-                made[piece] = made[same] if same else _write_piece(piece, folder, f"{number}-{piece.name}")
+                made[piece] = made[same] if same else _write_piece(piece, sizes, folder, f"{number}-{piece.name}")
         buckets = [
             Bucket(
                 name,
@@ -152,14 +153,15 @@ def _serves(other: Piece, piece: Piece) -> bool:
     return calls[0] == calls[1] and kinds[0] == kinds[1]
 
 
-def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
+def _write_piece(piece: Piece, sizes: Sizes, folder: Path, name: str) -> PieceFile:
     ins = tuple(row.name for row in piece.ins)
     outs = tuple(row.name for row in piece.program.bindings.outs if row.alias is None)
     if piece.plain:
         file = folder / f"{name}.json"
         file.write_text(json.dumps(encode(piece.program.graph), indent=1))
         return PieceFile(piece.name, file.name, (), ins, outs)
-    built = build_library(piece.program, piece.states)
+    program, kernels = choose(piece.program, sizes)
+    built = build_library(program, piece.states)
     file = folder / f"{name}.so"
     file.write_bytes(built.library)
     file.with_suffix(".cpp").write_text(built.source)
@@ -167,7 +169,7 @@ def _write_piece(piece: Piece, folder: Path, name: str) -> PieceFile:
     accesses = tuple(each.to_json() for each in built.accesses)
     written = tuple(row.name for row in piece.program.bindings.state)
     return PieceFile(
-        piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses, len(built.calls)
+        piece.name, file.name, built.constants, ins, outs, piece.states, written, accesses, len(built.calls), kernels
     )
 
 
