@@ -63,6 +63,8 @@ class Options:
     """Sizes to compile for separately, beside all of them; by default single tokens, for a decoder."""
     weights: str = ""
     """Number format of the weights: one of torch's, or one of `PACKED`; by default the checkpoint's own."""
+    kernels: str = "native"
+    """What code is made for: this processor, or any with AVX2."""
     config: tuple[Path, ...] = ()
     settings: tuple[str, ...] = ()
     alias: Mapping[str | int, str | int] = field(default_factory=dict)
@@ -99,7 +101,7 @@ def build(
     lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
     lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
     contents = _contents(source, program, resolved, records, lock)
-    manifest = clock("pack", lambda: pack(lowered, path, contents, on_step))
+    manifest = clock("pack", lambda: pack(lowered, path, contents, on_step, options.kernels))
     return Built(path, manifest, tuple(records), clock.seconds)
 
 

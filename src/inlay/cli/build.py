@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.console import failing_kindly, out, print_json, progress
-from inlay.cli.models import CAPTURE, ModelArgument, TrustOption, Weights
+from inlay.cli.models import CAPTURE, Kernels, ModelArgument, TrustOption, Weights
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import bytes_text
 from inlay.errors import UsageError
@@ -37,10 +37,13 @@ def build(
         Weights | None,
         typer.Option(
             "--weights",
-            help="Number format of the weights; by default what the checkpoint holds, dequantised. stored: GGUF blocks"
-            " as they are; int4, int8: quantised, with the error stated.",
+            help="Number format of the weights; by default the checkpoint's own. stored: GGUF blocks as they are;"
+            " int4, int8: quantised, with the error stated; float32: dequantised.",
         ),
     ] = None,
+    kernels: Annotated[
+        Kernels, typer.Option("--kernels", help="Make code for this processor, or for any with AVX2.")
+    ] = Kernels.NATIVE,
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="OUTPUT=INPUT", help="This output lives in the storage of this input."),
@@ -68,6 +71,7 @@ def build(
             max_batch=max_batch,
             buckets=_buckets(buckets),
             weights=weights.value if weights else "",
+            kernels=kernels.value,
             config=tuple(files or ()),
             settings=tuple(settings or ()),
             alias=_aliases(alias or ()),

@@ -51,6 +51,13 @@ class Weights(StrEnum):
     INT8 = "int8"
 
 
+class Kernels(StrEnum):
+    """What code is made for."""
+
+    NATIVE = "native"
+    PORTABLE = "portable"
+
+
 DTypeOption = Annotated[
     DType | None, typer.Option("--dtype", help="Number format to capture in; by default the checkpoint's own.")
 ]

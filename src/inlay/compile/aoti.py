@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_unflatten
 
 from inlay.errors import ProgramError
+from inlay.ops import native
 from inlay.ops.define import DECOMPOSITIONS, SHIMS
 from inlay.program.bindings import Role
 from inlay.program.exported import to_exported
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 FILLED_ROWS = {"inlay.cached_attention.default"}
 """Operators that read no more of a state than the rows that hold something."""
 
+
+_LEVELS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "portable": {"cpp.march": native.LEVELS["portable"], "cpp.simdlen": 256},
+}
 
 _UNSIZED = "the compiler does not say how large its results are"
 
@@ -63,8 +69,11 @@ class Built:
     accesses: tuple[Access, ...]
 
 
-def build_library(program: Program, states: Sequence[str] = ()) -> Built:
-    """Compile a program whose weights are given later, one set a container. `states` are inputs to keep an eye on."""
+def build_library(program: Program, states: Sequence[str] = (), level: str = "native") -> Built:
+    """Compile a program whose weights are given later, one set a container, for processors of a level.
+
+    `states` are inputs to keep an eye on.
+    """
     import torch._inductor as inductor
 
     program = canonical_updates(program)[0]
@@ -85,6 +94,7 @@ def build_library(program: Program, states: Sequence[str] = ()) -> Built:
             "always_keep_tensor_constants": True,
             "joint_graph_constant_folding": False,
             "_post_fusion_custom_pass": watching,
+            **_LEVELS[level],
             "aot_inductor.custom_ops_to_c_shims": {op: [text] for op, text in SHIMS.items() if op in used},
         }
         module: Any = exported.module(check_guards=False)

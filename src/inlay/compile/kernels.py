@@ -36,8 +36,13 @@ _TOGETHER = 1 << 25
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def choose(program: Program, sizes: Mapping[str, tuple[int, int | None]]) -> tuple[Program, tuple[KernelRow, ...]]:
-    """A piece whose packed linear layers take the fastest way for each number of rows, and what was measured."""
+def choose(
+    program: Program, sizes: Mapping[str, tuple[int, int | None]], level: str = "native"
+) -> tuple[Program, tuple[KernelRow, ...]]:
+    """A piece whose packed linear layers take the fastest way for each number of rows, and what was measured.
+
+    Portable kernels have one way, which is timed nowhere: who knows where it will run.
+    """
     program = program.copy()
     rows = _rows(sizes)
     table = []
@@ -48,7 +53,7 @@ def choose(program: Program, sizes: Mapping[str, tuple[int, int | None]]) -> tup
         value = x.meta["val"]
         depth = int(value.shape[-1])
         group = depth // int(weight.meta["val"].shape[1])
-        timings = timed(features, depth, Packing(bits, zero, group), value.dtype, rows)
+        timings = timed(features, depth, Packing(bits, zero, group), value.dtype, rows) if level == "native" else {}
         singly, tiled = thresholds(timings)
         node.args = (x, weight, bias, features, bits, zero, singly, tiled)
         texts = {str(count): each for count, each in timings.items()}

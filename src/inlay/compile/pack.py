@@ -91,17 +91,23 @@ class Contents:
 
 
 def pack(
-    lowered: Lowered, path: Path, contents: Contents, on_step: Callable[[str], None] = lambda step: None
+    lowered: Lowered,
+    path: Path,
+    contents: Contents,
+    on_step: Callable[[str], None] = lambda step: None,
+    level: str = "native",
 ) -> Manifest:
-    """Compile what has to be, and write the package."""
+    """Compile what has to be for processors of a level, and write the package."""
     with store.staged(path) as folder:
-        native.copy(folder / native.NAME)
+        native.copy(folder / native.NAME, level)
         made: dict[Piece, PieceFile] = {}
         for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
             for piece in each.pieces:
                 same = next((other for other in made if _serves(other, piece)), None)
                 on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
-                made[piece] = made[same] if same else _write_piece(piece, sizes, folder, f"{number}-{piece.name}")
+                made[piece] = (
+                    made[same] if same else _write_piece(piece, sizes, folder / f"{number}-{piece.name}", level)
+                )
         buckets = [
             Bucket(
                 name,
@@ -135,7 +141,7 @@ def pack(
             weights=rows,
             weights_file=written,
             files=files,
-            target=_target(),
+            target=_target(level),
             initial=initial,
             facts=dict(contents.facts or {}),
             inlay=host.version("inlay"),
@@ -153,16 +159,16 @@ def _serves(other: Piece, piece: Piece) -> bool:
     return calls[0] == calls[1] and kinds[0] == kinds[1]
 
 
-def _write_piece(piece: Piece, sizes: Sizes, folder: Path, name: str) -> PieceFile:
+def _write_piece(piece: Piece, sizes: Sizes, stem: Path, level: str) -> PieceFile:
     ins = tuple(row.name for row in piece.ins)
     outs = tuple(row.name for row in piece.program.bindings.outs if row.alias is None)
     if piece.plain:
-        file = folder / f"{name}.json"
+        file = stem.with_suffix(".json")
         file.write_text(json.dumps(encode(piece.program.graph), indent=1))
         return PieceFile(piece.name, file.name, (), ins, outs)
-    program, kernels = choose(piece.program, sizes)
-    built = build_library(program, piece.states)
-    file = folder / f"{name}.so"
+    program, kernels = choose(piece.program, sizes, level)
+    built = build_library(program, piece.states, level)
+    file = stem.with_suffix(".so")
     file.write_bytes(built.library)
     file.with_suffix(".cpp").write_text(built.source)
     file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
@@ -201,6 +207,7 @@ def _weights(
     return rows, lambda name: program.tensors[homes[name]].read(), initial
 
 
-def _target() -> Target:
+def _target(level: str) -> Target:
     version = torch.__version__.partition("+")[0]
-    return Target(version, platform.machine(), host.cpu_features(), torch.get_num_threads())
+    features = host.cpu_features() if level == "native" else ("avx2",)
+    return Target(version, platform.machine(), features, torch.get_num_threads())

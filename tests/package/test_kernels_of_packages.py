@@ -1,0 +1,121 @@
+"""What code packages bring: kernels chosen by measurement, and packages for lesser processors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import inlay
+from inlay import host
+from inlay.cli.main import app
+from inlay.compile import kernels
+from inlay.compile.load import load_package, read_manifest
+from inlay.compile.native import Container
+from inlay.errors import PackageError
+from inlay.flow import Options
+from inlay.ops.packing import Packing
+from inlay.runtime.session import Session
+from models import llama_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("kernels")
+    model = str(llama_folder(home / "model", tie_word_embeddings=True))
+    for level in ("native", "portable"):
+        inlay.build(
+            model,
+            home / level,
+            Options(
+                buckets=("length=1",) if level == "native" else (),
+                max_length=64,
+                max_batch=4,
+                weights="int8",
+                kernels=level,
+            ),
+        )
+    return {level: home / level for level in ("native", "portable")}
+
+
+def scores(path: Path) -> torch.Tensor:
+    session = Session(load_package(path), 2)
+    tokens = torch.arange(40).reshape(2, 20) % 50
+    first = session.advance(tokens)
+    return torch.stack([first, session.advance([[3], [4]])])
+
+
+def test_portable_code_uses_no_wide_registers(packages: dict[str, Path]) -> None:
+    found = {}
+    for level, path in packages.items():
+        folder = read_manifest(path)[1]
+        text = "".join(
+            subprocess.run(["objdump", "-d", str(file)], capture_output=True, text=True, check=True).stdout
+            for file in folder.glob("*.so")
+        )
+        found[level] = len(re.findall(r"%(?:zmm|tmm|k)\d", text))
+    assert found["portable"] == 0
+    if "avx512f" in host.cpu_features():
+        assert found["native"] > 0
+
+
+def test_both_compute_the_same(packages: dict[str, Path]) -> None:
+    native, portable = scores(packages["native"]), scores(packages["portable"])
+    assert (native - portable).abs().max() < 3e-2 * native.abs().max()
+
+
+def test_a_lesser_processor_gets_a_sentence(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cpu_features", lambda: ("avx2",))
+    load_package(packages["portable"])
+    if read_manifest(packages["native"])[0].target.cpu_features != ("avx2",):
+        with pytest.raises(PackageError, match="was built for a CPU with"):
+            load_package(packages["native"])
+
+
+def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
+    manifest, _ = read_manifest(packages["native"])
+    rows = [row for bucket in manifest.buckets for piece in bucket.pieces for row in piece.kernels]
+    assert {(row.features, row.depth, row.bits) for row in rows} >= {(row.features, row.depth, 8) for row in rows}
+    for row in rows:
+        for count, took in row.timings.items():
+            assert set(took) >= set(kernels.WAYS)
+            assert row.way(int(count)) in took
+    shown = CliRunner().invoke(app, ["inspect", str(packages["native"])])
+    assert shown.exit_code == 0
+    assert "kernel" in shown.output
+    assert "dot" in shown.output
+    assert json.loads(manifest.text())["buckets"][0]["pieces"][-1]["kernels"]
+
+
+def test_steps_run_without_python(packages: dict[str, Path]) -> None:
+    package = load_package(packages["native"])
+    for _, execution in package.buckets:
+        assert len(execution.steps) == 1
+        chain = execution.steps[0][0]
+        assert len(chain.steps) > 2
+        assert all(isinstance(step, Container) for step in chain.steps)
+
+
+def test_a_failing_step_is_an_error(packages: dict[str, Path]) -> None:
+    """A chain checks nothing itself; what a piece refuses comes back as an exception, and the chain goes on working."""
+    package = load_package(packages["native"])
+    chain = package.buckets[0][1].steps[0][0]
+    with pytest.raises(PackageError, match="Step 1 of the package failed"):
+        chain([torch.zeros(1)] * len(chain._given))
+    assert torch.isfinite(scores(packages["native"])).all()
+
+
+def test_thresholds_follow_the_clock() -> None:
+    timings = kernels.timed(64, 128, Packing(4, -1), torch.float32, (1, 16))
+    assert set(timings) == {1, 16}
+    assert all(value > 0 for took in timings.values() for value in took.values())
+    faster = {"dot": 1.0, "tiles8": 2.0, "tiles16": 3.0}
+    assert kernels.thresholds({1: faster, 16: faster}) == (16, 16)
