@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eager import byte_tokenizer
+from inlay.compile import native
 from models import random_model
 from package.packages import FIELDS, ROOM
 
@@ -33,3 +34,17 @@ def package(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = tmp_path_factory.mktemp("package") / "package"
     build(str(model_folder), path, Options(max_length=ROOM, max_batch=4))
     return path
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every library that anybody asks torch to load, which it still does."""
+    asked: list[str] = []
+    real = native._aoti.AOTIModelContainerRunnerCpu
+
+    def noted(file: str, *rest: Any) -> Any:
+        asked.append(file)
+        return real(file, *rest)
+
+    monkeypatch.setattr(native._aoti, "AOTIModelContainerRunnerCpu", noted)
+    return asked

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from graphs_that_write import FIRES, STAYS, Build, Case, fuzz
+from graphs_that_stay import STAYS
+from graphs_that_write import FIRES, Build, Case, fuzz
 from inlay.state.functionalization import fix_functionalization, spell_out_copies
 from inlay.state.later import Later, Reason
 from inlay.state.wrapped import V2, is_wrapper

@@ -37,7 +37,7 @@ class Kernel:
     def __init__(self, name: str, function: Callable[..., Any], shim: str) -> None:
         self.function = function
         self.__doc__ = function.__doc__
-        # torch.library.custom_op would do, but costs milliseconds a call.
+        # torch.library.custom_op would do, but wraps every call in more Python.
         _LIBRARY.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}")
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.inlay, name).default
