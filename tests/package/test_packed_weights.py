@@ -143,7 +143,7 @@ class TestGGUF:
         assert sites["pack_weights"] == 11, "five a layer, and the embedding, which is the head"
         rows = program.bindings.of(Role.PARAMETER)
         maps = {row.target: getattr(program.tensors[row.name], "map", "") for row in rows}
-        assert maps["model.layers.0.self_attn.q_proj+k_proj.weight"] == "concat+pack:Q4_1"
+        assert maps["model.layers.0.self_attn.q_proj_k_proj.weight"] == "concat+pack:Q4_1"
         assert maps["model.layers.0.self_attn.v_proj.weight"] == "pack:Q4_0"
         assert maps["model.layers.1.mlp.down_proj.weight"] == "pack:Q6_K"
         assert sum("pack:Q8_0" in each for each in maps.values()) == 1
@@ -200,7 +200,7 @@ class TestFolder:
         options = Options(max_length=ROOM, weights="int4-g64", buckets=(), settings=_UNUSED)
         made = build(str(folder), tmp_path / "package", options)
         sizes = {name: row.shape for name, row in made.manifest.weights.items() if row.dtype == "uint8"}
-        assert sizes["model.layers.0.mlp.gate_proj+up_proj.weight"] == (32, 1, 64 * 16 // 2 + 64)
+        assert sizes["model.layers.0.mlp.gate_proj_up_proj.weight"] == (32, 1, 64 * 16 // 2 + 64)
         eager = dequantised(packed(folder, "int4-g64")[0], TIED)
         assert torch.equal(greedy(load_package(tmp_path / "package"), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from inlay.program.rows import Row, excerpt, first_of_each_shape, rows_of
 from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -84,7 +85,7 @@ def diff(left: Program, right: Program) -> Diff:
         rows=tuple(rows_of(*texts)),
         operators={name: count for name, count in sorted(operators.items()) if count},
         nodes=(len(left), len(right)),
-        bindings=tuple(_binding_changes(left, right)),
+        bindings=tuple(_by_kind(_binding_changes(left, right))),
         same_wiring=_same_wiring(*sides),
     )
 
@@ -191,3 +192,16 @@ def _same_values(one: Any, two: Any) -> bool:
         return False
     pair = [each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]
     return torch.equal(pair[0], pair[1])
+
+
+def _by_kind(changes: Iterable[str]) -> Iterator[str]:
+    """Changes that differ in the number of a layer become one.
+
+    >>> list(_by_kind(["layers.0.w is gone", "layers.1.w is gone", "head is new"]))
+    ['layers.*.w is gone (× 2)', 'head is new']
+    """
+    groups: dict[str, list[str]] = {}
+    for change in changes:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=[. ])", "*", change), []).append(change)
+    for text, each in groups.items():
+        yield each[0] if len(each) == 1 else f"{text} (× {len(each)})"

@@ -9,7 +9,6 @@ The new weight is a reference through the map `concat`: it is made when it is re
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +182,7 @@ class _Fusing:
         rows = [self.weights[node.name] for node in nodes]
         target = together([row.target for row in rows])
         with self.graph.inserting_before(nodes[0]):
-            made = self.graph.placeholder("p_" + re.sub(r"\W", "_", target))
+            made = self.graph.placeholder("p_" + target.replace(".", "_"))
         with self.fakes.computing():
             made.meta["val"] = torch.cat([node.meta["val"] for node in nodes])
         shape = self.program.types.shape(made.meta["val"])
@@ -207,16 +206,16 @@ def together(names: Sequence[str]) -> str:
     """One name for several that differ in one part.
 
     >>> together(["layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight"])
-    'layers.0.attn.q_proj+k_proj.weight'
+    'layers.0.attn.q_proj_k_proj.weight'
     >>> together(["a.weight", "b.c.weight"])
-    'a.weight+b.c.weight'
+    'a_weight_b_c_weight'
     """
     parts = [name.split(".") for name in names]
     differing = [place for place, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len({len(each) for each in parts}) > 1 or len(differing) != 1:
-        return "+".join(names)
+        return "_".join(names).replace(".", "_")
     made = parts[0][:]
-    made[differing[0]] = "+".join(each[differing[0]] for each in parts)
+    made[differing[0]] = "_".join(each[differing[0]] for each in parts)
     return ".".join(made)
 
 
