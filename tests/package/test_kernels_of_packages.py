@@ -105,12 +105,12 @@ def test_steps_run_without_python(packages: dict[str, Path]) -> None:
 
 
 def test_a_failing_step_is_an_error(packages: dict[str, Path]) -> None:
-    """A chain checks nothing itself; what a piece refuses comes back as an exception, and the chain goes on working."""
+    """What a piece refuses, here a slot that does not exist, comes back as an exception; the next call works."""
     package = load_package(packages["native"])
-    chain = package.buckets[0][1].steps[0][0]
-    with pytest.raises(PackageError, match="Step 1 of the package failed"):
-        chain([torch.zeros(1)] * len(chain._given))
-    assert torch.isfinite(scores(packages["native"])).all()
+    given = {**package.new_state(), "input_ids": torch.tensor([[1]]), "lengths": torch.tensor([0])}
+    with pytest.raises(PackageError, match=r"Step \d of the package failed"):
+        package({**given, "slots": torch.tensor([99])})
+    assert torch.isfinite(package({**given, "slots": torch.tensor([1])})["logits"]).all()
 
 
 def test_thresholds_follow_the_clock() -> None:

@@ -75,6 +75,90 @@ inline void dots(const float* query, int64_t depth, const void* keys, int32_t ty
   }
 }
 
+#ifdef __AVX512BF16__
+// Lane i of the result is the sum of vector i.
+inline __m512 sums16(const __m512* v) {
+  __m512 pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  auto halves_of = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  __m512 low = halves_of(fours[0], fours[1]), high = halves_of(fours[2], fours[3]);
+  return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+// The same for keys in bfloat16, 16 at a time, with queries rounded to it. How many keys were done.
+template <int kHeads>
+inline int64_t dots16(const uint16_t* query, int64_t depth, const uint16_t* keys, int64_t count, float* scores,
+                      const uint16_t* values, int64_t width) {
+  int64_t key = 0;
+  for (; key + 16 <= count; key += 16) {
+    // What comes next: the values of these keys, and keys further on.
+    for (int64_t at = 0; at < 16 * width; at += 32) _mm_prefetch(values + key * width + at, _MM_HINT_T0);
+    for (int h = 0; h < kHeads; ++h) {
+      __m512 sums[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) sums[i] = _mm512_setzero_ps();
+      for (int64_t d = 0; d < depth; d += 32) {
+        const __m512bh q = reinterpret_cast<__m512bh>(_mm512_loadu_si512(query + h * depth + d));
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i)
+          sums[i] = _mm512_dpbf16_ps(
+              sums[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys + (key + i) * depth + d)), q);
+      }
+      _mm512_storeu_ps(scores + h * kRun + key, sums16(sums));
+    }
+  }
+  return key;
+}
+
+// The same for values in bfloat16: 64 columns, even and odd ones apart.
+template <int kHeads>
+inline void weigh16(const float* weights, const uint16_t* values, int64_t width, int64_t from, int64_t count,
+                    const float* fade, float* acc, const uint16_t* next) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  __m512 sums[kHeads][4];
+  for (int h = 0; h < kHeads; ++h)
+    for (int v = 0; v < 2; ++v) {
+      float* at = acc + h * width + from + v * 32;
+      __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16), f = _mm512_set1_ps(fade[h]);
+      sums[h][2 * v] = _mm512_mul_ps(_mm512_permutex2var_ps(a, even, b), f);
+      sums[h][2 * v + 1] = _mm512_mul_ps(_mm512_permutex2var_ps(a, odd, b), f);
+    }
+  for (int64_t key = 0; key < count; ++key) {
+    _mm_prefetch(next + key * 64, _MM_HINT_T0);
+    _mm_prefetch(next + key * 64 + 32, _MM_HINT_T0);
+    __m512 value[4];
+    for (int v = 0; v < 2; ++v) {
+      __m512i both = _mm512_loadu_si512(values + key * width + from + v * 32);
+      value[2 * v] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+      value[2 * v + 1] = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      __m512 weight = _mm512_set1_ps(weights[h * kRun + key]);
+      for (int v = 0; v < 4; ++v) sums[h][v] = _mm512_fmadd_ps(weight, value[v], sums[h][v]);
+    }
+  }
+  for (int h = 0; h < kHeads; ++h)
+    for (int v = 0; v < 2; ++v) {
+      float* at = acc + h * width + from + v * 32;
+      _mm512_storeu_ps(at, _mm512_permutex2var_ps(sums[h][2 * v], first, sums[h][2 * v + 1]));
+      _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(sums[h][2 * v], second, sums[h][2 * v + 1]));
+    }
+}
+#endif
+
 // Adds a run of values, weighted, to kHeads rows; kVectors vectors of them at a time.
 template <int kHeads, int kVectors>
 inline void weigh(const float* weights, const void* values, int32_t type, int64_t width, int64_t from, int64_t count,
@@ -137,6 +221,13 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
             int64_t to, float* acc, Sofar* sofar) {
   float scores[kHeads * kRun], fade[kHeads];
   const int64_t size = a.kv_type == kFloat32 ? 4 : 2;
+#ifdef __AVX512BF16__
+  const bool narrow = a.kv_type == kBFloat16 && a.depth % 32 == 0 && a.depth <= 256 && to - from >= 16;
+  alignas(64) uint16_t rounded[kHeads * 256];
+  if (narrow)
+    for (int64_t i = 0; i < kHeads * a.depth; i += 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(rounded + i), bf16_of(_mm512_loadu_ps(query + i)));
+#endif
   for (int h = 0; h < kHeads; ++h) sofar[h] = {-1e30f, 0};
   std::fill(acc, acc + kHeads * a.width, 0.0f);
   for (int64_t start = from; start < to; start += kRun) {
@@ -144,9 +235,14 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     const char* keys = static_cast<const char*>(a.keys) + (key_at + start * a.depth) * size;
     const char* values = static_cast<const char*>(a.values) + (value_at + start * a.width) * size;
 #ifdef __AVX512F__
-    if (a.depth % 16 == 0)
-      dots<kHeads>(query, a.depth, keys, a.kv_type, count, scores);
-    else
+    if (a.depth % 16 == 0) {
+      int64_t done = 0;
+#ifdef __AVX512BF16__
+      if (narrow) done = dots16<kHeads>(rounded, a.depth, reinterpret_cast<const uint16_t*>(keys), count, scores,
+                                         reinterpret_cast<const uint16_t*>(values), a.width);
+#endif
+      dots<kHeads>(query, a.depth, keys + done * a.depth * size, a.kv_type, count - done, scores + done);
+    } else
 #endif
     if (a.kv_type == kFloat32)
       dots_portable(query, a.depth, reinterpret_cast<const float*>(keys), kHeads, count, scores);
@@ -181,6 +277,11 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     }
     int64_t done = 0;
 #ifdef __AVX512F__
+#ifdef __AVX512BF16__
+    for (; a.kv_type == kBFloat16 && done + 64 <= a.width; done += 64)
+      weigh16<kHeads>(scores, reinterpret_cast<const uint16_t*>(values), a.width, done, count, fade, acc,
+                      reinterpret_cast<const uint16_t*>(keys) + count * a.depth);
+#endif
     for (; done + 64 <= a.width; done += 64)
       weigh<kHeads, 4>(scores, values, a.kv_type, a.width, done, count, fade, acc);
     for (; done + 16 <= a.width; done += 16)
