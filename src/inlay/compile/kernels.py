@@ -70,25 +70,26 @@ def _rows(sizes: Mapping[str, tuple[int, int | None]]) -> tuple[int, ...]:
 
 
 def thresholds(timings: Mapping[int, Mapping[str, float]]) -> tuple[int, int]:
-    """Up to how many rows `dot` is the fastest, and up to how many `tiles8` is from there on.
+    """Up to how many rows `dot` is taken, and up to how many `tiles8` from there on: what loses least over all rows.
 
     >>> thresholds({1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 16: {"dot": 9, "tiles8": 5, "tiles16": 6}})
     (8, 16)
     >>> thresholds({1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 128: {"dot": 90, "tiles8": 50, "tiles16": 6}})
     (64, 64)
     """
-    singly = tiled = 0
-    for count, took in sorted(timings.items()):
-        best = min(WAYS, key=lambda way: took[way])
-        if best == "dot":
-            singly = tiled = count
-        elif best == "tiles8":
-            tiled = count
-    # Between two numbers that were timed the lower one's way goes on, up to the next.
+
+    def lost(singly: int, tiled: int) -> float:
+        ways = {count: "dot" if count <= singly else "tiles8" if count <= tiled else "tiles16" for count in timings}
+        return sum(took[ways[count]] / min(took[way] for way in WAYS) for count, took in timings.items())
+
+    counts = [0, *sorted(timings)]
+    pairs = [(singly, tiled) for singly in counts for tiled in counts if tiled >= singly]
+    singly, tiled = min(pairs, key=lambda pair: lost(*pair), default=(0, 0))
     return _before_next(singly, timings), _before_next(tiled, timings)
 
 
 def _before_next(count: int, timings: Mapping[int, Any]) -> int:
+    """Between two numbers that were timed, the way of the lower one goes on up to half the next."""
     later = [each for each in sorted(timings) if each > count]
     return max(count, later[0] // 2) if later and count else count
 

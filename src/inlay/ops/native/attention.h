@@ -337,13 +337,17 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                          20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   std::memset(t.query, 0, sizeof(t.query[0]) * steps);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < a.depth; d += 2) {
-      int64_t at = a.query_at(b, head, row + r) + d;
-      uint16_t* out = t.query[d / 32][r / 16] + (d % 32 / 2) * 32 + r % 16 * 2;
-      out[0] = to_bf16(element(a.query, a.q_type, at) * a.scale);
-      out[1] = to_bf16(element(a.query, a.q_type, at + 1) * a.scale);
+  const __m512 by = _mm512_set1_ps(a.scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) uint32_t pairs[128];
+    for (int64_t d = 0; d < a.depth; d += 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs + d / 2),
+                         bf16_of(_mm512_mul_ps(by, load16(a.query, a.q_type, a.query_at(b, head, row + r) + d))));
+    for (int64_t s = 0; s < steps; ++s) {
+      uint32_t* out = reinterpret_cast<uint32_t*>(t.query[s][r / 16]) + r % 16;
+      for (int64_t i = 0; i < 16; ++i) out[i * 16] = pairs[s * 16 + i];
     }
+  }
   std::memset(t.acc, 0, sizeof(t.acc[0]) * a.width);
   __m512 most[2] = {_mm512_set1_ps(-1e30f), _mm512_set1_ps(-1e30f)};
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
@@ -433,7 +437,12 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
   for (int64_t half_ = 0; half_ < 2; ++half_)
     _mm512_store_ps(over + half_ * 16, _mm512_div_ps(_mm512_set1_ps(1.0f), sum[half_]));
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < a.width; ++d) put(a.out, a.q_type, a.out_at(b, head, row + r) + d, t.acc[d][r] * over[r]);
+    for (int64_t d = 0; d < a.width; d += 16) {
+      alignas(64) float line[16];
+      for (int64_t i = 0; i < 16; ++i) line[i] = t.acc[d + i][r];
+      store16(a.out, a.q_type, a.out_at(b, head, row + r) + d,
+              _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(over[r])));
+    }
 }
 #endif
 

@@ -7,13 +7,15 @@ namespace {
 thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x;
 thread_local Scratch wide_weight;
 
-void narrow(const Linear& l, int64_t row, uint16_t* out) {
+// A row as bfloat16; for tiles, 16 rows of 32 columns lie together.
+void narrow(const Linear& l, int64_t row, bool tiles, uint16_t* out) {
   for (int64_t k = 0; k < l.depth; k += 16) {
+    const int64_t tile = (row / 16 * (l.depth / kStep) + k / kStep) * 512 + row % 16 * kStep + k % kStep;
+    uint16_t* to = out + (tiles ? tile : row * l.depth + k);
 #ifdef __AVX512F__
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + row * l.depth + k),
-                        bf16_of(load16(l.x, l.x_type, row * l.depth + k)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bf16_of(load16(l.x, l.x_type, row * l.depth + k)));
 #else
-    for (int64_t i = k; i < k + 16; ++i) out[row * l.depth + i] = to_bf16(element(l.x, l.x_type, row * l.depth + i));
+    for (int64_t i = 0; i < 16; ++i) to[i] = to_bf16(element(l.x, l.x_type, row * l.depth + k + i));
 #endif
   }
 }
@@ -96,7 +98,7 @@ void with_bfloat16(const Linear& l, Way way) {
   {
     {
       Part part(l.rows);
-      for (int64_t row = part.begin; row < part.end; ++row) narrow(l, row, x);
+      for (int64_t row = part.begin; row < part.end; ++row) narrow(l, row, way == kTiles16, x);
     }
 #pragma omp barrier
     Part part(l.blocks());

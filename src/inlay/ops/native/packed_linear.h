@@ -369,14 +369,14 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
     written();
     for (int64_t row = 0; row < l.rows; row += 32) {
       const bool second = row + 16 < l.rows;
-      const uint16_t* a0 = x + row * l.depth;
-      const uint16_t* a1 = second ? a0 + 16 * l.depth : a0;
+      const uint16_t* a0 = x + row / 16 * lines * 512;  // tile after tile
+      const uint16_t* a1 = second ? a0 + lines * 512 : a0;
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
       for (int64_t k = 0; k < lines; ++k) {
-        _tile_loadd(4, a0 + k * kStep, l.depth * 2);
+        _tile_loadd(4, a0 + k * 512, 64);
         _tile_loadd(6, b[0] + k * 1024, 64);
         _tile_dpbf16ps(0, 4, 6);
         if (many == 2) {
@@ -384,7 +384,7 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
           _tile_dpbf16ps(1, 4, 7);
         }
         if (second) {
-          _tile_loadd(5, a1 + k * kStep, l.depth * 2);
+          _tile_loadd(5, a1 + k * 512, 64);
           _tile_dpbf16ps(2, 5, 6);
           if (many == 2) _tile_dpbf16ps(3, 5, 7);
         }
