@@ -15,6 +15,7 @@ from inlay.compile import load_package
 from inlay.compile.refit import refit
 from inlay.errors import ModelError, UsageError
 from inlay.flow import Options, build, transform
+from inlay.insight.running import Runner
 from inlay.ops.formats import FORMATS
 from inlay.program.bindings import Role
 from inlay.program.weights import Derived, quantised
@@ -214,6 +215,10 @@ class TestFolder:
         with torch.no_grad():
             expected = eager(PROMPTS, use_cache=False).logits[:, -1:]
             torch.testing.assert_close(program.module()(input_ids=PROMPTS)["logits"], expected, rtol=1e-4, atol=1e-5)
+        runner = Runner()  # what `inlay verify` and `inlay bisect` run programs before and after a transform with
+        plain, quantised_too = (runner(each, {"input_ids": PROMPTS})[0] for each in (_captured(folder), program))
+        torch.testing.assert_close(quantised_too, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(plain[:, -1:], quantised_too)
         only = packed(folder, "int8", 'pack_weights.only=["*down_proj*"]')[2]
         assert only["pack_weights"] == 2
 

@@ -23,7 +23,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Runner:
     """Runs programs that share their weights, which are read once."""
 
-    held: dict[tuple[str, torch.dtype | None], torch.Tensor] = field(default_factory=dict)
+    held: dict[tuple[str, str, torch.dtype | None], torch.Tensor] = field(default_factory=dict)
+    """By name and origin: a transform may make something else of a weight and keep its name."""
 
     def __call__(
         self,
@@ -57,9 +58,11 @@ class Runner:
         return result
 
     def _weight(self, program: Program, name: str, precise: torch.dtype | None) -> torch.Tensor:
-        if (name, precise) not in self.held:
-            self.held[name, precise] = _cast(program.tensors[name].read(), precise)
-        return self.held[name, precise]
+        ref = program.tensors[name]
+        key = name, ref.origin, precise
+        if key not in self.held:
+            self.held[key] = _cast(ref.read(), precise)
+        return self.held[key]
 
 
 def _last_use(operand: fx.Node, at: fx.Node) -> bool:
