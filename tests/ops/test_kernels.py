@@ -23,11 +23,17 @@ Pointer, Int, Long, Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, cty
 
 
 @pytest.fixture(scope="module", params=["native", "portable"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def kernels(level: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Both levels end up in one process, where neither may take a function of the other."""
     file: Path = tmp_path_factory.mktemp("kernels") / native.NAME
-    native.copy(file, request.param)
+    native.copy(file, level)
     torch.cpu._init_amx()
-    return ctypes.CDLL(str(file))
+    return native.load(file)
 
 
 def made(packing: Packing, features: int, depth: int) -> torch.Tensor:
@@ -164,7 +170,7 @@ def attend(
     [(1, 9, 3, 64, 64), (3, 4, 4, 32, 48), (2, 8, 1, 128, 128), (2, 5, 5, 24, 40)],
 )
 def test_attention(
-    kernels: ctypes.CDLL, batch: int, heads: int, kv_heads: int, depth: int, width: int, held: torch.dtype
+    kernels: ctypes.CDLL, level: str, batch: int, heads: int, kv_heads: int, depth: int, width: int, held: torch.dtype
 ) -> None:
     """Rows that were not filled are NaN: one that is read would show."""
     torch.manual_seed(0)
@@ -189,5 +195,6 @@ def test_attention(
                 rest = (slots, lengths, depth**-0.5, window, float(softcap), slopes, sinks)
                 wanted = cached_attention(query, keys, values, *rest)
                 found = attend(kernels, query, keys, values, *rest)
-                tiles = held == torch.bfloat16 and length >= 16  # queries and weights become bfloat16 on the way
-                assert (found - wanted).abs().max() <= (1e-2 if tiles else 2e-5) * wanted.abs().max(), (length, before)
+                # Over a bfloat16 cache, queries and weights become bfloat16 where there are instructions for it.
+                bound = 1e-2 if held == torch.bfloat16 and level != "portable" else 2e-5
+                assert (found - wanted).abs().max() <= bound * wanted.abs().max(), (length, before)

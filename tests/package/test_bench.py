@@ -88,7 +88,7 @@ def test_linears_of_a_package(package: Path, model: Any) -> None:
     loaded = load_package(package)
     for rows in (1, 4):
         found = linears(loaded, rows)
-        assert len(found) == 3 * 7 + 1
+        assert len(found) == 3 * 4 + 1  # QKV and gate-up are one each
         assert (found[-1].features, found[-1].depth) == (320, 32)
         assert sum(each.weight.numel() for each in found) == sum(
             module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)

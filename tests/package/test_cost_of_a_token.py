@@ -9,14 +9,13 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from models import llama_folder
 from torch.profiler import ProfilerActivity, profile
 
 import inlay
 from inlay.compile.load import load_package
 from inlay.flow import Options
 from inlay.runtime.session import Session
+from models import llama_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +36,7 @@ for _ in range(int(sys.argv[2])):
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("cost")
     model = llama_folder(home / "model", num_hidden_layers=LAYERS, tie_word_embeddings=True)
-    inlay.build(str(model), home / "package", Options(max_length=1024, weights="int4"))
+    inlay.build(str(model), home / "package", Options(max_length=128, weights="int4"))
     return home / "package"
 
 
@@ -83,23 +82,22 @@ def test_allocations(package: Path) -> None:
 @pytest.mark.skipif(not shutil.which("perf"), reason="needs perf")
 def test_instructions(package: Path) -> None:
     counts = []
-    for steps in (20, 220):
+    for steps in (20, 120):
         command = ["perf", "stat", "-x,", "-e", "instructions:u", sys.executable, "-c", STEPS, str(package), str(steps)]
         done = subprocess.run(command, capture_output=True, text=True)
         found = re.search(r"^(\d+),,instructions:u", done.stderr, re.MULTILINE)
         if not found:
             pytest.skip("perf cannot count instructions here")
         counts.append(int(found[1]))
-    assert 0 < (counts[1] - counts[0]) / 200 < 1_500_000
+    assert 0 < (counts[1] - counts[0]) / 100 < 1_500_000
 
 
 def test_a_long_text_costs_no_more_code(package: Path) -> None:
     """500 steps of changing batch and length: the same two libraries, and none of them compiles."""
-    assert torch.get_num_threads() > 0
     session = Session(load_package(package))
     before = set(sys.modules)
     for step in range(500):
-        if session.lengths[0] > 900:
+        if session.lengths[0] > 120:
             session.restart()
         session.advance([[1] * (1 + step % 3)])
     assert not {name for name in set(sys.modules) - before if name.startswith("torch._inductor")}

@@ -95,7 +95,9 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
             "joint_graph_constant_folding": False,
             "_post_fusion_custom_pass": watching,
             **_LEVELS[level],
-            "aot_inductor.custom_ops_to_c_shims": {op: [text] for op, text in SHIMS.items() if op in used},
+            "aot_inductor.custom_ops_to_c_shims": {
+                op: [native.declaration(op._opname, arguments, level)] for op, arguments in SHIMS.items() if op in used
+            },
         }
         module: Any = exported.module(check_guards=False)
         inductor.aot_compile(module, args, kwargs, options=options)

@@ -25,13 +25,20 @@ if TYPE_CHECKING:
 
 _AGAIN = "Build the package again."
 _API = "AOTInductorModelContainer"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""As malloc.h numbers them."""
 _Int = ctypes.c_int32
 _Pointer = ctypes.c_void_p
 
 
 @cache
 def _prepare() -> None:
+    """AMX for this process, and an allocator that keeps what a step frees: the next one wants as much again."""
     torch.cpu._init_amx()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 128 << 20)
 
 
 class Library:

@@ -13,7 +13,7 @@ _LIBRARY: Any = torch.library.Library("inlay", "FRAGMENT")  # type: ignore[no-un
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operator overload → its reference, for compilers that want plain ATen."""
 SHIMS: dict[Any, str] = {}
-"""Operator overload → how compiled code calls its C++ kernel, which a package brings along (`inlay.ops.native`)."""
+"""Operator overload → the arguments of its C++ kernel, which a package brings along (`inlay.ops.native`)."""
 
 
 def canonical(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -42,7 +42,7 @@ class Kernel:
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.inlay, name).default
         if shim:
-            SHIMS[self.overload] = f"AOTITorchError aoti_torch_cpu_{name}({shim}, AtenTensorHandle*)"
+            SHIMS[self.overload] = shim
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

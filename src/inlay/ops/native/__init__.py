@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from inlay import host
@@ -29,6 +30,7 @@ def build(file: Path, level: str = "native") -> None:
     if not _found():
         raise UsageError(f"The kernels need {compiler}, which is not installed.", "Install g++, or set CXX.")
     flags = ["-std=c++17", "-O3", f"-march={LEVELS[level]}", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
+    flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic", f"-DINLAY_TAG={tag(level)}"]
     sources = sorted(str(source) for source in _FOLDER.glob("*.cpp"))
     linking = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-Wl,--strip-all"]
     done = subprocess.run([compiler, *flags, "-o", str(file), *sources, *linking], capture_output=True, text=True)
@@ -38,7 +40,7 @@ def build(file: Path, level: str = "native") -> None:
 
 def copy(file: Path, level: str = "native") -> None:
     """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
-    kept = _cache() / f"kernels-{_key(level)}.so"
+    kept = _cache() / f"kernels-{tag(level)}.so"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
@@ -51,19 +53,28 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
 
 
-def _key(level: str) -> str:
-    """What the kernels depend on: their source, the compiler, torch, and this processor when they are built for it."""
+@cache
+def tag(level: str) -> str:
+    """What the kernels depend on: their source, the compiler, torch, and this processor when they are built for it.
+
+    It is part of the names that compiled pieces call, so several versions can be loaded into one process.
+    """
     import torch
 
     compiler = os.environ.get("CXX", "g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if _found() else ""
     parts = [level, torch.__version__, version, *(host.cpu_features() if level == "native" else ())]
     sources = [source.read_bytes() for source in sorted(_FOLDER.glob("*.[hc]*"))]
-    return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources])).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources])).hexdigest()[:12]
 
 
 def _found() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def declaration(name: str, arguments: str, level: str) -> str:
+    """How compiled code declares the kernel of an operator."""
+    return f'AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle*) __asm__("inlay_{tag(level)}_{name}")'
 
 
 def load(file: Path) -> ctypes.CDLL:

@@ -97,7 +97,7 @@ void tiles(const Attention& a) {
 }  // namespace
 }  // namespace inlay
 
-extern "C" void inlay_cached_attention(const inlay::Attention* a) {
+INLAY_EXPORT void inlay_cached_attention(const inlay::Attention* a) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   if (inlay::fits_tiles(*a)) return inlay::tiles(*a);
 #endif

@@ -10,6 +10,15 @@
 #include <cstdlib>
 #include <cstring>
 
+// Other versions of these kernels may be in the same process: what compiled pieces call has a name of its own in each.
+#ifndef INLAY_TAG
+#define INLAY_TAG untagged
+#endif
+#define INLAY_JOIN_(a, b, c) a##b##_##c
+#define INLAY_JOIN(a, b, c) INLAY_JOIN_(a, b, c)
+#define INLAY_SHIM(name) INLAY_JOIN(inlay_, INLAY_TAG, name)
+#define INLAY_EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace inlay {
 
 constexpr int64_t kLanes = 16;  // features that lie beside each other in a packed weight

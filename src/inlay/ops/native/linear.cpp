@@ -129,7 +129,7 @@ void with_bfloat16(const Linear& l, Way way) {
 }  // namespace
 }  // namespace inlay
 
-extern "C" void inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
+INLAY_EXPORT void inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
                                     int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
                                     int32_t bits, int32_t zero, int32_t way) {
   using namespace inlay;
@@ -141,7 +141,7 @@ extern "C" void inlay_packed_linear(const void* x, const uint8_t* weight, const 
     with_bytes(l, static_cast<Way>(way));
 }
 
-extern "C" void inlay_packed_embedding(const uint8_t* weight, const int64_t* tokens, void* out, int32_t type,
+INLAY_EXPORT void inlay_packed_embedding(const uint8_t* weight, const int64_t* tokens, void* out, int32_t type,
                                        int64_t count, int64_t features, int64_t depth, int64_t group, int32_t bits,
                                        int32_t zero) {
   using namespace inlay;

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common.h"
+
 namespace {
 
 using Run = AOTIRuntimeError (*)(AOTInductorModelContainerHandle, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t,
@@ -23,20 +25,18 @@ struct Plan {
 
 }  // namespace
 
-extern "C" {
+INLAY_EXPORT Plan* inlay_plan_new(int32_t given, int32_t values) { return new Plan{{}, given, std::vector<AtenTensorHandle>(values)}; }
 
-Plan* inlay_plan_new(int32_t given, int32_t values) { return new Plan{{}, given, std::vector<AtenTensorHandle>(values)}; }
-
-void inlay_plan_add(Plan* plan, void* run, void* container, const int32_t* ins, int32_t in_count, const int32_t* outs,
+INLAY_EXPORT void inlay_plan_add(Plan* plan, void* run, void* container, const int32_t* ins, int32_t in_count, const int32_t* outs,
                     int32_t out_count, const int32_t* gone, int32_t gone_count) {
   plan->steps.push_back({reinterpret_cast<Run>(run), static_cast<AOTInductorModelContainerHandle>(container),
                          {ins, ins + in_count}, {outs, outs + out_count}, {gone, gone + gone_count}});
 }
 
-void inlay_plan_free(Plan* plan) { delete plan; }
+INLAY_EXPORT void inlay_plan_free(Plan* plan) { delete plan; }
 
 // Takes handles of what is given and gives handles of what is wanted; all belong to the caller. 0, or 1 + the step that failed.
-int32_t inlay_plan_run(Plan* plan, AtenTensorHandle* given, const int32_t* wanted, int32_t wanted_count,
+INLAY_EXPORT int32_t inlay_plan_run(Plan* plan, AtenTensorHandle* given, const int32_t* wanted, int32_t wanted_count,
                        AtenTensorHandle* results) {
   std::vector<AtenTensorHandle>& values = plan->values;
   for (int32_t i = 0; i < plan->given; ++i) values[i] = given[i];
@@ -63,4 +63,3 @@ int32_t inlay_plan_run(Plan* plan, AtenTensorHandle* given, const int32_t* wante
   return failed;
 }
 
-}  // extern "C"

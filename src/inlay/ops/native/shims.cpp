@@ -76,9 +76,7 @@ const void* gathered(const Tensor& x, int64_t rows, int64_t depth) {
 
 }  // namespace
 
-extern "C" {
-
-AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandle weight_, AtenTensorHandle* bias_,
+INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenTensorHandle weight_, AtenTensorHandle* bias_,
                                             int64_t features, int64_t bits, int64_t zero, int64_t singly,
                                             int64_t tiled, AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
@@ -100,7 +98,7 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x_, AtenTensorHandl
   return AOTI_TORCH_SUCCESS;
 }
 
-AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle weight_, AtenTensorHandle tokens_, int64_t bits,
+INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight_, AtenTensorHandle tokens_, int64_t bits,
                                                int64_t zero, int64_t group, int32_t dtype, AtenTensorHandle* ret0) {
   Tensor weight(weight_), tokens(tokens_);
   if (!tokens.contiguous() || !weight.contiguous() || tokens.dim >= kMostAxes)
@@ -120,7 +118,7 @@ AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle weight_, AtenTen
   return AOTI_TORCH_SUCCESS;
 }
 
-AOTITorchError aoti_torch_cpu_cached_attention(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
+INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
                                                AtenTensorHandle slots_, AtenTensorHandle lengths_, double scale,
                                                int64_t window, double softcap, AtenTensorHandle* slopes_,
                                                AtenTensorHandle* sinks_, AtenTensorHandle* ret0) {
@@ -154,4 +152,3 @@ AOTITorchError aoti_torch_cpu_cached_attention(AtenTensorHandle query_, AtenTens
   return AOTI_TORCH_SUCCESS;
 }
 
-}  // extern "C"
