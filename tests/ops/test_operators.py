@@ -30,6 +30,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "swiglu": [(_x(2, 8), _x(2, 8))],
     "geglu": [(_x(2, 8), _x(2, 8), "none"), (_x(2, 8), _x(2, 8), "tanh")],
     "clamped_swiglu": [(_x(2, 8), _x(2, 8), 1.7, 0.5)],
+    "gated_short_conv": [(_x(2, 5, 12), _x(4, 1, 3))],
     "attention": [
         (*HEADS, None, 0.3, True, 0, 0.0),
         (*HEADS, None, 0.3, True, 3, 20.0),

@@ -223,7 +223,7 @@ class TestFolder:
         assert only["pack_weights"] == 2
 
     def test_what_cannot_be(self, folder: Path) -> None:
-        _, _, sites = packed(folder, "int4-g128", "pack_weights.expect=2")
-        assert sites["pack_weights"] == 2, "64 columns are no groups of 128; the 256 of down_proj are"
+        _, _, sites = packed(folder, "int4-g128", "pack_weights.expect=3")
+        assert sites["pack_weights"] == 3, "64 columns are no groups of 128; the 256 of down_proj are, the head is int8"
         with pytest.raises(UsageError, match=r"There is no number format int3"):
             build(str(folder), folder / "package", Options(weights="int3"))

@@ -41,8 +41,9 @@ class PackWeights(Transform):
     """Weights of linear layers and tied embeddings are packed: as stored, or quantised to int4 or int8."""
 
     class Options(base.Options):
-        """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`) and `int8` quantise, `bfloat16` rounds.
-        A weight is packed when `only` is empty or names it, and `skip` does not, by patterns such as `lm_head*`."""
+        """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`; the head as int8) and `int8` quantise,
+        `bfloat16` rounds. A weight is packed when `only` is empty or names it, and `skip` does not, by patterns such as
+        `lm_head*`."""
 
         format: Literal["stored", "int4", "int8", "bfloat16", "none"] = "int8"
         group: Literal[32, 64, 128] = 32
@@ -117,6 +118,8 @@ class PackWeights(Transform):
         if isinstance(ref, Derived) and ref.map != "concat":
             return f"refused: {node} is made by another transform"
         name = f"int4-g{options.group}" if options.format == "int4" else options.format
+        if options.format == "int4" and _is_head(node):
+            name = "int8"
         if options.format == "stored":
             found = {each.format if (each := quantised(ref)) else "plain values" for ref in sources.values()}
             if len(found) > 1 or found == {"plain values"}:
@@ -139,6 +142,13 @@ def _reads(user: fx.Node, weight: fx.Node, target: Any) -> bool:
         return False
     given = dict(normalised(user))
     return given["weight"] is weight and sum(each is weight for each in given.values()) == 1
+
+
+def _is_head(node: fx.Node) -> bool:
+    """Whether a weight makes the results or is an embedding as well: four bits cost more there than anywhere else."""
+    return any(
+        user.target is aten.embedding.default or any(each.op == "output" for each in user.users) for user in node.users
+    )
 
 
 def _only_embeddings(node: fx.Node) -> bool:
