@@ -56,17 +56,19 @@ class Builder:
 
     def build(self, path: Path) -> None:
         libraries = iter(self.libraries)
-        pack.build_library = lambda program, states: next(libraries)
+        pack.build_library = lambda program, states, level: next(libraries)
         pack.pack(self.lowered, path, self.contents)
 
 
 def _libraries(package: Path) -> list[Built]:
     manifest, folder = read_manifest(package)
     found = []
-    for bucket in manifest.buckets:
+    files: set[Path] = set()
+    for bucket in reversed(manifest.buckets):  # what serves all sizes is made first
         for piece in bucket.pieces:
             file = folder / piece.file
-            if file.suffix == ".so":
+            if file.suffix == ".so" and file not in files:
+                files.add(file)
                 accesses = tuple(Access(**{"reads": "", "writes": ""} | each) for each in piece.accesses)
                 nodes = json.loads(file.with_suffix(".json").read_text())["nodes"]
                 source = file.with_suffix(".cpp").read_text()
