@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from inlay.program import Program
 
 pytestmark = pytest.mark.fast
-FIRES = [(name, case) for name, cls in registry().items() if not cls.adds_inputs for case in cls.fires()]
+EVERY = [(name, case) for name, cls in registry().items() if not cls.adds_inputs for case in cls.fires()]
+ON_WEIGHTS = [(name, case) for name, case in EVERY if isinstance(case.function, torch.nn.Module)]
+"""Cases of transforms that change weights. A plain module has them as inputs, which are the caller's."""
+FIRES = [pair for pair in EVERY if pair not in ON_WEIGHTS]
 
 
 def _id(value: object) -> str:
@@ -64,6 +67,13 @@ def test_inlay_as_a_plain_function(name: str, case: Case) -> None:
     rounding = 0.0 if find(name).numerics is Numerics.EXACT else 2e-2 if half else 1e-5
     _assert_same_numbers(given, made, case.args, rounding)
     assert _code(run(made)) == _code(made), "a second run changes nothing"
+
+
+@pytest.mark.parametrize(("name", "case"), ON_WEIGHTS, ids=_id)
+def test_weights_that_are_inputs_stay(name: str, case: Case) -> None:
+    given = _module(program_of(case.function, case.args, case.axes, case.after))
+    before = _code(given)
+    assert _code(graph_pass(name)(given)) == before
 
 
 def _unrelated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
