@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator  # noqa: TC003
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from inlay.compile import Compiled, inlay
@@ -22,3 +24,11 @@ def compiled(function: Callable[..., Any], dynamic: bool | None = None, **option
 
 def matches(made: Compiled) -> dict[str, int]:
     return {record.key: record.sites for record in made.records if record.sites}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing is left of what another test compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import compiled, matches
+from compiling import compiled, fresh, matches  # noqa: F401
 
 from inlay.compile import Compiled, inlay
 from models import LLAMA, random_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiling import compiled, matches
+from compiling import compiled, fresh, matches  # noqa: F401
 from torch import fx
 
 from inlay.compile.below import runnable

@@ -42,7 +42,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
 
 
 def test_every_operator_has_samples() -> None:
-    assert {overload.name() for overload in DECOMPOSITIONS} == {f"inlay::{name}" for name in SAMPLES}
+    ours = {each.name() for each, function in DECOMPOSITIONS.items() if function.__module__.startswith("inlay.")}
+    assert ours == {f"inlay::{name}" for name in SAMPLES}
 
 
 @pytest.mark.parametrize(
