@@ -83,7 +83,7 @@ def test_a_lesser_processor_gets_a_sentence(packages: dict[str, Path], monkeypat
 def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
     manifest, _ = read_manifest(packages["native"])
     rows = [row for bucket in manifest.buckets for piece in bucket.pieces for row in piece.kernels]
-    assert {(row.features, row.depth, row.bits) for row in rows} >= {(row.features, row.depth, 8) for row in rows}
+    assert {row.bits for row in rows} == {8}
     for row in rows:
         for count, took in row.timings.items():
             assert set(took) >= set(kernels.WAYS)

@@ -202,6 +202,8 @@ class TestFolder:
         made = build(str(folder), tmp_path / "package", options)
         sizes = {name: row.shape for name, row in made.manifest.weights.items() if row.dtype == "uint8"}
         assert sizes["model.layers.0.mlp.gate_proj_up_proj.weight"] == (32, 1, 64 * 16 // 2 + 64)
+        heads = [shape for name, shape in sizes.items() if "lm_head" in name or "embed_tokens" in name]
+        assert [shape[2] for shape in heads] == [32 * 16 + 32], "the head keeps eight bits"
         eager = dequantised(packed(folder, "int4-g64")[0], TIED)
         assert torch.equal(greedy(load_package(tmp_path / "package"), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24))
 

@@ -54,7 +54,7 @@ def aot(program: Program) -> Code:
     folder = tempfile.TemporaryDirectory()
     file = Path(folder.name, "program.so")
     native.copy(Path(folder.name, native.NAME))
-    kernels = native.load(Path(folder.name, native.NAME))
+    native.load(Path(folder.name, native.NAME))
     file.write_bytes(built.library)
     file.with_suffix(".json").write_text(json.dumps({"nodes": built.calls}))
     rows = [row for row in program.bindings.ins if row.role is not Role.INPUT]
@@ -62,7 +62,6 @@ def aot(program: Program) -> Code:
 
     def bind(held: Mapping[str, torch.Tensor]) -> Run:
         assert folder is not None  # it lives as long as what was loaded from it
-        assert kernels is not None
         run = Library(file).bind({name: held[row.name] for name, row in zip(built.constants, rows, strict=True)})
 
         def call(values: list[Any]) -> Sequence[Any]:

@@ -92,7 +92,8 @@ class Container:
         library = ctypes.CDLL(str(file))
         self.run = ctypes.cast(getattr(library, f"{_API}RunSingleThreaded"), _Pointer)
         self.handle = _Pointer()
-        self._check(getattr(library, f"{_API}CreateWithDevice")(ctypes.byref(self.handle), 1, b"cpu", None), file)
+        create = getattr(library, f"{_API}CreateWithDevice")
+        self._check(create(ctypes.byref(self.handle), ctypes.c_size_t(1), b"cpu", None), file)
         self._free = getattr(library, f"{_API}Delete")
         held = (_Pointer * len(constants))(*(value._cdata for value in constants.values()))
         pairs = (_Constant * len(constants))(
