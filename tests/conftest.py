@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from inlay.program import Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +18,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-docs", action="store_true", help="write measured tables into docs/ instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def _transforms_of_one_test() -> Iterator[None]:
+    """A transform that a test registers is gone after it: others go over all that are registered."""
+    yield
+    if "inlay.transforms.base" in sys.modules:
+        known = sys.modules["inlay.transforms.base"]._REGISTRY
+        for name in [name for name, cls in known.items() if not cls.__module__.startswith("inlay.")]:
+            del known[name]
 
 
 @pytest.fixture(scope="session")

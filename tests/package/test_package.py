@@ -19,13 +19,12 @@ from inlay.flow import Options, build
 from inlay.program.bindings import Bindings
 from inlay.program.weights import Derived
 from inlay.runtime import Session
-from inlay.transforms.base import _REGISTRY, Applied, Numerics, Stage, Transform, transform
+from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
 from inlay.transforms.lock import read_lock
 from models import Convolutions, random_model
 from package.packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from inlay.program.program import Program
@@ -282,7 +281,7 @@ def test_wrong_buckets(text: str) -> None:
 
 
 @pytest.fixture
-def transposes_the_head() -> Iterator[str]:
+def transposes_the_head() -> str:
     """A transform that keeps a weight in another layout, and says how it is made."""
 
     @transform("transposes_the_head", stage=Stage.WEIGHTS, numerics=Numerics.ROUNDING)
@@ -304,8 +303,7 @@ def transposes_the_head() -> Iterator[str]:
             tensors = {**program.tensors, row.name: Derived({row.target: program.tensors[row.name]}, "transpose")}
             return Applied(replace(program, bindings=Bindings(rows), tensors=tensors), 1)
 
-    yield "transposes_the_head"
-    del _REGISTRY["transposes_the_head"]
+    return "transposes_the_head"
 
 
 def test_refit_goes_through_weight_maps(

@@ -17,10 +17,9 @@ from inlay.compile.load import LoadedPackage, read_manifest
 from inlay.compile.manifest import FileRow, parse, sha256
 from inlay.compile.prove import Proof, prove
 from inlay.flow import Options, build
-from inlay.transforms.base import _REGISTRY, Applied, Numerics, Stage, Transform, transform
+from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from inlay.program.program import Program
@@ -133,7 +132,7 @@ def test_faults_of_a_model(fault: type[Cache], tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def adds_a_clone() -> Iterator[str]:
+def adds_a_clone() -> str:
     @transform("adds_a_clone", stage=Stage.LOWER, numerics=Numerics.EXACT)
     class AddsAClone(Transform):
         """Whoever reads the cache reads a copy of it, laid out differently."""
@@ -156,8 +155,7 @@ def adds_a_clone() -> Iterator[str]:
                     reader.replace_input_with(put, back)
             return Applied(program, len(puts))
 
-    yield "adds_a_clone"
-    del _REGISTRY["adds_a_clone"]
+    return "adds_a_clone"
 
 
 class Reads(Cache):

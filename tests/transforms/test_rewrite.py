@@ -87,6 +87,47 @@ def test_mutation_in_between_is_refused() -> None:
     assert ["mutation between" in miss.reason for miss in outcome.misses] == [True]
 
 
+class TwoProducts(Rule):
+    name = "two_products"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {name: torch.ones(5, 5, dtype=dtype) for name in "xvw"}
+
+    def pattern(self, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ v, x @ w
+
+    def replacement(self, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:  # type: ignore[override]
+        return torch.bmm(torch.stack([x, x]), torch.stack([v, w])).unbind()
+
+
+def _reads_early(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:
+    first = (x @ v).relu()
+    return first, x @ w
+
+
+def test_a_result_that_is_read_before_the_last_call() -> None:
+    program, outcome = _run(_reads_early, *(torch.randn(5, 5) for _ in "xvw"), rule=TwoProducts())
+    assert len(outcome.sites) == 1
+    args = [torch.randn(5, 5) for _ in "xvw"]
+    for one, two in zip(program.module()(*args), _reads_early(*args), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v, w: x @ (x @ v).relu(),
+        lambda x, v, w: ((x @ v).relu(), x @ w.relu()),
+    ],
+    ids=["the second needs the first", "the second needs what comes after a reader of the first"],
+)
+def test_a_result_that_is_read_too_early(function: Any) -> None:
+    program, outcome = _run(function, *(torch.randn(5, 5) for _ in "xvw"), rule=TwoProducts())
+    assert not outcome.sites
+    assert any("which the pattern needs, is computed" in miss.reason for miss in outcome.misses)
+    assert program.op_counts()["aten.matmul.default"] == 2
+
+
 def test_nested_graphs_are_rewritten() -> None:
     def branches(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda y: y.relu().tanh().relu(), lambda y: y.relu(), (x,))

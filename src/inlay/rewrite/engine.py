@@ -45,7 +45,11 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
             if not rule.takes(site.outputs[0]):
                 continue
-            _replace(site, rule, alternative, traces, replaced)
+            try:
+                _replace(site, rule, alternative, traces, replaced)
+            except Refusal as refusal:
+                misses.append(_refused(site, refusal))
+                continue
             outcome.sites.append(site)
         outcome.misses.extend(misses)
     return outcome
@@ -133,12 +137,28 @@ def _refusal(
             elif isinstance(expected, (int, float)):
                 constant = not isinstance(held, fx.Node)
                 site.require(constant, f"constant differs: {name} is computed, not a constant", site.node(name))
+        _place(site, [held for held in site.values.values() if isinstance(held, fx.Node)])
         _check_types(site, alternative)
         rule.check(site)
     except Refusal as refusal:
-        node = refusal.node or site.outputs[0]
-        return Miss(site.outputs[0], node, refusal.reason, len(site.nodes), len(site.nodes), refused=True)
+        return _refused(site, refusal)
     return None
+
+
+def _refused(site: Site, refusal: Refusal) -> Miss:
+    node = refusal.node or site.outputs[0]
+    return Miss(site.outputs[0], node, refusal.reason, len(site.nodes), len(site.nodes), refused=True)
+
+
+def _place(site: Site, inputs: Iterable[fx.Node]) -> fx.Node:
+    """The node before which a replacement may stand: after all that it reads, before all that read it."""
+    inside = set(site.nodes)
+    readers = [user for output in site.outputs for user in output.users if user not in inside]
+    place = min([site.nodes[-1], *readers])
+    for node in inputs:
+        late = f"another consumer: {place} reads a result before {node}, which the pattern needs, is computed"
+        site.require(node < place, late, place)
+    return place
 
 
 def _arguments(site: Site, names: Iterable[str]) -> dict[str, Any]:
@@ -177,11 +197,10 @@ def _replace(
         traces[key] = _trace(rule, arguments)
     trace = traces[key]
     tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
-    last = site.nodes[-1]
     placeholders = [node for node in trace.nodes if node.op == "placeholder"]
     read = [site.values[name] for name in tensors]
     mapping: dict[fx.Node, Any] = dict(zip(placeholders, (replaced.get(node, node) for node in read), strict=True))
-    with site.graph.inserting_before(last):
+    with site.graph.inserting_before(_place(site, mapping.values())):
         for node in trace.nodes:
             if node.op == "call_function":
                 mapping[node] = site.graph.node_copy(node, mapping.__getitem__)

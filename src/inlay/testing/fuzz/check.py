@@ -54,7 +54,7 @@ def check(
             applied = transform.apply(program.copy())
             check_metadata(applied.program)
         except Exception as error:
-            return Break(name, program, inputs, f"raised {type(error).__name__}: {error}")
+            return Break(name, program, _given(program, inputs), f"raised {type(error).__name__}: {error}")
         if tally is not None:
             tally.fired[name] += applied.sites
             tally.refused[name] += len(applied.misses)
@@ -63,14 +63,20 @@ def check(
         try:
             actual, sharing, wrong = compute(applied.program, inputs)
         except (RuntimeError, IndexError) as error:
-            return Break(name, program, inputs, f"the result cannot be computed: {error}")
+            return Break(name, program, _given(program, inputs), f"the result cannot be computed: {error}")
         problem = wrong or differs(expected, actual, transform.numerics)
         if not problem and not sharing <= shared:
             problem = f"values {sorted(sharing - shared)[0]} share storage now, inputs counted after outputs"
         if problem:
-            return Break(name, program, inputs, problem)
+            return Break(name, program, _given(program, inputs), problem)
         program, expected, shared = applied.program, actual, sharing
     return None
+
+
+def _given(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs, and the weights that transforms before made of them."""
+    made = {name: tensor.read() for name, tensor in program.tensors.items() if isinstance(tensor, Derived)}
+    return {**inputs, **made}
 
 
 def compute(
