@@ -215,6 +215,37 @@ void weigh_portable(const float* weights, const T* values, int64_t heads, int64_
   }
 }
 
+// Scores of one head over a run of keys become weights; how much less what was added before now counts.
+inline float soften(const Attention& a, float* row, int64_t count, int64_t head, int64_t start, Sofar& sofar) {
+  float most = sofar.most, sum = 0;
+  const bool plain = a.softcap == 0 && !a.slopes;
+  if (!plain)
+    for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head, start + key);
+#ifdef __AVX512F__
+  const __m512 by = _mm512_set1_ps(plain ? a.scale : 1.0f), least = _mm512_set1_ps(-1e30f);
+  auto lanes = [&](int64_t key) { return static_cast<__mmask16>(count - key >= 16 ? 0xffff : (1u << (count - key)) - 1); };
+  __m512 largest = _mm512_set1_ps(most), sums = _mm512_setzero_ps();
+  for (int64_t key = 0; key < count; key += 16)
+    largest = _mm512_max_ps(largest, _mm512_mask_mul_ps(least, lanes(key), by, _mm512_maskz_loadu_ps(lanes(key), row + key)));
+  most = _mm512_reduce_max_ps(largest);
+  for (int64_t key = 0; key < count; key += 16) {
+    __m512 score = _mm512_maskz_loadu_ps(lanes(key), row + key);
+    __m512 value = _mm512_maskz_mov_ps(lanes(key), exp16(_mm512_fmsub_ps(score, by, _mm512_set1_ps(most))));
+    sums = _mm512_add_ps(sums, value);
+    _mm512_mask_storeu_ps(row + key, lanes(key), value);
+  }
+  sum = _mm512_reduce_add_ps(sums);
+#else
+  for (int64_t key = 0; plain && key < count; ++key) row[key] *= a.scale;
+#pragma omp simd reduction(max : most)
+  for (int64_t key = 0; key < count; ++key) most = std::max(most, row[key]);
+  for (int64_t key = 0; key < count; ++key) sum += row[key] = std::exp(row[key] - most);
+#endif
+  const float fade = std::exp(sofar.most - most);
+  sofar = {most, sofar.sum * fade + sum};
+  return fade;
+}
+
 // kHeads rows over keys [from, to): `acc` and `sofar` begin empty.
 template <int kHeads>
 void attend(const Attention& a, const float* query, int64_t head, int64_t key_at, int64_t value_at, int64_t from,
@@ -250,31 +281,7 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
       dots_portable(query, a.depth, reinterpret_cast<const BFloat16*>(keys), kHeads, count, scores);
     else
       dots_portable(query, a.depth, reinterpret_cast<const Float16*>(keys), kHeads, count, scores);
-    for (int h = 0; h < kHeads; ++h) {
-      float* row = scores + h * kRun;
-      float most = sofar[h].most, sum = 0;
-      if (a.softcap > 0 || a.slopes)
-        for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head + h, start + key);
-      else
-        for (int64_t key = 0; key < count; ++key) row[key] *= a.scale;
-#pragma omp simd reduction(max : most)
-      for (int64_t key = 0; key < count; ++key) most = std::max(most, row[key]);
-#ifdef __AVX512F__
-      __m512 sums = _mm512_setzero_ps();
-      for (int64_t key = 0; key < count; key += 16) {
-        __mmask16 mask = count - key >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - key)) - 1);
-        __m512 value = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + key), _mm512_set1_ps(most)));
-        value = _mm512_maskz_mov_ps(mask, value);
-        sums = _mm512_add_ps(sums, value);
-        _mm512_mask_storeu_ps(row + key, mask, value);
-      }
-      sum = _mm512_reduce_add_ps(sums);
-#else
-      for (int64_t key = 0; key < count; ++key) sum += row[key] = std::exp(row[key] - most);
-#endif
-      fade[h] = std::exp(sofar[h].most - most);
-      sofar[h] = {most, sofar[h].sum * fade[h] + sum};
-    }
+    for (int h = 0; h < kHeads; ++h) fade[h] = soften(a, scores + h * kRun, count, head + h, start, sofar[h]);
     int64_t done = 0;
 #ifdef __AVX512F__
 #ifdef __AVX512BF16__

@@ -154,6 +154,13 @@ struct alignas(64) TileConfig {
     colsb[tile] = static_cast<uint16_t>(colsb_);
   }
 };
+
+// Eight tiles of 16 rows by 64 bytes.
+inline void use_tiles() {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+  _tile_loadconfig(&config);
+}
 #endif
 
 }  // namespace inlay
