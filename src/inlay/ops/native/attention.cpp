@@ -78,7 +78,7 @@ void tiles(const Attention& a) {
       const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, at % a.kv_heads);
       turn(values, a.width, filled, padded, turned + at * a.width * padded);
     }
-    use_tiles();
+    TileConfig().use();
     static thread_local TileRoom* room = new TileRoom;  // kept by its thread
     // Later blocks see more keys: they are dealt out singly, the longest first.
 #pragma omp for schedule(dynamic, 1)

@@ -145,22 +145,19 @@ inline void store16(void* data, int32_t type, int64_t index, __m512 value, __mma
 // Tile loads do not tell the compiler that they read memory: what was stored before stays before.
 inline void written() { asm volatile("" ::: "memory"); }
 
-struct alignas(64) TileConfig {
+struct alignas(64) TileConfig {  // eight tiles of 16 rows by 64 bytes, unless told otherwise
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t colsb[16] = {};
-  uint8_t rows[16] = {};
+  uint16_t colsb[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   void set(int tile, int rows_, int colsb_) {
     rows[tile] = static_cast<uint8_t>(rows_);
     colsb[tile] = static_cast<uint16_t>(colsb_);
   }
+  void use() const {
+    asm volatile("" ::"r"(this) : "memory");  // the intrinsic tells the compiler of the first eight bytes only
+    _tile_loadconfig(this);
+  }
 };
-
-// Eight tiles of 16 rows by 64 bytes.
-inline void use_tiles() {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
-  _tile_loadconfig(&config);
-}
 #endif
 
 }  // namespace inlay

@@ -239,13 +239,11 @@ void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
 template <int kBits, bool kMinimum>
 void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   TileConfig config;
-  config.set(0, 16, 64);  // sums
-  config.set(1, 16, 64);
   config.set(2, 16, 32);  // x: 16 rows of 32 bytes
   config.set(3, 16, 32);
   config.set(4, 8, 64);  // weight: 8 lines of 4 columns
   config.set(5, 8, 64);
-  _tile_loadconfig(&config);
+  config.use();
   const int64_t per = l.group / kStep, steps = l.depth / kStep, step_bytes = kStep * kLanes * kBits / 8;
   const int64_t numbers = l.numbers(), group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
   const __m512 zero = _mm512_set1_ps(static_cast<float>(-l.zero));
@@ -348,9 +346,7 @@ inline void widen_block(const Linear& l, const uint8_t* at, uint8_t* out) {
 // 32 rows times 32 features at a time, in bfloat16.
 template <int kBits, bool kMinimum>
 void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
-  _tile_loadconfig(&config);
+  TileConfig().use();
   const int64_t lines = l.depth / kStep, block_bytes = l.block_bytes();
   const bool plain = l.y_type == kFloat32 && !l.bias;
   alignas(64) float sums[4][16 * 16];
