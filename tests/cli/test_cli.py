@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from typer.testing import CliRunner
 
+from inlay.cli.main import app
 from models import config_folder, tiny_gguf
+
+if TYPE_CHECKING:
+    from click.testing import Result
 
 TESTS = Path(__file__).parents[1]
 
 
-def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from inlay.cli.main import main; main()", *arguments]
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "120", **env}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=300)
-    assert check is None or run.returncode == check, run.stderr
+def _inlay(*arguments: str, check: int | None = 0, **env: str) -> Result:
+    """A command in this process, which has imported torch already."""
+    with contextlib.chdir(TESTS):
+        run = CliRunner().invoke(app, arguments, env={"COLUMNS": "120", **env})
+    assert check is None or run.exit_code == check, run.stderr
     assert "Traceback" not in run.stderr
     return run
+
+
+def _inlay_afresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from inlay.cli.main import main; main()", *arguments]
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "120"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=300)
+
+
+@pytest.mark.fast
+def test_the_same_in_a_process_of_its_own() -> None:
+    here, there = _inlay("show", "models:convolutions"), _inlay_afresh("show", "models:convolutions")
+    assert (there.returncode, there.stdout) == (0, here.stdout)
+    wrong = _inlay_afresh("show", "models:no_such_factory")
+    assert wrong.returncode == _inlay("show", "models:no_such_factory", check=None).exit_code != 0
+    assert "Traceback" not in wrong.stderr
 
 
 @pytest.mark.fast

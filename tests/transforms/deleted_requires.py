@@ -8,59 +8,20 @@ is copied, the condition taken out of the copy, and the tests of that transform 
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from inlay.testing.broken import Condition, conditions
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "inlay"
 FILES = (*sorted((SOURCE / "transforms" / "library").glob("[!_]*.py")), SOURCE / "rewrite" / "engine.py")
 GRAPHS = 400
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A statement that keeps a rule from firing."""
-
-    file: Path
-    line: int
-    end: int
-    column: int
-    text: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.file.stem}:{self.line}"
-
-
-def conditions(file: Path) -> list[Condition]:
-    tree = ast.parse(file.read_text())
-    found: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "require":
-                found.append(node)
-        elif isinstance(node, ast.FunctionDef) and node.name == "_refuse":
-            found += [
-                each for each in ast.walk(node) if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)
-            ]
-    return [
-        Condition(file, each.lineno, each.end_lineno or each.lineno, each.col_offset, _reason(each)) for each in found
-    ]
-
-
-def _reason(statement: ast.stmt) -> str:
-    texts = [
-        each.value for each in ast.walk(statement) if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    ]
-    return next((text.strip() for text in texts if " " in text), "")
 
 
 def noticed_by(condition: Condition) -> str:

@@ -20,6 +20,7 @@ from inlay.cli import (
     passes,
     prove,
     refit,
+    review,
     run,
     show,
     verify,
@@ -51,6 +52,7 @@ app.command("bisect")(bisect.bisect)
 app.command("lock")(lock.lock)
 app.command("check")(lock.check)
 app.command("verify")(verify.verify)
+app.command("review")(review.review)
 app.command("passes")(passes.passes)
 app.command("config")(passes.config)
 

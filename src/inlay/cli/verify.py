@@ -43,7 +43,7 @@ def verify(
         from inlay.insight.verify import Change, Verify
         from inlay.transforms import configure, run
 
-        expected = _expected(against) if against is not None else {}
+        expected = expected_of(against) if against is not None else {}
         program = read_program(model, dtype, trust)
         seen = Verify(expected, seed, rounds)
         run(program, configure(resolved_for(program, files, settings)), [seen])
@@ -55,7 +55,7 @@ def verify(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _expected(path: Path) -> dict[str, int]:
+def expected_of(path: Path) -> dict[str, int]:
     """How often transforms matched when a lock or a package was made."""
     from inlay.transforms.lock import read_lock
 

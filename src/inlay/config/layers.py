@@ -130,3 +130,20 @@ def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) ->
         return key, name, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UsageError(f"--set {text}: {value!r} is not a YAML value.") from error
+
+
+def overlays_of(name: str) -> dict[str, dict[str, Any]]:
+    """The overlays for models that say something about a transform, and what.
+
+    >>> list(overlays_of("match_geglu"))[0]
+    'models/gemma.yaml'
+    """
+    folder = resources.files("inlay.config").joinpath("models")
+    found: dict[str, dict[str, Any]] = {}
+    for each in sorted(folder.iterdir(), key=lambda file: file.name):
+        if each.name.endswith(".yaml"):
+            layer = _read(each.read_text(), f"models/{each.name}")
+            for key, values in layer.transforms.items():
+                if key.partition("#")[0] == name:
+                    found.setdefault(f"models/{each.name}", {}).update(values or {})
+    return found

@@ -15,6 +15,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 SHIMS: dict[Any, str] = {}
 """Operator overload → the arguments of its C++ kernel, which a package brings along (`inlay.ops.native`)."""
 
+DEVICES: dict[str, str] = {}
+"""Operator → the device that has a kernel of Inlay's for it, in Triton."""
+
 
 def canonical(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as `inlay::name`: implementation, fake kernel and decomposition are the function itself.
@@ -63,6 +66,7 @@ def on_device(name: str, device: str) -> Callable[[Callable[..., Any]], Callable
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.impl(name, function, device)
+        DEVICES[f"inlay::{name}"] = device
         return function
 
     return register

@@ -10,14 +10,13 @@ from torch.utils._pytree import tree_leaves
 from inlay.capture import Example, capture
 from inlay.program.diff import diff
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
+from inlay.program.program import Program
 from inlay.program.text import dump
 from inlay.transforms.base import Applied, Numerics, Transform, find
 from inlay.transforms.pipeline import check_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from inlay.program.program import Program
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _ROUNDS = 3
@@ -33,16 +32,18 @@ class _Calls(torch.nn.Module):
 
 
 def program_of(
-    model: torch.nn.Module | Callable[..., Any],
+    model: torch.nn.Module | Callable[..., Any] | Program,
     args: Sequence[Any],
     axes: Mapping[str, Mapping[int, str]] | None = None,
     after: Sequence[str] = (),
 ) -> Program:
-    """Capture a module or a plain function, and run the named transforms on it.
+    """Capture a module or a plain function, and run the named transforms on it; a program is taken as it is.
 
     >>> program_of(lambda x: x.relu() + 1, [torch.ones(2)]).op_counts()
     Counter({'aten.relu.default': 1, 'aten.add.Tensor': 1})
     """
+    if isinstance(model, Program):
+        return model
     module = model if isinstance(model, torch.nn.Module) else _Calls(model)
     if axes and module is not model:
         module.forward = model  # axes are told by the names of the function's arguments
@@ -58,7 +59,7 @@ def op_counts(program: Program) -> Mapping[str, int]:
 
 
 def assert_rewrites(
-    before: torch.nn.Module | Callable[..., Any],
+    before: torch.nn.Module | Callable[..., Any] | Program,
     transform: str | Transform,
     expected: torch.nn.Module | Callable[..., Any] | None = None,
     *,
@@ -96,7 +97,7 @@ def assert_rewrites(
 
 
 def assert_untouched(
-    before: torch.nn.Module | Callable[..., Any],
+    before: torch.nn.Module | Callable[..., Any] | Program,
     transform: str | Transform,
     *,
     args: Sequence[Any],

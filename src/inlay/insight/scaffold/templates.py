@@ -9,6 +9,7 @@ The lookup said $recommendation: $evidence
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,6 +64,7 @@ class Fuse$title(Rewrite):
             Case("$shared_name", shared, given),
             Case("a call in between", other, given),
             Case("a part of it", lambda $names: calls($names)[0], given),
+            *(Case(f"mixed dtypes {number}", cls().pattern, each) for number, each in enumerate(mixed())),
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
@@ -90,6 +92,17 @@ def inputs(dtype: torch.dtype, others: bool = False) -> tuple[Tensor, ...]:
     """Random arguments."""
     made = examples(dtype, others).values()
     return tuple(torch.randn(each.shape).to(each.dtype) if each.is_floating_point() else each for each in made)
+
+
+def mixed() -> list[tuple[Tensor, ...]]:
+    """Arguments of which one has another dtype than the rest, where that can be computed."""
+    given, found = inputs(torch.float32), []
+    for index, each in enumerate(given):
+        changed = (*given[:index], each.double(), *given[index + 1 :])
+        with contextlib.suppress(RuntimeError):
+            calls(*changed)
+            found.append(changed)
+    return found
 
 
 rewrite = graph_pass("fuse_$name")

@@ -1,0 +1,99 @@
+"""`inlay review`"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import err, failing_kindly, print_json, progress
+from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.passes import ConfigOption  # noqa: TC001 - typer reads the annotation
+from inlay.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from inlay.transforms.base import Transform
+
+STEPS = {"transforming": 8, "running": 20, "fuzzing": 10}
+
+
+def review(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRANSFORM", help="Name of a transform (`inlay passes`), or the file of one.", show_default=False
+        ),
+    ],
+    models: Annotated[
+        list[str], typer.Option("--model", metavar="MODEL", help="A model it is for; may be given several times.")
+    ],
+    tests: Annotated[
+        list[Path] | None,
+        typer.Option("--tests", metavar="FILE", help="A test file of it; by default the one beside its own file."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="For the review and what was saved.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="LOCK|PACKAGE", help="How often it matched before.")
+    ] = None,
+    files: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Review a transform: evaluate the checklist, break it on purpose and see which tests notice; Markdown.
+
+    Exit code 1 if a line of the checklist does not hold.
+
+    Example: [bold]inlay review match_swiglu --model ./my-model --model other/model[/]
+    """
+    with failing_kindly():
+        from inlay.cli.verify import expected_of
+        from inlay.testing.review import review as evaluate
+        from inlay.testing.review.note import markdown
+
+        cls = _transform(name)
+        locked = expected_of(against) if against is not None else {}
+        programs = {model: read_program(model, dtype, trust) for model in models}
+        place = folder or Path(f"review-{cls.name}")
+        with progress(STEPS) as step:
+            done = evaluate(
+                cls, programs, tests=tests or (), config=files or (), folder=place, locked=locked, on_step=step
+            )
+        text = markdown(done)
+        (place / "review.md").write_text(text)
+        if as_json:
+            print_json(done.to_json())
+        else:
+            typer.echo(text, nl=False)
+        err.print(f"Saved in {place}", markup=False, soft_wrap=True)
+        if not done.passed:
+            raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _transform(name: str) -> type[Transform]:
+    """A registered transform, or the one that a file registers."""
+    from inlay.transforms import registry
+    from inlay.transforms.base import find
+
+    file = Path(name)
+    if file.suffix != ".py":
+        return find(name)
+    if not file.is_file():
+        raise UsageError(f"There is no file {name}.", "Name a transform, or the file of one.")
+    known = set(registry())
+    sys.path.insert(0, str(file.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # its tests import it by this name
+    spec.loader.exec_module(module)
+    new = [cls for key, cls in registry().items() if key not in known]
+    if len(new) != 1:
+        raise UsageError(f"{name} registers {len(new)} transforms.", "Name a file that registers one.")
+    return new[0]

@@ -1,0 +1,185 @@
+"""Transforms broken on purpose: what a test of one must notice.
+
+    for breakage in breakages(MatchSwiGLU):
+        with breakage():
+            ...  # a test that still passes here does not notice
+
+A transform that does nothing, one that computes something else, one that fires everywhere, and one for each condition
+that it forgets: a `site.require(…)`, or an `if …: return "reason"` of a `_refuse`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.transforms.base import Applied, Transform
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from inlay.program.program import Program
+
+NOTHING, WRONG, EVERYWHERE = "does nothing", "computes something else", "fires everywhere"
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One way in which a transform is broken while the context lasts."""
+
+    name: str
+    start: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self.start()
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A statement that keeps a rule from firing."""
+
+    file: Path
+    line: int
+    end: int
+    column: int
+    text: str
+
+    @property
+    def where(self) -> str:
+        """File and line, as a table shows them."""
+        return f"{self.file.stem}:{self.line}"
+
+
+def conditions(file: Path) -> list[Condition]:
+    """The conditions in a file, in order."""
+    return [
+        Condition(file, each.lineno, each.end_lineno or each.lineno, each.col_offset, _reason(each))
+        for each in _statements(ast.parse(file.read_text()))
+    ]
+
+
+def _statements(tree: ast.AST) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr == "require":
+                found.append(node)
+        elif isinstance(node, ast.FunctionDef) and node.name == "_refuse":
+            found += [
+                each for each in ast.walk(node) if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)
+            ]
+    return found
+
+
+def _reason(statement: ast.stmt) -> str:
+    texts = [
+        each.value for each in ast.walk(statement) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
+    return next((text.strip() for text in texts if " " in text), "")
+
+
+def breakages(cls: type[Transform]) -> list[Breakage]:
+    """Every way to break a transform that its tests must notice.
+
+    >>> from inlay.transforms.library.match_swiglu import MatchSwiGLU
+    >>> [each.name for each in breakages(MatchSwiGLU)][:3]
+    ['does nothing', 'computes something else', 'fires everywhere']
+    """
+    made = [Breakage(NOTHING, partial(_patched, cls, "apply", lambda self, program: Applied(program, 0)))]
+    if not cls.adds_inputs:
+        made.append(Breakage(WRONG, partial(_patched, cls, "apply", _then(cls.apply, fired=True))))
+    made.append(Breakage(EVERYWHERE, partial(_patched, cls, "apply", _then(cls.apply, fired=False))))
+    file = Path(inspect.getfile(cls))
+    return made + [
+        Breakage(f"forgets “{each.text or each.where}” ({each.where})", partial(_without, cls, each))
+        for each in conditions(file)
+    ]
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _then(apply: Callable[[Any, Program], Applied], *, fired: bool) -> Callable[[Any, Program], Applied]:
+    """What `apply` does, and results changed where it fired, or where it did not."""
+
+    def broken(self: Any, program: Program) -> Applied:
+        applied = apply(self, program)
+        if bool(applied.sites) is not fired:
+            return applied
+        _scale_results(applied.program.graph)
+        return Applied(applied.program, applied.sites or 1, applied.places, applied.misses)
+
+    return broken
+
+
+def _scale_results(graph: fx.Graph) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    for node in list(output.all_input_nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        with graph.inserting_before(output):
+            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.5))
+        scaled.meta = dict(node.meta)
+        output.replace_input_with(node, scaled)
+
+
+@contextmanager
+def _without(cls: type[Transform], condition: Condition) -> Iterator[None]:
+    """The function that holds a condition, without it, in the place of the function."""
+    module = sys.modules[cls.__module__]
+    tree = ast.parse(condition.file.read_text())
+    for owner, functions in ((module, tree.body), (cls, _methods(tree, cls))):
+        for function in functions:
+            if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
+                function.end_lineno or 0
+            ):
+                _Delete(condition.line).visit(function)
+                code = compile(ast.fix_missing_locations(ast.Module([function], [])), str(condition.file), "exec")
+                made: dict[str, Any] = {}
+                exec(code, vars(module), made)
+                with _patched(owner, function.name, made[function.name]):
+                    yield
+                return
+    raise LookupError(f"{condition.where} stands in no function of {cls.__name__} or its module")
+
+
+def _end(statement: ast.stmt) -> int:
+    return (statement.end_lineno or statement.lineno) + 1
+
+
+def _methods(tree: ast.Module, cls: type) -> list[ast.stmt]:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
+    return [each for node in classes for each in node.body]
+
+
+class _Delete(ast.NodeTransformer):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.Expr, ast.If)) and node.lineno == self.line:
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
