@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("", "capture", "program", "rewrite", "transforms", "state", "compile", "runtime", "insight", "config", "testing")
+ROOMS = (
+    *("", "capture", "program", "rewrite", "transforms", "state"),
+    *("compile", "runtime", "insight", "config", "testing"),
+)
 """Folders under src/inlay whose `__all__` is for others; the first is Inlay itself."""
 _WIDTH = 100
 _FENCES = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -80,7 +83,7 @@ def _from_readme(readme: Mapping[str, str], anchor: str) -> str:
 def _from_docs(text: str) -> str:
     """Links that are right in the README, made right for a page in docs/."""
     text = re.sub(r"\]\((?!https?:|#|docs/)", "](../", text)
-    return text.replace("](docs/", "](")
+    return text.replace("[docs/", "[").replace("](docs/", "](")
 
 
 def plain_links(text: str, folder: Path, docs: Path) -> str:
@@ -199,8 +202,8 @@ def transforms() -> str:
     ]
     lines = [
         "# Every transform",
-        "What `inlay passes` lists, in the order a build runs them. [In-place state](../in_place.md) is about those that"
-        " keep state, [What matches where](../matches.md) counts them over architectures.",
+        "What `inlay passes` lists, in the order a build runs them. [In-place state](../in_place.md) is about those"
+        " that keep state, [What matches where](../matches.md) counts them over architectures.",
         "\n".join(["| transform | stage | | numbers | what it does |", "|---|---|---|---|---|", *rows]),
         f"All have these options: {_fields_in_words(Options)}.",
         markdown(Options.__doc__ or ""),
@@ -215,7 +218,7 @@ def _transform(cls: Any, base: Any) -> list[str]:
     if cls.Options is not base:
         lines += [f"Options: {_fields_in_words(cls.Options, leave=base)}.", markdown(cls.Options.__doc__ or "")]
     if cls.anchors:
-        lines.append("There is work for it where one of these stands: " + ", ".join(f"`{a}`" for a in cls.anchors) + ".")
+        lines.append(f"There is work for it where one of these stands: {', '.join(f'`{a}`' for a in cls.anchors)}.")
     return lines
 
 
