@@ -276,9 +276,11 @@ def _own_docstring(cls: type) -> str:
 def attribute_notes(cls: type) -> dict[str, str]:
     """Field → the string below it in the source.
 
-    >>> from inlay import Example
-    >>> list(attribute_notes(type("Made", (), {}))), bool(attribute_notes(Example))
-    ([], True)
+    >>> from inlay.runtime import Completion
+    >>> attribute_notes(Completion)["tokens: tuple[int, ...]"]
+    'All tokens that were drawn, an end token included.'
+    >>> attribute_notes(type("Made", (), {}))
+    {}
     """
     try:
         (definition,) = ast.parse(dedent(inspect.getsource(cls))).body
@@ -337,13 +339,8 @@ def _annotation(value: Any) -> str:
 def markdown(docstring: str) -> str:
     """A docstring as Markdown: its examples are code.
 
-    >>> print(markdown("Adds.\\n\\n    >>> 1 + 1\\n    2\\n    "))
-    Adds.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> markdown("Adds.\\n\\n    >>> 1 + 1\\n    2\\n    ").splitlines()
+    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
     paragraphs = inspect.cleandoc(docstring).strip().split("\n\n")
     fenced = [f"```pycon\n{each}\n```" if each.startswith(">>>") else each for each in paragraphs]
