@@ -196,15 +196,15 @@ def transforms() -> str:
     known = {name: cls for name, cls in registry().items() if cls.__module__.startswith("inlay.")}
     ordered = [known[name] for name in on] + [cls for name, cls in known.items() if name not in on]
     rows = [
-        f"| [`{cls.name}`](#{cls.name}) | {cls.stage.value} | {'on' if on.get(cls.name) else 'off'}"
-        f" | {cls.numerics.value} | {cls.summary()} |"
+        f"| [`{cls.name}`](#{cls.name}) | {cls.summary()} | {cls.stage.value}"
+        f" | {'on' if on.get(cls.name) else 'off'} | {cls.numerics.value} |"
         for cls in ordered
     ]
     lines = [
         "# Every transform",
         "What `inlay passes` lists, in the order a build runs them. [In-place state](../in_place.md) is about those"
         " that keep state, [What matches where](../matches.md) counts them over architectures.",
-        "\n".join(["| transform | stage | | numbers | what it does |", "|---|---|---|---|---|", *rows]),
+        "\n".join(["| transform | what it does | stage | | numbers |", "|---|---|---|---|---|", *rows]),
         f"All have these options: {_fields_in_words(Options)}.",
         markdown(Options.__doc__ or ""),
     ]
