@@ -122,7 +122,7 @@ def test_start_page_has_sections_of_the_readme() -> None:
     assert set(wanted) <= set(sections)
     assert "](docs/" not in sections["the-problem"]
     exceptions = pytest.importorskip("mkdocs.exceptions", reason="pip install -e '.[docs]'")
-    with pytest.raises(exceptions.PluginError, match="README.md has no section #gone. It has inlay, the-problem, "):
+    with pytest.raises(exceptions.PluginError, match=r"README\.md has no section #gone\. It has inlay, the-problem, "):
         reference._from_readme(sections, "gone")
 
 
