@@ -121,5 +121,5 @@ def _drift(program: Program, options: flow.Options, on_step: Callable[[str], Non
         run(program, [unbound(step) for step in configure(resolved)], [seen])
     except InlayError as error:
         return {"rows": [], "why": f"Not measured: {error}"}
-    rows = [each.to_json() | {"change": each.change.value} for each in seen.verdicts]
+    rows = [each.to_json() for each in seen.verdicts]
     return {"rows": rows, "why": "" if rows else "No transform changed anything."}

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from importlib import resources
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError, one_line
@@ -26,7 +27,7 @@ def page_text(facts: Mapping[str, Any]) -> str:
     >>> '</script><b>' in page_text({"kind": "model", "title": "</script><b>"})
     False
     """
-    data = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(_finite(facts), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     parts = {
         "MARK": MARK,
         "TITLE": html.escape(str(facts["title"])),
@@ -48,6 +49,19 @@ def write_page(facts: Mapping[str, Any], file: Path) -> int:
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {one_line(error)}.", "Choose another name.") from error
     return len(data)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no number that is not finite: there is none instead.
+
+    >>> _finite({"error": [float("nan"), 1.5]})
+    {'error': [None, 1.5]}
+    """
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _asset(name: str) -> str:

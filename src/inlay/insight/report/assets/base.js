@@ -29,7 +29,7 @@ function seconds(value) {
   return value >= 1 ? `${value.toFixed(1)} s` : `${Math.max(0, Math.round(value * 1000))} ms`;
 }
 const number = (value) => (value === null || value === undefined ? "" : Number(value).toLocaleString("en"));
-const small = (value) => (value ? Number(value).toExponential(1) : "0");
+const small = (value) => (value === null ? "not finite" : value ? Number(value).toExponential(1) : "0");
 const plural = (count, one, many) => `${number(count)} ${count === 1 ? one : many || one + "s"}`;
 const times = (count) => (count > 1 ? ` × ${number(count)}` : "");
 const code = (text) => h("span", { class: "code" }, text);
@@ -75,6 +75,7 @@ function search(text) {
   for (const { id, made, hits } of sections) {
     let found = 0;
     for (const each of made.querySelectorAll("[data-find]")) {
+      if (each.parentElement.closest("[data-find], #detail")) continue;
       const match = holds(each.dataset.more ? each.dataset.more + textOf(each) : textOf(each), wanted);
       each.hidden = !match;
       found += match;
@@ -96,7 +97,7 @@ function remember() {
   if (state.query) parts.set("find", state.query);
   if (state.transform && facts.transforms) parts.set("transform", facts.transforms[state.transform].key);
   const text = parts.toString();
-  try { history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search); } catch (error) { /* a file that may not */ }
+  try { history.replaceState(null, "", text ? `#${text}` : location.href.split("#")[0]); } catch (error) { /* a file that may not */ }
 }
 
 const THEMES = ["system", "light", "dark"];

@@ -108,8 +108,8 @@ function listing(program) {
 /* Lines that hold the words get a mark; how many. */
 function marks(box, wanted) {
   let found = 0;
-  for (const line of box.querySelectorAll("[data-text]")) {
-    const match = wanted.length > 0 && holds(line.dataset.text, wanted);
+  for (const line of box.querySelectorAll("[data-text], #detail tr[data-find]")) {
+    const match = wanted.length > 0 && holds(line.dataset.text ?? textOf(line), wanted);
     line.classList.toggle("hit", match);
     found += match;
   }

@@ -30,10 +30,11 @@ function watchSections() {
 
 function start() {
   heading();
+  const place = location.hash.slice(1);
   let kept = "system";
   try { kept = localStorage.getItem("inlay-theme") || kept; } catch (error) { /* private windows keep nothing */ }
   theme(kept);
-  const asked = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
+  const asked = new URLSearchParams(place.includes("=") ? place : "");
   if (facts.kind === "diff") comparison();
   else { overview(); timeline(); programs(); candidates(); bindings(); plan(); memory(); drift(); configuration(); }
   if (rows.length) {
@@ -49,6 +50,8 @@ function start() {
   document.getElementById("keys").addEventListener("click", () => document.getElementById("help").showModal());
   document.addEventListener("keydown", keys);
   watchSections();
+  const wanted = sections.find((each) => each.id === place);
+  if (wanted) wanted.made.scrollIntoView({ behavior: "instant" });
   document.documentElement.dataset.ready = Math.round(performance.now());
 }
 start();
