@@ -99,7 +99,7 @@ class Browser:
         self("Page.navigate", url="about:blank")
         self("Page.navigate", url=file.as_uri() + fragment)
         end = time.monotonic() + _LIMIT
-        while not self.ask("document.documentElement.dataset.ready || ''"):
+        while not self.ask("document.documentElement?.dataset.ready || ''"):
             assert time.monotonic() < end, f"{file.name} never became ready: {self.complaints}"
             time.sleep(0.02)
 

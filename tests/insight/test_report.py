@@ -73,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_matched_and_what_did_not(small: Path) -> None:
     norm = _transform(_facts(small), "match_rms_norm")
-    assert (norm["sites"], norm["status"], norm["numerics"]) == (1, "ran", "rounding")
+    assert (norm["sites"], norm["status"], norm["numerics"]) == (1, "ran", "exact")
     assert [place["count"] for place in norm["places"]] == [1]
     assert norm["misses"][0]["reason"].startswith("another consumer")
     assert norm["misses"][0]["suggestion"]

@@ -36,7 +36,7 @@ def bindings_table(bindings: Bindings, origins: Mapping[str, str]) -> list[dict[
             groups.setdefault(key, []).append(row)
     found = []
     for (kind, name, text, why), rows in groups.items():
-        sources = {_file(origins[row.name]) for row in rows if row.name in origins}
+        sources = {_origin(origins[row.name]) for row in rows if row.name in origins}
         found.append(
             {
                 "kind": kind,
@@ -60,9 +60,14 @@ def _kind(row: Binding, written: bool) -> str:
     return row.role.value if row.role in (Role.INPUT, Role.OUTPUT) else "weight"
 
 
-def _file(origin: str) -> str:
-    """The file that a tensor is read from, without the folders above it."""
-    return re.split(r"[\\/]", origin.partition("#")[0])[-1]
+def _origin(text: str) -> str:
+    """Where tensors of several layers are read from: the file without the folders above it, numbers left out.
+
+    >>> _origin("/models/tiny.gguf#blk.0.attn_q.weight"), _origin("layers.3.q, layers.3.k via concat")
+    ('tiny.gguf', 'layers.*.q, layers.*.k via concat')
+    """
+    file = re.split(r"[\\/]", text.partition("#")[0])[-1]
+    return re.sub(r"\.\d+(?=\.)", ".*", file)
 
 
 def weights_by_type(rows: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:

@@ -33,7 +33,9 @@ const small = (value) => (value === null ? "not finite" : value ? Number(value).
 const plural = (count, one, many) => `${number(count)} ${count === 1 ? one : many || one + "s"}`;
 const times = (count) => (count > 1 ? ` × ${number(count)}` : "");
 const code = (text) => h("span", { class: "code" }, text);
-const why = (text) => (text ? h("p", { class: "why" }, text) : null);
+/* Sentences name commands between backticks. */
+const said = (text) => text.split("`").map((part, at) => (at % 2 ? code(part) : part));
+const why = (text) => (text ? h("p", { class: "why" }, said(text)) : null);
 const tag = (text, kind) => h("span", { class: `tag ${kind || ""}` }, text);
 
 /* A table that scrolls inside its own box. Columns that start with # are numbers. */

@@ -9,21 +9,23 @@ function overview() {
   const total = ran.reduce((sum, each) => sum + each.sites, 0);
   const weights = facts.memory.weights.reduce((sum, row) => sum + row.bytes, 0);
   const [before, after] = facts.nodes;
-  section("overview", "Overview", h("dl", { class: "tiles" },
-    tile("architecture", facts.architecture || "unknown", facts.kind === "package" ? "a package" : "captured from the model"),
-    facts.facts.map(([name, value, origin]) => tile(name.replaceAll("_", " "), number(value), origin)),
+  const versions = Object.entries(facts.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+  const shape = facts.facts.map(([name, value, origin]) => h("span", { title: `known from: ${origin}` }, h("b", {}, number(value)), ` ${name.replaceAll("_", " ")}`));
+  section("overview", "Overview",
+    h("p", { class: "shape", "data-find": true }, h("span", {}, h("b", {}, facts.architecture || "a module")), shape),
+    h("p", { class: "why", "data-find": true }, `Made with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
+    h("dl", { class: "tiles" },
     before !== null ? tile("nodes", after !== null ? `${number(before)} → ${number(after)}` : number(before), after !== null ? "captured → transformed" : "captured") : null,
     tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran matched something"),
     tile("sites", number(total), plural(ran.reduce((sum, each) => sum + missed(each), 0), "miss", "misses")),
     tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "held when built" : "hold", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
     tile("weights", bytes(weights), plural(facts.memory.weights.reduce((sum, row) => sum + row.count, 0), "tensor")),
     tile("state", bytes(facts.memory.state), "a session"),
-    facts.target ? tile("built for", facts.target) : null,
-    Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
+    ));
 }
 
 function programs() {
-  if (!facts.programs.length) { section("program", "Program", why("A package holds compiled pieces, not the program: inlay report MODEL shows it.")); return; }
+  if (!facts.programs.length) { section("program", "Program", why("A package holds compiled pieces, not the program: `inlay report MODEL` shows it.")); return; }
   const boxes = facts.programs.map((program) => {
     const made = h("details", {}, h("summary", {}, `The program ${program.title}, folded: ${plural(program.lines.length, "line")}`));
     made.addEventListener("toggle", () => { if (made.open && made.children.length === 1) { made.append(listing(program)); marks(made, words()); } });
@@ -91,7 +93,7 @@ function operators(piece) {
   return h("details", {}, h("summary", {}, `${piece.name}: what it calls most`), table(`Operators of ${piece.name}`, ["operator", "#calls"], rows.map(([name, count]) => [code(name), number(count)])));
 }
 function plan() {
-  const pieces = (bucket) => table(`Pieces for ${bucket.sizes}`, ["piece", "#steps", "what", "#calls of torch", "#weights a step", "#states", "#size"],
+  const pieces = (bucket) => table(`Pieces for ${bucket.sizes}`, ["piece", "#steps", "what", facts.kind === "package" ? "#calls left to torch" : "#calls", "#weights a step", "#states", "#size"],
     bucket.pieces.map((piece) => [piece.name, `× ${number(piece.steps)}`, piece.what, number(piece.calls), bytes(piece.weights), number(piece.states), piece.size === null ? "not built" : bytes(piece.size)]));
   section("plan", "Plan and pieces", why(facts.plan.why), facts.plan.buckets.map((bucket) => [
     h("h3", {}, `Bucket ${bucket.name}: ${bucket.sizes}`),

@@ -117,10 +117,10 @@ function drawDetail() {
 
 function difference(each) {
   if (!each.diff) {
-    const text = each.status !== "ran" ? `It is ${each.status}: enabled is false in the configuration.`
+    const text = each.status !== "ran" ? `It is ${each.status}: \`enabled\` is false in the configuration.`
       : !each.sites ? "It matched nothing, so the program is as it was."
-      : "The programs before and after are not in a package: inlay report MODEL shows them.";
-    return h("p", { class: "why" }, text);
+      : "The programs before and after are not in a package: `inlay report MODEL` shows them.";
+    return why(text);
   }
   const redraw = () => { const kept = scrollY; drawDetail(); scrollTo({ top: kept, behavior: "instant" }); };
   return h("div", {},
