@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inlay.compile.manifest import Manifest
     from inlay.config import Resolved
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pipeline import Instrument, Record
 
 _T = TypeVar("_T")
 DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
@@ -119,7 +119,7 @@ def transform(
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
     program, resolved = prepared(program, options)
-    instruments = [*([Dump(options.dump)] if options.dump else []), *tracing()]
+    instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *tracing()]
     program, records = run(program, configure(resolved), instruments)
     return program, resolved, records
 

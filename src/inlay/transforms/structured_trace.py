@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch._logging import _internal, trace_structured
+from torch._logging import _internal
 
 from inlay.program.folded import dump_folded
 
@@ -57,7 +57,7 @@ class Trace:
 
 def emit(name: str, payload: str) -> None:
     """Write one artifact into the trace; outside of torch.compile it belongs to no frame."""
-    trace_structured(
+    _internal.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: payload,

@@ -72,7 +72,7 @@ function bindings() {
     h("summary", {}, `${row.name}: all ${number(row.count)}`),
     table(row.name, ["input", "output in its storage"], row.members.map(([one, two]) => [code(one), code(two)]))));
   section("bindings", "Bindings and storage",
-    h("p", { class: "why" }, "What goes in on the left, where it lies in the middle, what comes out on the right. A green storage is state: an output that is the memory of an input."),
+    h("p", { class: "why" }, "What goes in, where it lies, and what comes out. A green storage is state: the output is the memory of the input."),
     inline.map(drawn), members,
     weights.length ? [h("h3", {}, "Weights"), table("Weights", ["weight", "#tensors", "type", "#bytes", "read from"],
       weights.map((row) => [code(row.name), number(row.count), code(row.type), bytes(row.bytes), row.from]))] : null);
