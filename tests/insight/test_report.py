@@ -214,7 +214,8 @@ from inlay.capture import capture
 from inlay.flow import Options, transform
 from insight.test_report import norms
 transform(capture(norms()), Options())
-torch.compile(norms().module, backend="inlay")(torch.randn(3, 8))
+with torch.no_grad():
+    torch.compile(norms().module, backend="inlay")(torch.randn(3, 8))
 """
 
 
