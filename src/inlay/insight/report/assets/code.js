@@ -78,6 +78,7 @@ function diffView(found, names, whole) {
     if (shown[at]) { box.append(row(at++)); continue; }
     let end = at;
     while (end < count && !shown[end]) end++;
+    if (end - at === 1) { box.append(row(at++)); continue; } /* what says "one line" is one line */
     const from = at, to = end;
     const gap = h("button", { type: "button", class: "gap" }, `⋯ ${plural(to - from, "equal line")}`);
     gap.addEventListener("click", () => {

@@ -37,7 +37,7 @@ function timelineRow(each, at, longest) {
     h("span", { class: "num sites" }, ran ? plural(each.sites, "site") : each.status),
     h("span", { class: "num nodes" }, nodes),
     h("span", { class: "took" }, each.seconds && ran ? [h("i", { style: { width, background: colour(each.stage) } }), seconds(each.seconds)] : null),
-    h("span", { class: "num missed" }, lost ? plural(lost, "miss", "misses") : ""),
+    h("span", { class: "num missed" }, lost ? number(lost) : ""),
     h("span", { class: "numbers" }, ran && each.sites ? tag(each.numerics, each.numerics === "exact" ? "good" : "warn") : "")));
 }
 
