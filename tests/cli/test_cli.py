@@ -27,7 +27,7 @@ def _inlay(*arguments: str, check: int | None = 0, **env: str) -> subprocess.Com
 
 @pytest.mark.fast
 def test_help_is_quick_and_has_examples() -> None:
-    for verb in ("show", "diff", "doctor", "explain", "candidates"):
+    for verb in ("show", "diff", "doctor", "explain", "candidates", "report"):
         assert "Example" in _inlay(verb, "--help").stdout
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True
