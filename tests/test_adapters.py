@@ -334,3 +334,15 @@ def test_triton_without_a_gpu() -> None:
 
     assert {"fn", "signature", "constexprs"} <= set(inspect.signature(compiler.ASTSource.__init__).parameters)
     assert GPUTarget("cuda", 80, 32).arch == 80
+
+
+def test_structured_trace() -> None:
+    """transforms/structured_trace.py: the handler knows the folder of the trace; how an artifact is written."""
+    from torch._logging import _internal
+
+    from inlay.transforms.structured_trace import emit
+
+    parameters = inspect.signature(_internal.trace_structured).parameters
+    assert {"name", "metadata_fn", "payload_fn", "expect_trace_id"} <= set(parameters)
+    assert hasattr(_internal.LOG_TRACE_HANDLER, "root_dir")
+    emit("inlay_test", "text")  # without TORCH_TRACE nothing happens

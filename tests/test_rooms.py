@@ -19,6 +19,7 @@ PRIVATE = {
     "torch.fx.experimental._config": {"program/sizes.py"},
     "torch.fx.experimental.proxy_tensor": {"program/trace.py"},
     "torch._library": {"program/literals.py"},
+    "torch._logging": {"transforms/structured_trace.py"},
     "torch.utils._sympy": {"program/exported.py"},
     "torch._export": {"program/functional.py"},
     "torch._inductor": {

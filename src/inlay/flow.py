@@ -15,7 +15,7 @@ from inlay.capture.hf import HFOptions
 from inlay.capture.tokenizer import save_tokenizer
 from inlay.compile import store
 from inlay.compile.in_process import compile_lowered
-from inlay.compile.pack import Contents, lower, pack
+from inlay.compile.pack import Contents, Lowered, lower, pack
 from inlay.config import resolve
 from inlay.errors import ModelError, UsageError
 from inlay.program.bindings import Role
@@ -25,6 +25,7 @@ from inlay.transforms import configure, run
 from inlay.transforms.instruments import Dump
 from inlay.transforms.library.insert_kv_cache import LENGTHS
 from inlay.transforms.lock import Lock, locked, versions
+from inlay.transforms.structured_trace import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from inlay.compile.manifest import Manifest
     from inlay.config import Resolved
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pipeline import Instrument, Record
 
 _T = TypeVar("_T")
 DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
@@ -117,6 +118,14 @@ def transform(
 ) -> tuple[Program, Resolved, list[Record]]:
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
+    program, resolved = prepared(program, options)
+    instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *tracing()]
+    program, records = run(program, configure(resolved), instruments)
+    return program, resolved, records
+
+
+def prepared(program: Program, options: Options) -> tuple[Program, Resolved]:
+    """A captured program with its state declared and lifted, and the configuration of the transforms for it."""
     if options.alias:
         program = declare(program, options.alias)
     program = lift_mutated_buffers(program)
@@ -124,8 +133,12 @@ def transform(
     resolved = resolve(
         architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
     )
-    program, records = run(program, configure(resolved), [Dump(options.dump)] if options.dump else [])
-    return program, resolved, records
+    return program, resolved
+
+
+def lowered(program: Program, options: Options) -> Lowered:
+    """A transformed program cut into pieces, as it would be packed; nothing is compiled."""
+    return lower(program, _buckets(program, options))
 
 
 def is_decoder(program: Program) -> bool:

@@ -49,7 +49,7 @@ def test_the_same_in_a_process_of_its_own() -> None:
 
 @pytest.mark.fast
 def test_help_is_quick_and_has_examples() -> None:
-    for verb in ("show", "diff", "doctor", "explain", "candidates"):
+    for verb in ("show", "diff", "doctor", "explain", "candidates", "report"):
         assert "Example" in _inlay(verb, "--help").stdout
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True

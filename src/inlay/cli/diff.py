@@ -2,49 +2,101 @@
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.models import DTypeOption, TrustOption, read_program
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
     from inlay.program.diff import Diff
+    from inlay.program.program import Program
 
 _STYLES = {"changed": ("red", "green"), "removed": ("red", ""), "added": ("green", ""), "skipped": ("dim", "")}
 """Colours of the two halves of a line; only changed lines have a second one."""
 
+SideArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|PACKAGE|LOCK",
+        help="A model or dump as for `inlay show`, a package, or a lock; both of the same sort.",
+        show_default=False,
+    ),
+]
+
 
 def diff(
-    left: ModelArgument,
-    right: ModelArgument,
+    left: SideArgument,
+    right: SideArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write a page (HTML) instead of printing.")
+    ] = None,
     context: Annotated[int, typer.Option("--context", help="Equal lines shown around a difference.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Compare two models or dumped programs by structure, folded and side by side.
+    """Compare two models or dumped programs by structure, folded and side by side; or two packages; or two locks.
 
     Exit code 1 when they differ.
 
     Example: [bold]inlay diff before.py after.py[/]
+
+    Example: [bold]inlay diff ./package-1 ./package-2 -o diff.html[/]
     """
     with failing_kindly():
-        programs = [read_program(text, dtype, trust) for text in (left, right)]
-        from inlay.program.diff import diff as compare
+        from inlay.insight.report.compare import same_sort
 
-        found = compare(*programs)
-        if as_json:
-            rows = [{"kind": row.kind, "left": row.left, "right": row.right} for row in found.hunks(context)]
-            counts = {"nodes": list(found.nodes), "operators": dict(found.operators), "bindings": list(found.bindings)}
-            print_json({"equal": found.equal, **counts, "rows": rows})
+        if same_sort(left, right) != "program":
+            equal = _tables(left, right, output, as_json)
         else:
-            print_diff(found, context)
-        if not found.equal:
+            programs = read_program(left, dtype, trust), read_program(right, dtype, trust)
+            equal = _programs(programs, (left, right), output, as_json, context)
+        if not equal:
             raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:
+    """Two packages or locks: rows that say different things."""
+    from inlay.cli.report import wrote
+    from inlay.insight.report.compare import page_of_rows, rows_of_two
+
+    rows = rows_of_two(left, right)
+    differing = [row for row in rows if row.differs]
+    if output is not None:
+        wrote(page_of_rows(left, right, rows), output)
+    if as_json:
+        print_json({"equal": not differing, "rows": [vars(row) for row in differing]})
+    elif output is None:
+        for row in differing:
+            text = f"{row.table}: {row.name}: {row.left or 'none'} → {row.right or 'none'}"
+            out.print(text, markup=False, soft_wrap=True)
+        out.print(f"{len(differing)} of {len(rows)} things differ.")
+    return not differing
+
+
+def _programs(
+    programs: tuple[Program, Program], names: tuple[str, str], output: Path | None, as_json: bool, context: int
+) -> bool:
+    from inlay.program.diff import diff as compare
+
+    if output is not None:
+        from inlay.cli.report import wrote
+        from inlay.insight.report.compare import page_of_programs
+
+        wrote(page_of_programs(*programs, names), output)
+    found = compare(*programs)
+    if as_json:
+        rows = [{"kind": row.kind, "left": row.left, "right": row.right} for row in found.hunks(context)]
+        counts = {"nodes": list(found.nodes), "operators": dict(found.operators), "bindings": list(found.bindings)}
+        print_json({"equal": found.equal, **counts, "rows": rows})
+    elif output is None:
+        print_diff(found, context)
+    return found.equal
 
 
 def print_diff(found: Diff, context: int | None = None) -> None:

@@ -20,6 +20,7 @@ from inlay.cli import (
     passes,
     prove,
     refit,
+    report,
     review,
     run,
     show,
@@ -45,6 +46,7 @@ app.command("bench")(bench.bench)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("show")(show.show)
+app.command("report")(report.report)
 app.command("explain")(explain.explain)
 app.command("candidates")(candidates.candidates)
 app.command("diff")(diff.diff)

@@ -14,6 +14,7 @@ from inlay.config import resolve
 from inlay.errors import CaptureError, UsageError, nearest
 from inlay.transforms import Record, Transform, configure, run
 from inlay.transforms.pipeline import Step
+from inlay.transforms.structured_trace import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,7 @@ def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
 
 def _transform(program: Program, steps: list[Step]) -> tuple[Program, Compiled]:
     unmet = _Unmet(frozenset(step.key for step in steps if step.transform.options.expect is None))
-    result, records = run(program, [_without_contract(step) for step in steps], [unmet])
+    result, records = run(program, [_without_contract(step) for step in steps], [unmet, *tracing()])
     return result, Compiled(result, tuple(records), tuple(unmet.notes))
 
 

@@ -59,7 +59,8 @@ class Finding:
         """The finding as a sentence."""
         total = self.sites + len(self.places)
         share = f"{self.sites} of {total} matched; " if self.sites else ""
-        where = f"{_layers(self.layers)}: " if self.layers else f"{self.places[0]}: " if len(self.places) == 1 else ""
+        alone = f"{self.places[0]}: " if len(self.places) == 1 else ""
+        where = f"{layers_text(self.layers)}: " if self.layers else alone
         source = f" ({self.source})" if self.source else ""
         return f"{share}{where}{self.matched} of {self.of} nodes: {self.reason}{source}"
 
@@ -68,9 +69,10 @@ class Finding:
         return asdict(self) | {"kind": self.kind.value, "text": self.text}
 
 
-def _layers(numbers: Sequence[int]) -> str:
-    """
-    >>> _layers([3]), _layers([3, 17]), _layers([0, 1, 2, 5])
+def layers_text(numbers: Sequence[int]) -> str:
+    """Numbers of layers as people write them.
+
+    >>> layers_text([3]), layers_text([3, 17]), layers_text([0, 1, 2, 5])
     ('layer 3', 'layers 3 and 17', 'layers 0–2 and 5')
     """
     runs: list[list[int]] = []

@@ -84,11 +84,12 @@ class _Asking:
         if self.only and record.key != self.only:
             return
         assert self._before is not None
-        findings = _findings(step, self._before, record) if record.status == "ran" else []
+        findings = findings_of(step, self._before, record) if record.status == "ran" else []
         self.explained.append(Explained(record.key, record.status, record.sites, tuple(findings)))
 
 
-def _findings(step: Transform, before: Program, record: Record) -> list[Finding]:
+def findings_of(step: Transform, before: Program, record: Record) -> list[Finding]:
+    """What keeps a transform that ran from matching elsewhere in the program it ran on, best first."""
     blocks = cache(lambda: fold(before).layer_of)
 
     def layer(node: fx.Node) -> int | None:

@@ -1,0 +1,82 @@
+"""`inlay report`"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inlay.cli.console import err, failing_kindly, progress
+from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.cli.sizes import bytes_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_STEPS = {"transforming": 1, "lowering": 3, "searching": 4}
+
+
+def report(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PACKAGE", help="A model, as for `inlay show`, or a folder that `inlay build` wrote."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+    drift: Annotated[
+        bool, typer.Option("--drift", help="Also run the model before and after every transform, as `inlay verify`.")
+    ] = False,
+    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 1,
+    files: ConfigOption = None,
+    settings: SetOption = None,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Write one page about a model or a package: what every transform did, missed and why; plan, memory, settings.
+
+    The page opens from disk, in any browser, without a server or a network.
+
+    Example: [bold]inlay report SmolLM2-135M-Instruct.Q4_1.gguf -o report.html[/]
+
+    Example: [bold]inlay report ./package -o report.html[/]
+    """
+    with failing_kindly():
+        from inlay.compile.store import is_package
+
+        if is_package(Path(model)):
+            from inlay.insight.report import report_of_package
+
+            made = report_of_package(Path(model))
+        else:
+            made = _of_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust))
+        wrote(made, output)
+
+
+def _of_model(
+    model: str, drift: bool, max_length: int, max_batch: int, configured: tuple[Any, Any], captured: tuple[Any, Any]
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    program = read_program(model, *captured)
+    spent = {"capture": time.perf_counter() - start}
+    files, settings = configured
+    with progress(_STEPS | ({"verifying": 40} if drift else {})) as step:
+        from inlay.flow import Options
+        from inlay.insight.report import report_of_program
+
+        options = Options(
+            max_length=max_length, max_batch=max_batch, config=tuple(files or ()), settings=tuple(settings or ())
+        )
+        return report_of_program(program, options, drift=drift, seconds=spent, on_step=step)
+
+
+def wrote(facts: Mapping[str, Any], output: Path) -> None:
+    """Write a page and say so."""
+    from inlay.insight.report import write_page
+
+    size = write_page(facts, output)
+    err.print(f"wrote {output}, {bytes_text(size)}; open it in a browser", markup=False, soft_wrap=True)

@@ -1,0 +1,164 @@
+/* Everything beside the transforms. */
+function tile(name, value, more, kind) {
+  return h("div", { class: `tile ${kind || ""}`, "data-find": true }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
+}
+
+function overview() {
+  const ran = facts.transforms.filter((each) => each.status === "ran");
+  const bad = ran.filter(broken);
+  const total = ran.reduce((sum, each) => sum + each.sites, 0);
+  const weights = facts.memory.weights.reduce((sum, row) => sum + row.bytes, 0);
+  const [before, after] = facts.nodes;
+  const versions = Object.entries(facts.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+  const shape = facts.facts.map(([name, value, origin]) => h("span", { title: `known from: ${origin}` }, h("b", {}, number(value)), ` ${name.replaceAll("_", " ")}`));
+  section("overview", "Overview",
+    h("p", { class: "shape", "data-find": true }, h("span", {}, h("b", {}, facts.architecture || "a module")), shape),
+    h("p", { class: "why", "data-find": true }, `Made with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
+    h("dl", { class: "tiles" },
+    before !== null ? tile("nodes", after !== null ? `${number(before)} → ${number(after)}` : number(before), after !== null ? "captured → transformed" : "captured") : null,
+    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran matched something"),
+    tile("sites", number(total), plural(ran.reduce((sum, each) => sum + missed(each), 0), "miss", "misses")),
+    tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "held when built" : "hold", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
+    tile("weights", bytes(weights), plural(facts.memory.weights.reduce((sum, row) => sum + row.count, 0), "tensor")),
+    tile("state", bytes(facts.memory.state), "a session"),
+    ));
+}
+
+function programs() {
+  if (!facts.programs.length) { section("program", "Program", why("A package holds compiled pieces, not the program: `inlay report MODEL` shows it.")); return; }
+  const boxes = facts.programs.map((program) => {
+    const made = h("details", {}, h("summary", {}, `The program ${program.title}, folded: ${plural(program.lines.length, "line")}`));
+    made.addEventListener("toggle", () => { if (made.open && made.children.length === 1) { made.append(listing(program)); marks(made, words()); } });
+    return made;
+  });
+  section("program", "Program", boxes);
+  const lines = facts.programs.map((program) => program.lines.map((at) => facts.lines[at].toLowerCase()));
+  finders.push({ section: "program", find: (wanted) => {
+    boxes.forEach((box) => marks(box, wanted));
+    return wanted.length ? lines.flat().filter((line) => holds(line, wanted)).length : 0;
+  } });
+}
+
+function candidates() {
+  const found = facts.candidates;
+  section("candidates", "Candidates for one kernel", why(found.why), found.rows.length ? h("p", { class: "why" }, `Saved bytes are for ${found.sizes}.`) : null,
+    found.rows.map((each) => h("details", { "data-find": true },
+      h("summary", {}, h("b", {}, each.name), `${times(each.occurrences)} · ${plural(each.saved.launches, "launch", "launches")} and ${bytes(each.saved.decode)} a row saved `, tag(each.recommendation)),
+      table(each.name, ["", ""], [
+        ["pattern", code(each.pattern)], ["where", code(each.source)], ["together", each.together], ["saved by a prompt", bytes(each.saved.prefill)],
+        ["kernels", each.lookup], ["evidence", each.evidence], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
+        ["risks", each.risks], ["overlaps", each.overlaps.join("; ")],
+      ].filter(([, text]) => typeof text !== "string" || text)))));
+}
+
+function port(text, count) { return h("div", { class: "port" }, code(text), times(count)); }
+function drawn(row) {
+  const size = row.bytes ? ` · ${bytes(row.bytes)}` : "";
+  const out = row.kind === "state" && row.members[0].length > 1 ? (row.count > 1 ? row.members[0][1].replace(/\d+/, "*") : row.members[0][1]) : row.name;
+  const cell = (text, extra) => h("div", { class: `cell ${extra || ""}` }, code(row.type), h("small", {}, size), h("div", {}, h("small", {}, text)));
+  const arrow = () => h("div", { class: "arrow" });
+  const gap = () => h("div", {});
+  const label = row.kind === "state" ? `${row.name} and ${out} share storage` : row.name;
+  const parts = row.kind === "state" ? [port(row.name, row.count), arrow(), cell(`one storage, written in place (${row.why})`), arrow(), port(out, row.count)]
+    : row.kind === "input" ? [port(row.name, row.count), arrow(), cell("the caller's, read only"), gap(), gap()]
+    : [gap(), gap(), cell("new at every call", "new"), arrow(), port(row.name, row.count)];
+  return h("div", { class: `storage ${row.kind}`, "data-find": true, "aria-label": label, role: "group" }, parts);
+}
+
+function bindings() {
+  const all = facts.bindings, of = (...kinds) => all.filter((row) => kinds.includes(row.kind));
+  const inline = of("input", "state", "output"), weights = of("weight");
+  const members = of("state").filter((row) => row.count > 1).map((row) => h("details", { "data-find": true },
+    h("summary", {}, `${row.name}: all ${number(row.count)}`),
+    table(row.name, ["input", "output in its storage"], row.members.map(([one, two]) => [code(one), code(two)]))));
+  section("bindings", "Bindings and storage",
+    h("p", { class: "why" }, "What goes in, where it lies, and what comes out. A green storage is state: the output is the memory of the input."),
+    inline.map(drawn), members,
+    weights.length ? [h("h3", {}, "Weights"), table("Weights", ["weight", "#tensors", "type", "#bytes", "read from"],
+      weights.map((row) => [code(row.name), number(row.count), code(row.type), bytes(row.bytes), row.from]))] : null);
+}
+
+function kernels(piece) {
+  if (!piece.kernels.length) return null;
+  const rows = piece.kernels.flatMap((kernel) => kernel.timings.map((timing, at) => {
+    const others = Object.entries(timing.microseconds).filter(([way]) => way !== timing.way).map(([way, took]) => `${way} ${took}`).join(", ");
+    return [at ? "" : code(`${kernel.layer}, ${kernel.bits} bits`), number(timing.rows), timing.way, `${timing.microseconds[timing.way]} µs`, others];
+  }));
+  return h("details", {}, h("summary", {}, `${piece.name}: kernels chosen for ${plural(piece.kernels.length, "linear layer")}`),
+    table(`Kernels of ${piece.name}`, ["linear layer", "#rows", "kernel", "#took", "others, µs"], rows));
+}
+function operators(piece) {
+  const rows = Object.entries(piece.operators);
+  if (!rows.length) return null;
+  return h("details", {}, h("summary", {}, `${piece.name}: what it calls most`), table(`Operators of ${piece.name}`, ["operator", "#calls"], rows.map(([name, count]) => [code(name), number(count)])));
+}
+function plan() {
+  const pieces = (bucket) => table(`Pieces for ${bucket.sizes}`, ["piece", "#steps", "what", facts.kind === "package" ? "#calls left to torch" : "#calls", "#weights a step", "#states", "#size"],
+    bucket.pieces.map((piece) => [piece.name, `× ${number(piece.steps)}`, piece.what, number(piece.calls), bytes(piece.weights), number(piece.states), piece.size === null ? "not built" : bytes(piece.size)]));
+  section("plan", "Plan and pieces", why(facts.plan.why), facts.plan.buckets.map((bucket) => [
+    h("h3", {}, `Bucket ${bucket.name}: ${bucket.sizes}`),
+    h("ol", { class: "flow", "aria-label": "Steps in order" }, bucket.order.map(([name, count]) => h("li", { class: count > 1 ? "block" : null }, `${name}${times(count)}`))),
+    pieces(bucket), bucket.pieces.map(kernels), bucket.pieces.map(operators)]));
+}
+
+function memory() {
+  const found = facts.memory;
+  const parts = [...found.weights.map((row, at) => ({ size: row.bytes, colour: `var(--c${(at % 5) + 1})`, label: `weights in ${row.dtype}: ${bytes(row.bytes)} in ${plural(row.count, "tensor")}` })),
+    { size: found.state, colour: "var(--c6)", label: `state a session: ${bytes(found.state)}` }];
+  if (found.code) parts.push({ size: found.code, colour: "var(--c7)", label: `code: ${bytes(found.code)}` });
+  section("memory", "Memory", strip(parts), legend(parts), why(found.why),
+    found.activations.length ? [h("h3", {}, "Largest value that each piece makes"), table("Largest values", ["bucket", "piece", "#bytes", "type", "value", "#counted for"],
+      found.activations.map((row) => [row.bucket, row.piece, bytes(row.bytes), code(row.type), code(row.value), `batch 1, ${plural(row.rows, "row")}`]))] : null);
+}
+
+function drift() {
+  const measured = new Map(facts.drift.rows.map((row) => [row.transform, row]));
+  const changed = facts.transforms.filter((each) => each.sites);
+  const columns = measured.size ? ["transform", "declared", "measured", "#difference", "#error before", "#error after", ""] : ["transform", "declared"];
+  section("drift", "Drift of numbers", why(facts.drift.why),
+    measured.size ? h("p", { class: "why" }, "Difference: the largest, to the program before, relative to the largest result. Errors: root mean square against the captured program in float64. Transforms that add inputs are not among those measured.") : null,
+    changed.length ? table("Drift", columns, changed.map((each) => {
+      const row = measured.get(each.key);
+      const first = [each.key, tag(each.numerics, each.numerics === "exact" ? "good" : "warn")];
+      if (!measured.size) return first;
+      if (!row) return [...first, "not measured", "", "", "", ""];
+      const kind = row.change === "wrong" ? "bad" : row.change === "none" ? "good" : "";
+      return [...first, tag(row.change, kind), small(row.difference), small(row.before), small(row.after), row.reason || row.worst.map((one) => `${one.node} ${small(one.error)}`).join("; ")];
+    })) : why("No transform changed anything."));
+}
+
+function configuration() {
+  const found = facts.configuration, origins = found.rows.some((row) => row[3]);
+  section("configuration", "Configuration", why(found.why),
+    found.rows.length ? table("Configuration", origins ? ["transform", "option", "value", "from"] : ["transform", "option", "value"],
+      found.rows.map(([key, name, value, origin]) => [key, name, code(value), ...(origins ? [origin === "built in" ? h("span", { class: "none" }, origin) : origin] : [])])) : null);
+}
+
+/* Two sides compared. */
+function comparison() {
+  section("overview", "Overview", h("dl", { class: "tiles" },
+    tile("left", facts.sides[0]), tile("right", facts.sides[1]),
+    tile("answer", facts.equal ? "the same" : "they differ", null, facts.equal ? "" : "bad"),
+    facts.diff ? tile("nodes", `${number(facts.diff.nodes[0])} → ${number(facts.diff.nodes[1])}`) : null,
+    Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
+  facts.tables.forEach((found, at) => {
+    const differing = found.rows.filter(([, left, right]) => left !== right).length;
+    section(`table-${at}`, found.title, h("p", { class: "why" }, differing ? `${plural(differing, "row")} of ${number(found.rows.length)} ${differing === 1 ? "differs" : "differ"}.` : "The same on both sides."),
+      found.rows.length ? table(found.title, ["", "left", "right"], found.rows.map(([name, left, right]) => ({ differs: left !== right, cells: [name, left || h("span", { class: "none" }, "none"), right || h("span", { class: "none" }, "none")] }))) : null);
+  });
+  if (facts.diff) programsCompared();
+}
+function programsCompared() {
+  const home = h("div", {});
+  const draw = () => {
+    home.replaceChildren(h("div", { class: "tools-row" },
+      toggle("Whole program", state.whole, () => { state.whole = !state.whole; draw(); home.querySelector("button").focus(); }),
+      toggle("Types", state.types, () => { state.types = !state.types; draw(); home.querySelectorAll("button")[1].focus(); })),
+      diffView(facts.diff, facts.sides, state.whole));
+    add(home, [operatorsTable(facts.diff.operators), bindingSentences(facts.diff.bindings)]);
+    marks(home, words());
+  };
+  draw();
+  section("program", "Program", home);
+  finders.push({ section: "program", find: (wanted) => marks(home, wanted) });
+}

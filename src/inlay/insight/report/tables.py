@@ -1,0 +1,189 @@
+"""Tables of a report: what goes in and out and whose storage it is, memory, plans, settings."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.insight.candidates.region import PREFILL, Sizes
+from inlay.program.bindings import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from inlay.compile.pack import Lowered
+    from inlay.compile.plan import Piece
+    from inlay.config import Resolved
+    from inlay.program.bindings import Binding, Bindings
+    from inlay.program.program import Program
+    from inlay.transforms.pipeline import Step
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def bindings_table(bindings: Bindings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every binding, those of several layers that are alike in one row; a state together with what is written to it."""
+    written = {row.alias.of: row for row in bindings.outs if row.alias is not None}
+    groups: dict[Any, list[Binding]] = {}
+    for row in bindings:
+        if row.alias is None:
+            out = written.get(row.name)
+            why = out.alias.why if out is not None and out.alias is not None else ""
+            key = (_kind(row, out is not None), _NUMBER.sub(".*", row.target), row.text, why)
+            groups.setdefault(key, []).append(row)
+    found = []
+    for (kind, name, text, why), rows in groups.items():
+        sources = {_origin(origins[row.name]) for row in rows if row.name in origins}
+        found.append(
+            {
+                "kind": kind,
+                "name": name if len(rows) > 1 else rows[0].target,
+                "count": len(rows),
+                "type": text,
+                "bytes": sum(row.nbytes for row in rows) if kind in ("state", "weight") else None,
+                "why": why,
+                "from": ", ".join(sorted(sources)),
+                "members": [
+                    [row.target, written[row.name].name] if row.name in written else [row.target] for row in rows
+                ],
+            }
+        )
+    return found
+
+
+def _kind(row: Binding, written: bool) -> str:
+    if written:
+        return "state"
+    return row.role.value if row.role in (Role.INPUT, Role.OUTPUT) else "weight"
+
+
+def _origin(text: str) -> str:
+    """Where tensors of several layers are read from: the file without the folders above it, numbers left out.
+
+    >>> _origin("/models/tiny.gguf#blk.0.attn_q.weight"), _origin("layers.3.q, layers.3.k via concat")
+    ('tiny.gguf', 'layers.*.q, layers.*.k via concat')
+    """
+    file = re.split(r"[\\/]", text.partition("#")[0])[-1]
+    return re.sub(r"\.\d+(?=\.)", ".*", file)
+
+
+def weights_by_type(rows: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Bytes of weights by their number format.
+
+    >>> weights_by_type([("uint8", 100), ("float32", 8), ("uint8", 1)])
+    [{'dtype': 'uint8', 'count': 2, 'bytes': 101}, {'dtype': 'float32', 'count': 1, 'bytes': 8}]
+    """
+    count: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for dtype, size in rows:
+        count[dtype] += 1
+        total[dtype] += size
+    return [{"dtype": dtype, "count": count[dtype], "bytes": size} for dtype, size in total.most_common()]
+
+
+def memory_of(program: Program, lowered: Lowered | None) -> dict[str, Any]:
+    """Weights, state a session, and the largest value that each piece makes."""
+    states = {row.name for row in program.bindings.state}
+    weights = [row for row in program.bindings.ins if row.role is not Role.INPUT and row.name not in states]
+    activations = [
+        {"bucket": name, "piece": piece.name, "rows": rows, **largest}
+        for name, sizes, plan in (lowered.buckets if lowered is not None else ())
+        for piece in plan.pieces
+        for rows in [_rows(sizes)]
+        if (largest := _largest(piece, rows))
+    ]
+    return {
+        "weights": weights_by_type((row.dtype, row.nbytes) for row in weights if row.is_tensor),
+        "state": sum(row.nbytes for row in program.bindings.state),
+        "activations": activations,
+        "why": "" if lowered is not None else "The program could not be cut into pieces.",
+    }
+
+
+def _rows(sizes: Mapping[str, tuple[int, int | None]]) -> int:
+    """How many rows to count with: one where that is all, else a prompt of usual length that fits."""
+    highs = [high for name, (_, high) in sizes.items() if name != "batch"]
+    return min([PREFILL, *(high for high in highs if high is not None)])
+
+
+def _largest(piece: Piece, rows: int) -> dict[str, Any]:
+    sizes, types = Sizes(piece.program, rows), piece.program.types
+    states = {row.name for row in piece.program.bindings.state}
+    output: Any = piece.program.graph.output_node().args[0]
+    new_states = {
+        value
+        for row, value in zip(piece.program.bindings.outs, output, strict=True)
+        if row.alias is not None and row.alias.of in states
+    }
+    made = [
+        (sizes.bytes(value), node)
+        for node in piece.program.graph.nodes
+        if node.op == "call_function"
+        and node not in new_states
+        and isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    if not made:
+        return {}
+    size, node = max(made, key=lambda each: each[0])
+    return {"bytes": size, "value": node.name, "type": types.text(node.meta["val"])}
+
+
+def plan_of(lowered: Lowered) -> list[dict[str, Any]]:
+    """The pieces of every bucket, in the order in which they run, and what each is made of."""
+    weights = {row.name: row.nbytes for row in lowered.program.bindings.ins}
+    found = []
+    for name, sizes, plan in lowered.buckets:
+        steps = Counter(step.piece for step in plan.steps)
+        held = {step.piece: sum(weights.get(each, 0) for each in step.constants) for step in plan.steps}
+        pieces = [
+            {
+                "name": piece.name,
+                "steps": steps[piece.name],
+                "what": "call by call" if piece.plain else "compiled",
+                "calls": sum(node.op == "call_function" for node in piece.program.graph.nodes),
+                "weights": held[piece.name],
+                "states": len(piece.states),
+                "operators": dict(piece.program.op_counts().most_common(12)),
+                "size": None,
+                "kernels": [],
+            }
+            for piece in plan.pieces
+        ]
+        found.append({"name": name, "sizes": sizes_text(sizes), "order": order_of(plan.steps), "pieces": pieces})
+    return found
+
+
+def order_of(steps: Sequence[Any]) -> list[list[Any]]:
+    """Which piece runs how often in a row."""
+    found: list[list[Any]] = []
+    for step in steps:
+        if found and found[-1][0] == step.piece:
+            found[-1][1] += 1
+        else:
+            found.append([step.piece, 1])
+    return found
+
+
+def sizes_text(sizes: Mapping[str, tuple[int, int | None]]) -> str:
+    """Ranges as people read them.
+
+    >>> sizes_text({"batch": (1, 1), "length": (1, None)})
+    'batch 1, length 1 … ∞'
+    """
+    return ", ".join(
+        f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
+        for name, (low, high) in sizes.items()
+    )
+
+
+def settings_table(resolved: Resolved, steps: Sequence[Step]) -> list[list[str]]:
+    """Transform, option, value, and the layer it came from."""
+    origins = {entry.key: entry.options for entry in resolved.entries}
+    return [
+        [step.key, name, repr(value), origins[step.key][name].origin if name in origins[step.key] else "built in"]
+        for step in steps
+        for name, value in step.transform.options.model_dump().items()
+    ]

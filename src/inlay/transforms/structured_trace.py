@@ -1,0 +1,65 @@
+"""Adapter: torch's structured trace, so that tlparse shows the program after each of our transforms.
+
+The trace is on when the environment variable TORCH_TRACE names a folder. Each program becomes an artifact called
+`inlay_NNN_stage_transform`, in the folded form.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch._logging import _internal
+
+from inlay.program.folded import dump_folded
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+    from inlay.transforms.base import Transform
+    from inlay.transforms.pipeline import Record
+
+
+def tracing() -> list[Trace]:
+    """The observer to run transforms with, if a trace is being written."""
+    handler: Any = _internal.LOG_TRACE_HANDLER
+    return [Trace()] if handler is not None and handler.root_dir is not None else []
+
+
+@dataclass
+class Trace:
+    """Emits the program before the first transform and after each that changed it.
+
+    The first lines of an artifact say what the transform did, and those before it that changed nothing.
+    """
+
+    count: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def before(self, step: Transform, program: Program) -> None:
+        """The first program is emitted as it came."""
+        if self.count == 0:
+            self._emit("capture", "program", program)
+
+    def after(self, step: Transform, program: Program, record: Record) -> None:
+        """Emit what became of the program."""
+        misses = f" misses={len(record.misses)}" if record.misses else ""
+        self.said.append(f"# {record.summary}{misses}\n")
+        if record.status == "ran" and record.sites:
+            self._emit(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
+
+    def _emit(self, stage: str, key: str, program: Program) -> None:
+        text = "".join(self.said) + dump_folded(program)
+        emit(f"inlay_{self.count:03d}_{stage}_{key}", text)
+        self.count += 1
+        self.said.clear()
+
+
+def emit(name: str, payload: str) -> None:
+    """Write one artifact into the trace; outside of torch.compile it belongs to no frame."""
+    _internal.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: payload,
+        expect_trace_id=False,
+    )
