@@ -58,7 +58,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Bytes on the disk."""
-        return sum(size for size, _ in self.about["files"].values()) + (self.folder / ENTRY).stat().st_size
+        return sum(int(size) for size, _ in self.about["files"].values()) + (self.folder / ENTRY).stat().st_size
 
     @property
     def made(self) -> float:

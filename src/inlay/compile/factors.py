@@ -36,6 +36,7 @@ COMPILER = ("inlay.compile.pack", "inlay.transforms.pipeline")
 _SETTINGS = ("TORCHINDUCTOR_", "TORCH_COMPILE", "AOT_INDUCTOR", "CXXFLAGS", "CPATH")
 _NO_SETTINGS = ("TORCHINDUCTOR_CACHE_DIR",)
 _SHORT = 60
+_PLAIN = (str, int, float, bool, type(None))
 
 
 class NotCacheable(Exception):  # noqa: N818 - it is no error
@@ -142,8 +143,10 @@ def _is_installed(module: str) -> bool:
 
 def _check_written(transform: str, cls: type) -> None:
     """A class that stands in a file, at its top: what it does is what the file says."""
-    codes = {each.__code__.co_filename for each in vars(cls).values() if inspect.isfunction(each)}
-    strange = [name for name in codes if not Path(name).is_file()]
+    methods = {name: each for name, each in vars(cls).items() if inspect.isfunction(each)}
+    if is_dataclass(cls):  # whose special methods are made by code
+        methods = {name: each for name, each in methods.items() if not name.startswith("__")}
+    strange = [name for each in methods.values() if not Path(name := each.__code__.co_filename).is_file()]
     if source_file(cls.__module__) is None or strange:
         where = strange[0] if strange else cls.__module__
         raise NotCacheable(f"The transform {transform} has no source file: it was defined in {where}.")
@@ -188,9 +191,20 @@ def _of_machine(level: str) -> dict[str, str]:
 
 
 def _inductor() -> str:
-    """What somebody has set in this process; as long as nobody has imported Inductor, nobody has."""
-    config: Any = sys.modules.get("torch._inductor.config")
-    return _hash(config.codegen_config().encode()) if config is not None and config.codegen_config() else "none"
+    """What Inductor is set to in this process, by whomever."""
+    config: Any = sys.modules["torch._inductor.config"]  # `rewrite` has imported it
+    found = {name: value for name, value in config.get_config_copy().items() if name != "aot_inductor.metadata"}
+    strange = [name for name, value in found.items() if not _is_plain(value)]
+    if strange:
+        raise NotCacheable(f"torch._inductor.config.{strange[0]} is set to code, which has no text.")
+    return _hash(json.dumps(found, sort_keys=True, default=sorted).encode())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value says all of itself; a function does not."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
 
 
 def _short(text: str) -> str:
