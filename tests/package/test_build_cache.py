@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections import Counter
@@ -469,7 +471,8 @@ class TestRoom:
 def test_two_processes(tmp_path: Path, cache: BuildCache, builds: int) -> None:
     """Builds by two processes at once, with clearing, eviction and kills in between: every package is right."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    headers = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": headers}
     command = [sys.executable, "-m", "package.tiny_builds", str(tmp_path), str(builds // 2)]
     running = [
         subprocess.Popen(
