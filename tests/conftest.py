@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,26 @@ if TYPE_CHECKING:
     from inlay.program import Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+OWN_CACHE = "INLAY_TESTS_CACHE"
+
+
+def own_cache(folder: Path) -> str:
+    """A cache of builds that is empty; kernels, which take a while to compile, are those that everybody shares."""
+    from inlay import host
+
+    kernels = (host.cache_folder() / "kernels").resolve()
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "inlay").mkdir(parents=True)
+    (folder / "inlay" / "kernels").symlink_to(kernels)
+    return str(folder)
+
+
+if OWN_CACHE not in os.environ:  # processes of this run share it
+    _folder = tempfile.mkdtemp(prefix="inlay-tests-")
+    _caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    os.environ.setdefault("HF_HOME", f"{_caches}/huggingface")
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    os.environ["XDG_CACHE_HOME"] = os.environ[OWN_CACHE] = own_cache(Path(_folder, "cache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,9 @@ from inlay.capture import Example, Model, capture, open_model
 from inlay.capture.hf import HFOptions
 from inlay.capture.tokenizer import save_tokenizer
 from inlay.compile import store
+from inlay.compile.factors import Request
 from inlay.compile.in_process import compile_lowered
+from inlay.compile.kept import Lookup, keep, looked_up, restored
 from inlay.compile.pack import Contents, Lowered, lower, pack
 from inlay.config import resolve
 from inlay.errors import ModelError, UsageError
@@ -73,6 +75,8 @@ class Options:
     dump: Path | None = None
     """Folder for the program before and after each transform."""
     trust_remote_code: bool = False
+    cache: bool = True
+    """Whether what was built before may be used, and the result be kept."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Built:
     records: tuple[Record, ...]
     seconds: Mapping[str, float]
     """Stage → how long it took."""
+    cache: Lookup = field(default_factory=Lookup, repr=False)
+    """What was found in the cache, and why not more."""
 
 
 def build(
@@ -93,17 +99,22 @@ def build(
     *,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Built:
-    """Build a package from MODEL: captured, transformed, lowered, packed."""
+    """Build a package from MODEL: captured, transformed, lowered, packed; or taken from what was built before."""
     options, path, clock = options or Options(), Path(path), _Clock()
     store.check_free(path)
     source = _opened(model, options)
     captured = clock("capture", lambda: capture(source, on_step=on_step))
-    program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
-    lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
-    lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
-    contents = _contents(source, program, resolved, records, lock)
-    manifest = clock("pack", lambda: pack(lowered, path, contents, on_step, options.kernels))
-    return Built(path, manifest, tuple(records), clock.seconds)
+    with looked_up(lambda: _asked(captured, options), source.name, on_step) as found:
+        known = clock("cache", lambda: _restored(found, model, source, captured, options, path, on_step))
+        if known:
+            return Built(path, *known, clock.seconds, found)
+        program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
+        lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
+        lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
+        contents = _contents(source, program, resolved, records, lock)
+        manifest = clock("pack", lambda: pack(lowered, path, contents, on_step, options.kernels))
+        keep(found, path, manifest, records, clock.spent("transform", "lower", "pack"))
+    return Built(path, manifest, tuple(records), clock.seconds, found)
 
 
 def compiled(model: str | Model | Example, engine: str = "inductor", options: Options | None = None) -> Executable:
@@ -130,15 +141,47 @@ def prepared(program: Program, options: Options) -> tuple[Program, Resolved]:
         program = declare(program, options.alias)
     program = lift_mutated_buffers(program)
     settings = [*_for_decoders(program, options), *_for_weights(program, options), *options.settings]
-    resolved = resolve(
+    return program, resolve(
         architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
     )
-    return program, resolved
 
 
 def lowered(program: Program, options: Options) -> Lowered:
     """A transformed program cut into pieces, as it would be packed; nothing is compiled."""
     return lower(program, _buckets(program, options))
+
+
+def _asked(captured: Program, options: Options) -> Request | str:
+    """What the result of a build depends on, or why nothing is to be taken from the cache."""
+    if not options.cache:
+        return "The cache was not asked."
+    if options.dump:
+        return "The programs on the way are to be written, so the transforms have to run."
+    if tracing():
+        return "The programs on the way are traced (TORCH_TRACE), so the transforms have to run."
+    resolved = prepared(captured, options)[1]
+    asked = {"buckets": repr(options.buckets), "aliases": repr(sorted(map(str, options.alias.items())))}
+    return Request(captured, resolved, configure(resolved), options.kernels, asked)
+
+
+def _restored(
+    found: Lookup,
+    model: str | Model | Example,
+    source: Model,
+    captured: Program,
+    options: Options,
+    path: Path,
+    on_step: Callable[[str], None],
+) -> tuple[Manifest, tuple[Record, ...]] | None:
+    """The package as it was built before, if it was; what names the model is written anew."""
+    resolved = prepared(captured, options)[1]
+
+    def contents(records: Sequence[Record]) -> Contents:
+        lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
+        return _contents(source, captured, resolved, records, lock)
+
+    known = restored(found, path, captured, contents, on_step)
+    return (known[0], tuple(known[1])) if known else None
 
 
 def is_decoder(program: Program) -> bool:
@@ -241,3 +284,7 @@ class _Clock:
         result = stage()
         self.seconds[name] = time.perf_counter() - start
         return result
+
+    def spent(self, *names: str) -> float:
+        """How long these stages took together."""
+        return sum(self.seconds[name] for name in names)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 TORCH = "2.13"
 """The torch this version of Inlay is tested with."""
 INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
+_IMPORTED = time.time()
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 
@@ -54,6 +56,37 @@ def examine() -> Iterator[Check]:
     yield _package("safetensors", "hf", "weights in safetensors files")
     yield _package("gguf", "gguf", "GGUF files")
     yield _package("tokenizers", "run", "running language models")
+
+
+def cache_folder() -> Path:
+    """Where Inlay keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
+
+
+def started() -> float:
+    """When this process began, in seconds since 1970: what is older is still what it was when it was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return _IMPORTED
+    return min(time.time() - running, _IMPORTED)  # a process that was forked has imported things before it began
+
+
+def cpu_name() -> str:
+    """What this CPU is called."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def compiler() -> str:
+    """The C++ compiler and its version, or nothing."""
+    name = os.environ.get("CXX") or "g++"
+    if shutil.which(name) is None:
+        return ""
+    said = subprocess.run([name, "--version"], capture_output=True, text=True).stdout
+    return f"{name}: {said.partition(chr(10))[0]}"
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from inlay.cli.cache import print_lookup
 from inlay.cli.console import failing_kindly, out, print_json, progress
 from inlay.cli.models import CAPTURE, Kernels, ModelArgument, TrustOption, Weights
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
@@ -54,6 +55,12 @@ def build(
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Transform and compile everything, and keep nothing of it.")
+    ] = False,
+    explain_cache: Annotated[
+        bool, typer.Option("--explain-cache", help="Say what was taken from the cache, or which factor changed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     trust: TrustOption = False,
 ) -> None:
@@ -62,6 +69,8 @@ def build(
     Example: [bold]inlay build SmolLM2-135M-Instruct.Q4_1.gguf -o ./smollm2 --max-length 2048[/]
 
     Example: [bold]inlay build ./my-model -o ./package --weights int4 --max-batch 8[/]
+
+    Example: [bold]inlay build ./my-model -o ./package --explain-cache[/]
     """
     with failing_kindly():
         from inlay.flow import Options, build
@@ -77,6 +86,7 @@ def build(
             alias=_aliases(alias or ()),
             dump=dump,
             trust_remote_code=trust,
+            cache=not no_cache,
         )
         steps = {**CAPTURE, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
         with progress(steps) as step:
@@ -85,6 +95,7 @@ def build(
             print_json(_as_json(made))
         else:
             _print(made)
+            print_lookup(made.cache, explain_cache)
 
 
 def _buckets(given: list[str] | None) -> tuple[str, ...] | None:
@@ -120,6 +131,7 @@ def _as_json(made: Built) -> dict[str, Any]:
         "weights_bytes": manifest.weights_file.size,
         "code_bytes": sum(row.size for name, row in manifest.files.items() if name.endswith(".so")),
         "seconds": {name: round(value, 2) for name, value in made.seconds.items()},
+        "cache": made.cache.to_json(),
     }
 
 

@@ -11,6 +11,7 @@ from inlay.cli import (
     bench,
     bisect,
     build,
+    cache,
     candidates,
     diff,
     doctor,
@@ -57,6 +58,7 @@ app.command("verify")(verify.verify)
 app.command("review")(review.review)
 app.command("passes")(passes.passes)
 app.command("config")(passes.config)
+app.add_typer(cache.app, name="cache")
 
 
 def _version(asked: bool) -> None:

@@ -9,12 +9,12 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from inlay.compile.files import sha256 as sha256
 from inlay.errors import PackageError, ProgramError
 from inlay.program.bindings import Binding, Bindings, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -210,12 +210,6 @@ def _read(kind: Any, value: Any) -> Any:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-def sha256(file: Path) -> str:
-    """The hash of a file."""
-    with file.open("rb", buffering=0) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def identity(data: bytes) -> str:

@@ -15,7 +15,7 @@ from inlay.compile import store, weights_file
 from inlay.compile.aoti import build_library
 from inlay.compile.calls import encode
 from inlay.compile.kernels import choose
-from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow
+from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow, WeightsFile
 from inlay.compile.plan import plan
 from inlay.errors import UsageError, nearest
 from inlay.ops import native
@@ -100,54 +100,64 @@ def pack(
     """Compile what has to be for processors of a level, and write the package."""
     with store.staged(path) as folder:
         native.copy(folder / native.NAME, level)
-        made: dict[Piece, PieceFile] = {}
-        for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
-            for piece in each.pieces:
-                same = next((other for other in made if _serves(other, piece)), None)
-                on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
-                made[piece] = (
-                    made[same] if same else _write_piece(piece, sizes, folder / f"{number}-{piece.name}", level)
-                )
-        buckets = [
-            Bucket(
-                name,
-                sizes,
-                tuple(made[piece] for piece in each.pieces),
-                _by_target(each.steps, lowered.program),
-                each.results,
-            )
-            for name, sizes, each in lowered.buckets
-        ]
-        on_step("writing weights")
+        buckets = _compiled(lowered, folder, on_step, level)
         rows, read, initial = _weights(lowered, buckets)
-        written = weights_file.write(folder / weights_file.NAME, rows, read)
-        on_step("writing the package")
-        for name, text in (contents.texts or {}).items():
-            (folder / name).write_text(text)
-        if contents.save_tokenizer is not None:
-            (folder / "tokenizer").mkdir()
-            contents.save_tokenizer(folder / "tokenizer")
-        files = {
-            file.relative_to(folder).as_posix(): FileRow(file.stat().st_size, manifests.sha256(file))
-            for file in sorted(folder.rglob("*"))
-            if file.is_file() and file.name != weights_file.NAME
-        }
-        manifest = Manifest(
+        draft = Manifest(
             model=contents.model,
             architecture=contents.architecture,
             kind=contents.kind,
             bindings=lowered.program.bindings,
-            buckets=tuple(buckets),
+            buckets=buckets,
             weights=rows,
-            weights_file=written,
-            files=files,
+            weights_file=WeightsFile(0, ()),
+            files={},
             target=_target(level),
             initial=initial,
             facts=dict(contents.facts or {}),
             inlay=host.version("inlay"),
         )
+        manifest = completed(draft, folder, contents, read, on_step)
         store.publish(path, folder, manifest.text())
     return manifest
+
+
+def completed(
+    draft: Manifest,
+    folder: Path,
+    contents: Contents,
+    read: Callable[[str], torch.Tensor],
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Manifest:
+    """Write what a package holds beside its code into a folder; the manifest that knows all files in there."""
+    on_step("writing weights")
+    written = weights_file.write(folder / weights_file.NAME, draft.weights, read)
+    on_step("writing the package")
+    for name, text in (contents.texts or {}).items():
+        (folder / name).write_text(text)
+    if contents.save_tokenizer is not None:
+        (folder / "tokenizer").mkdir()
+        contents.save_tokenizer(folder / "tokenizer")
+    files = {
+        file.relative_to(folder).as_posix(): FileRow(file.stat().st_size, manifests.sha256(file))
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != weights_file.NAME
+    }
+    return replace(draft, model=contents.model, weights_file=written, files=files)
+
+
+def _compiled(lowered: Lowered, folder: Path, on_step: Callable[[str], None], level: str) -> tuple[Bucket, ...]:
+    """The pieces of all buckets, as files of a folder."""
+    made: dict[Piece, PieceFile] = {}
+    for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
+        for piece in each.pieces:
+            same = next((other for other in made if _serves(other, piece)), None)
+            on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
+            made[piece] = made[same] if same else _write_piece(piece, sizes, folder / f"{number}-{piece.name}", level)
+    plans = [(name, sizes, each, _by_target(each.steps, lowered.program)) for name, sizes, each in lowered.buckets]
+    return tuple(
+        Bucket(name, sizes, tuple(made[piece] for piece in each.pieces), steps, each.results)
+        for name, sizes, each, steps in plans
+    )
 
 
 def _serves(other: Piece, piece: Piece) -> bool:

@@ -7,7 +7,6 @@ was, or none. Who writes holds a lock, on the folder it writes to; the system dr
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from inlay.compile import manifest as manifests
 from inlay.compile import verify
+from inlay.compile.files import ALONE, AT_ONCE, lock, locked, sync
 from inlay.errors import PackageError, UsageError
 
 if TYPE_CHECKING:
@@ -65,38 +65,38 @@ def staged(path: Path) -> Iterator[Path]:
     """A folder to write a new version into. It is gone afterwards, unless it was published."""
     check_free(path)
     (path / VERSIONS).mkdir(parents=True, exist_ok=True)
-    with _locked(path / VERSIONS):
+    with locked(path / VERSIONS):
         _sweep(path)
         folder = Path(tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS))
-        lock = os.open(folder, os.O_RDONLY)
-        _lock(lock)
+        handle = os.open(folder, os.O_RDONLY)
+        lock(handle)
     folder.chmod(0o755)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        os.close(handle)
 
 
 def publish(path: Path, folder: Path, text: str) -> Path:
     """Make a staged folder, with this manifest, the package."""
     (folder / manifests.NAME).write_bytes(text.encode())
     for file in sorted(folder.rglob("*")):
-        _sync(file)
-    _sync(folder)
+        sync(file)
+    sync(folder)
     home = path / VERSIONS / manifests.identity(text.encode())
-    with _locked(path / VERSIONS):
+    with locked(path / VERSIONS):
         # The same bytes were built before: they stay where they are, for taking them away would be a moment without.
         if not (home.is_dir() and verify.is_whole(home)):
             shutil.rmtree(home, ignore_errors=True)
             folder.rename(home)
-        _sync(home.parent)
+        sync(home.parent)
         link = path / f".{LINK}"
         link.unlink(missing_ok=True)
         link.symlink_to(f"{VERSIONS}/{home.name}")
         link.rename(path / LINK)
-        _sync(path)
-        _sync(path.absolute().parent)
+        sync(path)
+        sync(path.absolute().parent)
         for other in (path / VERSIONS).iterdir():
             if other != home and _HASH.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
@@ -107,38 +107,11 @@ def _is_version(path: Path) -> bool:
     return bool(_HASH.fullmatch(path.name)) or path.name.startswith(STAGING)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(handle)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Whether the lock is ours. A disk that cannot lock folders, such as NFS, has no locks and is never swept."""
-    try:
-        fcntl.flock(handle, how)
-    except OSError:
-        return False
-    return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _sweep(path: Path) -> None:
     """Remove what builds that died have left behind: nobody holds a lock on it any more."""
     for folder in (path / VERSIONS).glob(f"{STAGING}*"):
         handle = os.open(folder, os.O_RDONLY)
-        if _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if lock(handle, ALONE | AT_ONCE):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
     (path / f".{LINK}").unlink(missing_ok=True)

@@ -61,7 +61,7 @@ def write(
                 raise PackageError(
                     f"{name} has another type than the program was compiled for.", "Build a new package."
                 )
-            out.write(_bytes(value))
+            out.write(raw_bytes(value))
             on_bytes(_size(row))
             del value
     return WeightsFile(out.size, tuple(out.chunks))
@@ -139,7 +139,8 @@ def _size(row: WeightRow) -> int:
     return math.prod(row.shape) * _dtype(row).itemsize
 
 
-def _bytes(value: torch.Tensor) -> memoryview:
+def raw_bytes(value: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, in the order in which they are written."""
     flat: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

@@ -40,17 +40,13 @@ def build(file: Path, level: str = "native") -> None:
 
 def copy(file: Path, level: str = "native") -> None:
     """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
-    kept = _cache() / f"kernels-{tag(level)}.so"
+    kept = host.cache_folder() / "kernels" / f"kernels-{tag(level)}.so"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
             build(Path(folder, NAME), level)
             Path(folder, NAME).replace(kept)
     shutil.copyfile(kept, file)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
 
 
 @cache

@@ -1,0 +1,146 @@
+"""`inlay cache`"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.sizes import bytes_text
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from inlay.compile.kept import Lookup
+
+app = typer.Typer(
+    help="What earlier builds have left for later ones: list it, clear it, say how large it may be.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@app.command("ls")
+def ls(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """List what the cache holds, the most recently used first.
+
+    Example: [bold]inlay cache ls[/]
+    """
+    with failing_kindly():
+        from inlay.compile.cache import BuildCache
+
+        cache = BuildCache()
+        rows, now = cache.listing(), time.time()
+        if as_json:
+            print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows})
+            return
+        table = Table(box=None, pad_edge=False)
+        for column in ("entry", "model", "size", "built", "last used", "hits", "saves"):
+            table.add_column(column, justify="right" if column in ("size", "hits", "saves") else "left")
+        for row in rows:
+            times = [f"{span_text(now - row[name])} ago" for name in ("made", "used")]
+            numbers = str(row["hits"]), f"{row['saves']:.0f} s"
+            table.add_row(row["entry"][:12], row["model"], bytes_text(row["size"]), *times, *numbers)
+        if rows:
+            out.print(table, markup=False)
+        total = sum(row["size"] for row in rows)
+        count = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
+        out.print(
+            f"{count}, {bytes_text(total)} of at most {bytes_text(cache.limit)}, in {cache.folder}", soft_wrap=True
+        )
+
+
+@app.command("clear")
+def clear(
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="TIME", help="Only what was not used for so long: 30m, 12h, 7d, 4w.")
+    ] = "0s",
+) -> None:
+    """Remove entries from the cache. Packages that were built stay as they are.
+
+    Example: [bold]inlay cache clear --older-than 7d[/]
+    """
+    with failing_kindly():
+        from inlay.compile.cache import BuildCache
+
+        count, freed = BuildCache().clear(span(older_than))
+        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}, {bytes_text(freed)}.")
+
+
+@app.command("limit")
+def limit(
+    size: Annotated[str, typer.Argument(metavar="[SIZE]", help="Such as 500MB or 8GB.", show_default=False)] = "",
+) -> None:
+    """Say how large the cache may be, or change that. What was not used for longest is removed first.
+
+    Example: [bold]inlay cache limit 8GB[/]
+    """
+    with failing_kindly():
+        from inlay.compile.cache import BuildCache
+
+        cache = BuildCache()
+        if size:
+            cache.limit = size_bytes(size)
+        out.print(f"The cache may hold {bytes_text(cache.limit)}.")
+
+
+def span(text: str) -> float:
+    """Seconds from what people write.
+
+    >>> span("90s"), span("12h"), span("1.5d")
+    (90.0, 43200.0, 129600.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
+    if not found:
+        raise UsageError(f"{text!r} is no span of time.", "Write 30m, 12h, 7d or 4w.")
+    return float(found[1]) * _SPANS[found[2]]
+
+
+def size_bytes(text: str) -> int:
+    """Bytes from what people write.
+
+    >>> size_bytes("8GB"), size_bytes("500 mb")
+    (8000000000, 500000000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", text.strip().upper())
+    if not found:
+        raise UsageError(f"{text!r} is no size.", "Write 500MB or 8GB.")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def span_text(seconds: float) -> str:
+    """A span of time as people say it.
+
+    >>> span_text(5), span_text(200), span_text(7200), span_text(3e5)
+    ('5 s', '3 min', '2 h', '3 days')
+    """
+    for name, size in ((" days", 86400), (" h", 3600), (" min", 60)):
+        if seconds >= 2 * size or (size == 60 and seconds >= 60):
+            return f"{seconds / size:.0f}{name}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def print_lookup(found: Lookup, explain: bool) -> None:
+    """What a build found in the cache: one line for a hit, and why there was none if somebody asks."""
+    if found.hit:
+        more = f" (entry {found.key[:12]}, built {span_text(found.age)} ago)" if explain else ""
+        out.print(f"Nothing was compiled: taken from the cache, which saved {found.saved:.0f} s{more}.", soft_wrap=True)
+        return
+    if found.reason and (explain or found.key):
+        out.print(f"Cache: {found.reason}", markup=False, soft_wrap=True)
+    if not explain or not found.key:
+        return
+    if not found.nearest:
+        out.print("Cache: a miss; it holds nothing to compare with.")
+        return
+    differing, of = len(found.differences), len(found.factors)
+    built = f"{found.nearest_model}, built {span_text(found.age)} ago"
+    text = f"Cache: a miss. Nearest is {found.nearest[:12]} ({built}); {differing} of {of} factors differ:"
+    out.print(text, markup=False, soft_wrap=True)
+    for each in found.differences:
+        out.print(f"  {each.text}", markup=False, soft_wrap=True)

@@ -1,0 +1,495 @@
+"""The cache of builds: a second build compiles nothing, a miss says why, and nothing that is damaged is ever used."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import inlay.flow
+from conftest import own_cache
+from inlay import host
+from inlay.capture import capture
+from inlay.cli.main import app
+from inlay.compile import factors, pack
+from inlay.compile.cache import HITS, BuildCache
+from inlay.compile.files import sha256
+from inlay.compile.imports import sources
+from inlay.compile.load import read_manifest
+from inlay.flow import Options, build
+from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
+from package import tiny_builds
+from package.packages import ROOM, greedy
+from package.tiny_builds import example, is_right
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inlay.program.program import Program
+
+pytestmark = pytest.mark.xdist_group("package")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path / "cache"))
+    return BuildCache()
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of the cache, in which compiling takes most of the time."""
+    monkeypatch.setattr(pack, "build_library", pack.build_library)
+    tiny_builds.compile_once()
+    return
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is done: transforms that run, graphs that Inductor compiles, programs that are started."""
+    import torch._inductor as inductor
+
+    seen: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str, kind: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "--version" not in str(args):
+                seen[kind] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(inductor, "aot_compile", "Inductor")
+    counted(inlay.flow, "run", "transforms")
+    counted(subprocess.Popen, "_execute_child", "programs")
+    return seen
+
+
+class TestHit:
+    def test_a_second_build_compiles_nothing(self, tmp_path: Path, work: Counter[str]) -> None:
+        first = build(example(), tmp_path / "one")
+        assert not first.cache.hit
+        assert (work["Inductor"], work["transforms"]) == (1, 1)
+        assert work["programs"] > 0
+        work.clear()
+        second = build(example(), tmp_path / "two")
+        assert second.cache.hit
+        assert not work
+        one, two = (read_manifest(tmp_path / name)[1] for name in ("one", "two"))
+        assert one.name == two.name, "the name is the hash of the manifest, which has the hashes of all files"
+        assert [record.to_json() for record in first.records] == [record.to_json() for record in second.records]
+        assert is_right(tmp_path / "two")
+
+    def test_a_decoder(self, model_folder: Path, tmp_path: Path, work: Counter[str]) -> None:
+        """With quantised weights, a cache, two buckets and a tokenizer."""
+        import inlay
+
+        options = Options(max_length=ROOM, max_batch=2, weights="int8")
+        first = build(str(model_folder), tmp_path / "one", options)
+        work.clear()
+        second = build(str(model_folder), tmp_path / "two", options)
+        assert (first.cache.hit, second.cache.hit, dict(work)) == (False, True, {})
+        assert first.manifest == second.manifest
+        prompts = torch.randint(3, 300, (2, 7), generator=torch.Generator().manual_seed(0))
+        packages = [inlay.compile.load_package(tmp_path / name) for name in ("one", "two")]
+        assert torch.equal(*(greedy(each, prompts, 8) for each in packages))
+        assert inlay.load(tmp_path / "two").generate("Hello", max_tokens=2, raw=True).tokens
+        names = [tmp_path / name / "current" / "matches.lock" for name in ("one", "two")]
+        assert names[0].read_text() == names[1].read_text()
+
+    def test_not_asked(self, tmp_path: Path, cache: BuildCache, compiled_once: None) -> None:
+        for options in (Options(cache=False), Options(dump=tmp_path / "dump")):
+            for _ in range(2):
+                built = build(example(), tmp_path / "package", options)
+                assert not built.cache.hit
+                assert built.cache.reason
+        assert not cache.entries()
+
+    def test_a_cache_that_cannot_be_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_once: None
+    ) -> None:
+        """The build does not mind."""
+        (tmp_path / "file").write_text("")
+        monkeypatch.setattr(BuildCache, "__init__", lambda self: setattr(self, "folder", tmp_path / "file" / "builds"))
+        assert "Not a directory" in build(example(), tmp_path / "package").cache.reason
+        assert is_right(tmp_path / "package")
+
+
+@pytest.fixture(scope="module")
+def captured() -> Program:
+    return capture(example())
+
+
+def _factors(program: Program, options: Options | None = None) -> dict[str, str]:
+    asked = inlay.flow._asked(program, options or Options())
+    assert isinstance(asked, factors.Request)
+    return factors.factors(asked)
+
+
+def _differing(one: dict[str, str], two: dict[str, str]) -> set[str]:
+    assert (factors.key(one) == factors.key(two)) == (one == two)
+    return {name for name in {*one, *two} if one.get(name) != two.get(name)}
+
+
+class TestFactors:
+    def test_of_the_program(self, captured: Program) -> None:
+        plain = _factors(captured)
+        assert _factors(capture(example())) == plain
+        assert _factors(replace(captured, name="another name")) == plain
+        assert _differing(plain, _factors(capture(example(variant=1)))) == {"program"}
+        assert _differing(plain, _factors(capture(example(seed=1)))) == {"weights in memory"}
+        other = example()
+        other.module.seen.fill_(3.0)
+        assert _differing(plain, _factors(capture(other))) == {"program", "values in the program"}
+
+    @pytest.mark.parametrize(
+        ("options", "names"),
+        [
+            (Options(buckets=()), {"buckets"}),
+            (Options(settings=("match_rope.enabled=false",)), {"setting match_rope.enabled"}),
+            (Options(kernels="portable"), {"kernels for", "CPU", "CPU features"}),
+        ],
+        ids=["buckets", "setting", "kernels"],
+    )
+    def test_of_what_is_asked_for(self, captured: Program, options: Options, names: set[str]) -> None:
+        differing = _differing(_factors(captured), _factors(captured, options))
+        sources = {name for name in differing if name.startswith("source ")}
+        assert differing - sources == names
+        assert all("match_rope" in name for name in sources), "a transform that is switched off does not count"
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "value", "factor"),
+        [
+            (torch, "__version__", "2.99", "torch"),
+            (torch, "get_num_threads", lambda: 77, "threads"),
+            (host, "cpu_features", lambda: ("avx1024",), "CPU features"),
+            (host, "cpu_name", lambda: "another", "CPU"),
+            (host, "compiler", lambda: "g++ 99", "C++ compiler"),
+        ],
+    )
+    def test_of_the_machine(
+        self, captured: Program, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, factor: str
+    ) -> None:
+        plain = _factors(captured)
+        monkeypatch.setattr(owner, name, value)
+        assert _differing(plain, _factors(captured)) == {factor}
+
+    def test_of_the_compiler_beside(self, captured: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch._inductor.config as config
+
+        plain = _factors(captured)
+        with config.patch(max_autotune=not config.max_autotune):
+            assert _differing(plain, _factors(captured)) == {"settings of Inductor"}
+        monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+        assert _differing(plain, _factors(captured)) == {"environment TORCHINDUCTOR_FREEZING"}
+
+    def test_of_weights_in_files(self, model_folder: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        shutil.copytree(model_folder, folder)
+        plain = _factors(capture(str(folder)))
+        file = folder / "model.safetensors"
+        os.utime(file, ns=(1, 1))
+        assert _differing(plain, _factors(capture(str(folder)))) == {f"weights {file.resolve()}"}
+
+    def test_sources_are_named(self, captured: Program) -> None:
+        found = _factors(captured)
+        for name in ("rewrite/walker.py", "program/fold.py", "state/updates.py", "compile/aoti.py", "flow.py"):
+            assert f"source inlay/{name}" in found
+        assert "source inlay/ops/native/packed.cpp" in found or any(name.endswith(".cpp") for name in found)
+        assert "source inlay/transforms/library/match_rope.py" in found
+        assert not any(name.startswith(("source inlay/cli", "source inlay/insight", "source torch")) for name in found)
+        assert {"torch", "python", "package pydantic"} <= set(found)
+
+
+class TestImports:
+    def write(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+        for name, text in files.items():
+            file = folder / f"{name.replace('__', '/')}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(folder)
+
+    def test_through_packages_and_functions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.write(
+            tmp_path,
+            monkeypatch,
+            mine="from pack_a.inner import one\nimport json, torch, yaml\ndef late():\n    import late_one",
+            late_one="from importlib import import_module\nimport_module('named')",
+            named="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import never\nelse:\n    import always",
+            always="try:\n    import is_not_there\nexcept ImportError:\n    pass",
+            never="",
+            pack_a__start="",
+            pack_a__inner__one="from ..start import nothing\nfrom . import two",
+            pack_a__inner__two="import mine",
+        )
+        (tmp_path / "pack_a" / "inner" / "__init__.py").write_text("")
+        (tmp_path / "pack_a" / "__init__.py").write_text("raise RuntimeError('imported')")
+        found = sources(["mine"])
+        inner = [f"pack_a/{name}.py" for name in ("__init__", "inner/__init__", "inner/one", "inner/two", "start")]
+        assert sorted(found.files) == sorted(["always.py", "late_one.py", "mine.py", "named.py", *inner])
+        assert list(found.packages) == ["yaml"]
+        assert "PyYAML" in found.packages["yaml"] or found.packages["yaml"][0].isdigit()
+
+
+PARTS = {
+    "my_model.py": """
+        import my_transform
+        from package.tiny_builds import example
+    """,
+    "my_transform.py": """
+        from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
+        from my_helper import how_many
+
+        @transform("mine", stage=Stage.FUSE, numerics=Numerics.EXACT)
+        class Mine(Transform):
+            "Does nothing."
+
+            def apply(self, program):
+                return Applied(program, how_many())
+    """,
+    "my_helper.py": """
+        import my_helpers_helper
+
+        def how_many():
+            return my_helpers_helper.NUMBER
+    """,
+    "my_helpers_helper.py": "NUMBER = 1",
+    "config.yaml": "transforms: {mine: {}}",
+}
+
+
+class TestMiss:
+    def inlay(self, folder: Path, *words: str) -> str:
+        code = "import sys\nfrom inlay.cli.main import app\napp(sys.argv[1:])"
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        command = [sys.executable, "-c", code, *words]
+        environment = os.environ | {"PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def test_a_helper_of_a_transform(self, tmp_path: Path, cache: BuildCache) -> None:
+        """The command line, from nothing to a hit to a miss that names the helper of a helper."""
+        for name, text in PARTS.items():
+            (tmp_path / name).write_text(textwrap.dedent(text))
+        build = ("build", "my_model:example", "-o", "package", "--config", "config.yaml", "--explain-cache")
+        assert "holds nothing to compare with" in self.inlay(tmp_path, *build)
+        said = self.inlay(tmp_path, *build)
+        assert "Nothing was compiled: taken from the cache, which saved" in said
+        assert "mine" in said
+        (tmp_path / "my_helpers_helper.py").write_text("NUMBER = 2\n")
+        said = self.inlay(tmp_path, *build)
+        assert "1 of " in said
+        assert "source my_helpers_helper.py changed" in said
+        assert [entry.hits for entry in cache.entries()] == [0, 1]
+        assert is_right(tmp_path / "package")
+
+    def test_what_differs_is_told(self, tmp_path: Path, compiled_once: None) -> None:
+        build(example(), tmp_path / "package")
+        built = build(example(), tmp_path / "package", Options(settings=("match_rope.enabled=false",)))
+        told = {each.text for each in built.cache.differences}
+        assert "source inlay/transforms/library/match_rope.py removed" in told
+        assert any(text.startswith("setting match_rope.enabled") for text in told)
+
+    def test_a_transform_without_a_file(self, tmp_path: Path, cache: BuildCache, compiled_once: None) -> None:
+        config = tmp_path / "config.yaml"
+        config.write_text("transforms: {of_this_test: {}}")
+
+        @transform("of_this_test", stage=Stage.FUSE, numerics=Numerics.EXACT)
+        class OfThisTest(Transform):
+            """Does nothing."""
+
+            def apply(self, program: Program) -> Applied:
+                return Applied(program, 0)
+
+        built = build(example(), tmp_path / "package", Options(config=(config,)))
+        assert "of_this_test was defined inside a function" in built.cache.reason
+        code = (
+            "class Typed(Transform):\n    'Nothing.'\n    def apply(self, program):\n        return Applied(program, 0)"
+        )
+        names = {"Transform": Transform, "Applied": Applied, "__name__": __name__}
+        exec(compile(code, "<typed>", "exec"), names)
+        transform("of_this_test_too", stage=Stage.FUSE, numerics=Numerics.EXACT)(names["Typed"])
+        config.write_text("transforms: {of_this_test_too: {}}")
+        built = build(example(), tmp_path / "package", Options(config=(config,)))
+        assert "has no source file: it was defined in <typed>" in built.cache.reason
+        assert not cache.entries()
+
+    def test_a_source_that_changed_meanwhile(self, captured: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was imported may be another text than what is hashed."""
+        monkeypatch.setattr(host, "started", lambda: 0.0)
+        with pytest.raises(factors.NotCacheable, match="was changed after this program began"):
+            _factors(captured)
+
+
+class TestDamage:
+    def test_is_noticed(self, tmp_path: Path, cache: BuildCache, compiled_once: None) -> None:
+        """Every file of an entry, damaged in four ways: the build is right, and its entry whole again."""
+        build(example(), tmp_path / "package")
+        (entry,) = cache.entries()
+        files = sorted(file for file in entry.folder.rglob("*") if file.is_file() and file.name != HITS)
+        assert len(files) > 4
+        rng = random.Random(0)
+        for place, file in enumerate(files):
+            _damage(file, place % 4, rng)
+            built = build(example(), tmp_path / "package")
+            assert not built.cache.hit
+            assert "is damaged" in built.cache.reason
+            assert is_right(tmp_path / "package")
+            assert build(example(), tmp_path / "package").cache.hit, file.name
+
+    def test_other_weights_under_the_same_key(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_once: None
+    ) -> None:
+        """A file that was changed and looks as if it was not: weights are compared by what they become."""
+        monkeypatch.setattr(factors, "_of_tensor", lambda name, ref: "the same")
+        build(example(), tmp_path / "package")
+        built = build(example(seed=1), tmp_path / "package")
+        assert not built.cache.hit
+        assert "weights became others" in built.cache.reason
+        assert is_right(tmp_path / "package", seed=1)
+
+
+def _damage(file: Path, how: int, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    if how == 0:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        del data[len(data) // 2 :]
+    elif how == 2:
+        file.unlink()
+        file.symlink_to("/etc/hostname")
+        return
+    else:
+        file.unlink()
+        return
+    file.write_bytes(data)
+
+
+def _keep(cache: BuildCache, key: str, size: int = 1000) -> bool:
+    about = {"model": "tiny", "seconds": 1.0, "factors": {}, "manifest": {}, "records": []}
+    return cache.keep(key, about, lambda folder: (folder / "file").write_bytes(os.urandom(size)) and None)
+
+
+@pytest.mark.fast
+class TestRoom:
+    def test_least_recently_used_goes_first(self, cache: BuildCache) -> None:
+        for place, key in enumerate("abcd"):
+            assert _keep(cache, key)
+            os.utime(cache.folder / key / HITS, (1000 + place, 1000 + place))
+        with cache.taken("a") as entry:
+            assert entry is not None
+            entry.note_hit()
+        cache.limit = sum(row["size"] for row in cache.listing()) - 1
+        assert {entry.key for entry in cache.entries()} == {"a", "c", "d"}
+        _keep(cache, "e")
+        assert {entry.key for entry in cache.entries()} == {"a", "d", "e"}
+        assert sum(row["size"] for row in cache.listing()) <= cache.limit
+        assert not _keep(cache, "too large", 10_000)
+        assert {entry.key for entry in cache.entries()} == {"a", "d", "e"}
+
+    def test_who_reads_is_not_disturbed(self, cache: BuildCache, tmp_path: Path) -> None:
+        _keep(cache, "a")
+        with cache.taken("a") as entry:
+            assert entry is not None
+            assert cache.clear() == (0, 0)
+            cache.limit = 1
+            assert not cache.drop("a")
+            entry.copy("file", tmp_path / "copy")
+        assert sha256(tmp_path / "copy") == entry.about["files"]["file"][1]
+        assert cache.clear()[0] == 1
+        with cache.taken("a") as entry:
+            assert entry is None
+
+    def test_what_died_is_swept(self, cache: BuildCache) -> None:
+        _keep(cache, "a")
+        for name in (".writing-dead", ".gone-dead"):
+            (cache.folder / name).mkdir()
+        (cache.folder / ".lock-dead").touch()
+        _keep(cache, "b")
+        assert sorted(path.name for path in cache.folder.iterdir()) == ["a", "b"]
+
+    def test_the_command_line(self, cache: BuildCache) -> None:
+        run = CliRunner().invoke
+        assert "0 entries" in run(app, ["cache", "ls"]).stdout
+        for key in ("old", "new"):
+            _keep(cache, key)
+        long_ago = time.time() - 10 * 86400
+        os.utime(cache.folder / "old" / HITS, (long_ago, long_ago))
+        said = run(app, ["cache", "ls"]).stdout
+        assert "10 days ago" in said
+        assert "2 entries" in said
+        listed = json.loads(run(app, ["cache", "ls", "--json"]).stdout)
+        assert [row["entry"] for row in listed["entries"]] == ["new", "old"]
+        assert "Removed 1 entry" in run(app, ["cache", "clear", "--older-than", "7d"]).stdout
+        assert [entry.key for entry in cache.entries()] == ["new"]
+        assert "4.0 GB" in run(app, ["cache", "limit"]).stdout
+        assert "8.0 GB" in run(app, ["cache", "limit", "8GB"]).stdout
+        assert cache.limit == 8 * 10**9
+        assert run(app, ["cache", "limit", "much"]).exit_code == 2
+        assert run(app, ["cache", "clear", "--older-than", "long"]).exit_code == 2
+        assert "Removed 1 entry" in run(app, ["cache", "clear"]).stdout
+
+    def test_one_builds_and_the_others_wait(self, cache: BuildCache) -> None:
+        code = """
+            import sys, time
+            from pathlib import Path
+            from inlay.compile.cache import BuildCache
+            with BuildCache(Path(sys.argv[1])).building("a"):
+                print("begin", flush=True)
+                time.sleep(0.05)
+                print("end", flush=True)
+        """
+        command = [sys.executable, "-c", textwrap.dedent(code), str(cache.folder)]
+        with (cache.folder.parent / "said").open("w+") as out:
+            running = [subprocess.Popen(command, stdout=out) for _ in range(5)]
+            assert [each.wait(60) for each in running] == [0] * 5
+            out.seek(0)
+            assert out.read().split() == ["begin", "end"] * 5
+        assert not list(cache.folder.iterdir())
+
+
+@pytest.mark.parametrize("builds", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_two_processes(tmp_path: Path, cache: BuildCache, builds: int) -> None:
+    """Builds by two processes at once, with clearing, eviction and kills in between: every package is right."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    headers = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": headers}
+    command = [sys.executable, "-m", "package.tiny_builds", str(tmp_path), str(builds // 2)]
+    running = [
+        subprocess.Popen(
+            [*command, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for seed in (1, 2)
+    ]
+    said = [each.communicate(timeout=3000) for each in running]
+    assert [each.returncode for each in running] == [0, 0], said
+    seen = sum((Counter(json.loads(text.splitlines()[-1])) for text, _ in said), Counter())
+    print(dict(seen))
+    assert seen["hit"] + seen["miss"] == builds
+    assert seen["hit"] > seen["miss"]
+    assert not [reason for reason in seen if "damaged" in reason or "others" in reason], seen
+    cache.limit = 10**12
+    entries = cache.entries()
+    assert len(entries) == len(cache._folders()), "every entry that is there can be read"
+    for entry in entries:
+        for name in entry.about["files"]:
+            entry.copy(name, tmp_path / "copy")
