@@ -139,7 +139,7 @@ function sites(each) {
 }
 
 function misses(each) {
-  if (!each.misses.length) return each.status === "ran" ? [h("p", { class: "why" }, "Nothing else starts like it.")] : [];
+  if (!each.misses.length) return each.status === "ran" ? [why(facts.kind === "package" ? "No miss was written down." : "Nothing else starts like it.")] : [];
   const kinds = new Map();
   for (const miss of each.misses) kinds.set(miss.kind, (kinds.get(miss.kind) || 0) + miss.count);
   const counted = [...kinds].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${kind}${times(count)}`).join(", ");
