@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,14 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._session = ""
+        with suppress(AssertionError, OSError):
+            self("Browser.close")
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         os.close(self._to)
         os.close(self._from)
 

@@ -116,7 +116,7 @@ function drift() {
   const changed = facts.transforms.filter((each) => each.sites);
   const columns = measured.size ? ["transform", "declared", "measured", "#difference", "#error before", "#error after", ""] : ["transform", "declared"];
   section("drift", "Drift of numbers", why(facts.drift.why),
-    measured.size ? h("p", { class: "why" }, "Difference: the largest, to the program before, relative to the largest result. Errors: root mean square against the captured program in float64. Transforms that add inputs are not among those measured.") : null,
+    measured.size ? h("p", { class: "why" }, "Difference: the largest, to the program before, relative to the largest result. Errors: root mean square against the captured program in float64. What only a build switches on (a cache, packed weights, the last row alone) is not measured.") : null,
     changed.length ? table("Drift", columns, changed.map((each) => {
       const row = measured.get(each.key);
       const first = [each.key, tag(each.numerics, each.numerics === "exact" ? "good" : "warn")];

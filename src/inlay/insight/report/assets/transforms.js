@@ -88,11 +88,11 @@ function choose(at) {
 }
 
 function contract(each) {
-  const said = each.contract;
-  if (!said) return null;
-  if (said.broken) return h("p", { class: "say" }, tag("contract broken", "bad"), " ", said.broken);
-  if (said.wanted !== null) return h("p", { class: "say" }, tag("as expected", "good"), ` ${plural(said.wanted, "site")} (${said.expect})${said.reason ? `: ${said.reason}` : ""}`);
-  if (said.expect === "any") return h("p", { class: "say" }, tag("any number"), ` ${said.reason}`);
+  const terms = each.contract;
+  if (!terms) return null;
+  if (terms.broken) return h("p", { class: "say" }, tag("contract broken", "bad"), " ", terms.broken);
+  if (terms.wanted !== null) return h("p", { class: "say" }, tag("as expected", "good"), ` ${plural(terms.wanted, "site")} (${terms.expect})${terms.reason ? `: ${terms.reason}` : ""}`);
+  if (terms.expect === "any") return h("p", { class: "say" }, tag("any number"), ` ${terms.reason}`);
   return null;
 }
 
@@ -109,8 +109,8 @@ function drawDetail() {
     h("div", { class: "step" },
       h("button", { type: "button", on: { click: () => step(-1) }, title: "Previous transform (k)" }, "← previous"),
       h("button", { type: "button", on: { click: () => step(1) }, title: "Next transform (j)" }, "next →")));
-  detail.replaceChildren(heading, h("p", { class: "say" }, each.summary), ...[contract(each)].filter(Boolean));
-  for (const note of each.notes) detail.append(h("p", { class: "say" }, note));
+  detail.replaceChildren(heading, h("p", { class: "say" }, said(each.summary)), ...[contract(each)].filter(Boolean));
+  for (const note of each.notes) detail.append(h("p", { class: "say" }, said(note)));
   detail.append(difference(each), ...sites(each), ...misses(each));
   marks(detail, words());
 }
@@ -139,7 +139,7 @@ function sites(each) {
 }
 
 function misses(each) {
-  if (!each.misses.length) return each.status === "ran" ? [h("p", { class: "why" }, "Nothing else starts like it.")] : [];
+  if (!each.misses.length) return each.status === "ran" ? [why(facts.kind === "package" ? "No miss was written down." : "Nothing else starts like it.")] : [];
   const kinds = new Map();
   for (const miss of each.misses) kinds.set(miss.kind, (kinds.get(miss.kind) || 0) + miss.count);
   const counted = [...kinds].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${kind}${times(count)}`).join(", ");
