@@ -22,7 +22,7 @@ from inlay.bench.figures import Spread, ratio
 BUILD = """
 import json, sys
 from inlay.flow import Options, build
-made = build(sys.argv[1], sys.argv[2], Options(max_length=256))
+made = build(sys.argv[1], sys.argv[2], Options(max_length=256, cache=False))
 print(json.dumps(dict(made.seconds)))
 """
 SHAPE = {
