@@ -67,6 +67,7 @@ def started() -> float:
     """When this process began, in seconds since 1970: what is older is still what it was when it was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks += 2  # the clock of the system is that coarse, and so soon Python has imported nothing of anybody's
         running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _IMPORTED
