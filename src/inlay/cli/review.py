@@ -58,7 +58,7 @@ def review(
 
         cls = _transform(name)
         locked = expected_of(against) if against is not None else {}
-        programs = {model: read_program(model, dtype, trust) for model in models}
+        programs = {_short(model): read_program(model, dtype, trust) for model in models}
         place = folder or Path(f"review-{cls.name}")
         with progress(STEPS) as step:
             done = evaluate(
@@ -73,6 +73,11 @@ def review(
         err.print(f"Saved in {place}", markup=False, soft_wrap=True)
         if not done.passed:
             raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _short(model: str) -> str:
+    """What a review calls a model: a file or folder by its last name."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def _transform(name: str) -> type[Transform]:

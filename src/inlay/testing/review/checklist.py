@@ -137,9 +137,11 @@ def _on_model(
     steps = _steps(cls, program, config)
     before, records = run(program, [unbound(step) for step in steps[:-1]])
     height = _height()
+    after, (record,) = run(before, [unbound(steps[-1])])
+    grown = _height() - height
     seen = Verify(locked, rounds=2)
-    after, mine = run(before, [unbound(steps[-1])], [] if cls.adds_inputs else [seen])
-    record = mine[-1]
+    if not cls.adds_inputs:
+        run(before, [unbound(steps[-1])], [seen])
     near = ""
     if not record.sites:
         findings = explain(before, [steps[-1]])[0].findings
@@ -155,7 +157,7 @@ def _on_model(
         seen.verdicts[-1] if seen.verdicts else None,
         {operator: change for operator, change in counts.items() if change},
         (_written(before), _written(after)),
-        _height() - height,
+        grown,
         _save(folder, name, before, after),
     )
 
