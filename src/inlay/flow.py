@@ -109,10 +109,10 @@ def build(
         if known:
             return Built(path, *known, clock.seconds, found)
         program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
-        lowered = clock("lower", lambda: lower(program, _buckets(program, options)))
+        pieces = clock("lower", lambda: lowered(program, options))
         lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
         contents = _contents(source, program, resolved, records, lock)
-        manifest = clock("pack", lambda: pack(lowered, path, contents, on_step, options.kernels))
+        manifest = clock("pack", lambda: pack(pieces, path, contents, on_step, options.kernels))
         keep(found, path, manifest, records, clock.spent("transform", "lower", "pack"))
     return Built(path, manifest, tuple(records), clock.seconds, found)
 
@@ -121,7 +121,7 @@ def compiled(model: str | Model | Example, engine: str = "inductor", options: Op
     """The same flow without a package: a model compiled by an engine, to run in this process."""
     options = options or Options()
     program = transform(capture(_opened(model, options)), options)[0]
-    return compile_lowered(lower(program, _buckets(program, options)), engine)
+    return compile_lowered(lowered(program, options), engine)
 
 
 def transform(

@@ -85,19 +85,22 @@ def resolve(
 def _layers(architecture: str, model: str, files: Iterable[Path | str]) -> Iterator[tuple[str, _File]]:
     here = resources.files("inlay.config")
     yield "default.yaml", _read(here.joinpath("default.yaml").read_text(), "default.yaml")
-    overlays = here.joinpath("models")
-    found = sorted(overlays.iterdir(), key=lambda each: each.name) if overlays.is_dir() else []
-    for each in found:
-        if each.name.endswith(".yaml"):
-            layer = _read(each.read_text(), f"models/{each.name}")
-            if layer.match is not None and _applies(layer.match, architecture, model):
-                yield f"models/{each.name}", layer
+    for origin, layer in _overlays():
+        if layer.match is not None and _applies(layer.match, architecture, model):
+            yield origin, layer
     for file in files:
         try:
             text = Path(file).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"The configuration {file} cannot be read: {one_line(error)}.") from error
         yield str(file), _read(text, str(file))
+
+
+def _overlays() -> Iterator[tuple[str, _File]]:
+    folder = resources.files("inlay.config").joinpath("models")
+    for each in sorted(folder.iterdir(), key=lambda each: each.name):
+        if each.name.endswith(".yaml"):
+            yield f"models/{each.name}", _read(each.read_text(), f"models/{each.name}")
 
 
 def _applies(match: _Match, architecture: str, model: str) -> bool:
@@ -138,12 +141,9 @@ def overlays_of(name: str) -> dict[str, dict[str, Any]]:
     >>> list(overlays_of("match_geglu"))[0]
     'models/gemma.yaml'
     """
-    folder = resources.files("inlay.config").joinpath("models")
     found: dict[str, dict[str, Any]] = {}
-    for each in sorted(folder.iterdir(), key=lambda file: file.name):
-        if each.name.endswith(".yaml"):
-            layer = _read(each.read_text(), f"models/{each.name}")
-            for key, values in layer.transforms.items():
-                if key.partition("#")[0] == name:
-                    found.setdefault(f"models/{each.name}", {}).update(values or {})
+    for origin, layer in _overlays():
+        for key, values in layer.transforms.items():
+            if key.partition("#")[0] == name:
+                found.setdefault(origin, {}).update(values or {})
     return found
