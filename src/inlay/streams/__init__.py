@@ -1,7 +1,9 @@
 """Overlap that is planned and verified: work, schedules of it over lanes, and what can be wrong with them."""
 
+from inlay.streams.checking import check
+from inlay.streams.planning import edges_across, predicted, reduced, schedule
 from inlay.streams.races import Conflict, Fault, Flaw, Race, Verdict
-from inlay.streams.schedule import Event, Schedule, differences, in_order
+from inlay.streams.schedules import Event, Schedule, differences, in_order
 from inlay.streams.work import Life, Storage, Task, Work
 
 __all__ = [
@@ -16,6 +18,11 @@ __all__ = [
     "Task",
     "Verdict",
     "Work",
+    "check",
     "differences",
+    "edges_across",
     "in_order",
+    "predicted",
+    "reduced",
+    "schedule",
 ]

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inlay.streams.schedule import Event
+    from inlay.streams.schedules import Event
 
 
 class Conflict(StrEnum):
