@@ -1,0 +1,153 @@
+"""Pieces: tasks put together until each is large enough to pay for an event."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from inlay.errors import UsageError
+from inlay.program.pause import collector_paused
+from inlay.streams.order import predecessors, successors
+from inlay.streams.work import Life, Task, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROUNDS = 8
+"""After so many rounds what is left is left: each round looks at every task once."""
+_LOOK_BACK = 64
+"""How many tasks are looked at to see whether one need follows from another."""
+
+
+@collector_paused()
+def grouped(work: Work, at_least: float) -> Work:
+    """The same work in fewer tasks; a task shorter than `at_least` seconds joins what it alone waits for, or what alone
+    waits for it. A task that is all its neighbour waits for, and waits for nothing else, joins it whatever it takes:
+    nothing could have run beside it.
+
+    Fixed tasks stay alone. Tasks are then in an order in which all that touch a storage come as they came before.
+
+    >>> from inlay.streams import Storage
+    >>> a, b = Task("a", (), ("x",), 1e-6, calls=("a",)), Task("b", ("x",), ("y",), 1e-3, calls=("b",))
+    >>> print(grouped(Work((a, b), (Storage("x"), Storage("y", Life.RESULT))), 1e-5))
+    b+1 (1001.0 µs): nothing -> y
+    """
+    for task in work.tasks:
+        if task.seconds is None:
+            raise UsageError(f"Nobody has measured {task.name}.", "Measure it, or say that it takes 0 seconds.")
+    for _ in range(ROUNDS):
+        fewer = _round(_round(work, at_least, _joined), at_least, _joined_to_readers)
+        if len(fewer) == len(work):
+            break
+        work = fewer
+    return work
+
+
+def _round(work: Work, at_least: float, join: Callable[..., list[int]]) -> Work:
+    before = predecessors(work)
+    joined = join(work, before, successors(before), at_least)
+    if all(each == place for place, each in enumerate(joined)):
+        return work
+    return _merged(work, before, joined)
+
+
+def _joined(work: Work, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], at_least: float) -> list[int]:
+    """For each task itself, or the task that it joins: the only one it waits for.
+
+    All ways into what is joined lead through its first task, so no circle of waits can come of it.
+    """
+    joined = list(range(len(work)))
+    for place, needs in enumerate(before):
+        direct = _direct(needs, before)
+        if len(direct) != 1 or work.tasks[place].fixed or work.tasks[direct[0]].fixed:
+            continue
+        alone = len(after[direct[0]]) == 1
+        if alone or (work.tasks[place].seconds or 0.0) < at_least:
+            joined[place] = joined[direct[0]]
+    return joined
+
+
+def _joined_to_readers(
+    work: Work, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], at_least: float
+) -> list[int]:
+    """The same from the other end: small tasks join the only one that waits for them."""
+    joined = list(range(len(work)))
+    for place, task in reversed(list(enumerate(work.tasks))):
+        if len(after[place]) != 1 or task.fixed or work.tasks[after[place][0]].fixed:
+            continue
+        if (task.seconds or 0.0) < at_least:
+            joined[place] = joined[after[place][0]]
+    return joined
+
+
+def _direct(needs: Sequence[int], before: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The needs that do not follow from the latest one, as far as a short look back can tell."""
+    if len(needs) < 2:
+        return needs
+    latest, earliest = max(needs), min(needs)
+    seen = {latest}
+    todo = [latest]
+    while todo and len(seen) < _LOOK_BACK:
+        for each in before[todo.pop()]:
+            if each >= earliest and each not in seen:
+                seen.add(each)
+                todo.append(each)
+    return [each for each in needs if each == latest or each not in seen]
+
+
+def _merged(work: Work, before: Sequence[Sequence[int]], joined: Sequence[int]) -> Work:
+    """One task for each group of tasks, groups in an order that keeps all needs."""
+    groups: dict[int, list[int]] = {}
+    for place, group in enumerate(joined):
+        groups.setdefault(group, []).append(place)
+    needs: dict[int, set[int]] = {group: set() for group in groups}
+    for place, group in enumerate(joined):
+        needs[group].update(joined[each] for each in before[place] if joined[each] != group)
+    inside = _inside(work, joined)
+    tasks = [_together([work.tasks[place] for place in groups[group]], inside) for group in _sorted(needs)]
+    return Work(tuple(tasks), tuple(each for each in work.storages if each.name not in inside))
+
+
+def _sorted(needs: dict[int, set[int]]) -> list[int]:
+    """The groups in order, as near to that of the program as can be."""
+    after: dict[int, list[int]] = {group: [] for group in needs}
+    for group, each in needs.items():
+        for earlier in each:
+            after[earlier].append(group)
+    missing = {group: len(each) for group, each in needs.items()}
+    ready = [group for group, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for later in after[order[-1]]:
+            missing[later] -= 1
+            if not missing[later]:
+                heapq.heappush(ready, later)
+    return order
+
+
+def _inside(work: Work, joined: Sequence[int]) -> set[str]:
+    """Intermediate storages that only one group touches: nobody outside it has to know of them."""
+    homes: dict[str, int] = {}
+    inside = {each.name for each in work.storages if each.life is Life.INTERMEDIATE}
+    for place, task in enumerate(work.tasks):
+        for name in (*task.reads, *task.writes):
+            if homes.setdefault(name, joined[place]) != joined[place]:
+                inside.discard(name)
+    return inside
+
+
+def _together(tasks: Sequence[Task], inside: set[str]) -> Task:
+    longest = max(tasks, key=lambda task: task.seconds or 0.0)
+    members = sum(max(1, len(task.calls) + len(task.steps)) for task in tasks)
+    name = longest.name.partition("+")[0]
+    return Task(
+        longest.name if len(tasks) == 1 else f"{name}+{members - 1}",
+        tuple(dict.fromkeys(each for task in tasks for each in task.reads if each not in inside)),
+        tuple(dict.fromkeys(each for task in tasks for each in task.writes if each not in inside)),
+        sum(task.seconds or 0.0 for task in tasks),
+        tasks[0].fixed,
+        tuple(each for task in tasks for each in task.calls),
+        tuple(each for task in tasks for each in task.steps),
+    )

@@ -1,0 +1,192 @@
+"""Which storages the calls of a program touch, through views, in-place calls and state."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.program.graphs import is_view, operands, target_text, written
+from inlay.state.aliases import Aliases, bound, is_tensor, storage_of
+from inlay.state.updates import recognise
+from inlay.state.wrapped import is_wrapper, read
+from inlay.streams.work import Life, Storage
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from inlay.program.program import Program
+
+GENERATOR = "default generator"
+"""The storage that every call that draws random numbers reads and writes: they come in the order of the program."""
+_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a call talks to other processes."""
+    return node.op == "call_function" and target_text(node.target).startswith(_COLLECTIVES)
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node is one of several results of a call, and nothing that is run by itself."""
+    return node.target is operator.getitem and hasattr(node.args[0], "op")
+
+
+class Touched:
+    """Reads and writes of each call of a program, by the names of storages.
+
+    A storage is called like the first value in it. A state and its new value are one storage: it is written in place,
+    or the new value is kept until the end and copied, and the order is right for both.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.aliases = _aliases(program)
+        self.storages: dict[str, Storage] = {}
+        self._held: dict[fx.Node, tuple[str, ...]] = {}
+        self._names: dict[fx.Node, str] = {}
+        self._values: dict[str, list[str]] = {}
+        self._written: set[str] = set()
+        self._place = {node: index for index, node in enumerate(program.graph.nodes)}
+        self.reads: dict[fx.Node, tuple[str, ...]] = {}
+        self.writes: dict[fx.Node, tuple[str, ...]] = {}
+        for node in program.graph.nodes:
+            self._note(node)
+        self._finish()
+
+    def held(self, node: fx.Node) -> tuple[str, ...]:
+        """The storages that a value may lie in, and what has to be there to have the value at all."""
+        return self._held[node]
+
+    def name(self, node: fx.Node) -> str:
+        """The storage that a value lies in."""
+        if node not in self._names:
+            first = min(self.aliases.members(node), key=self._place.__getitem__)
+            self._names.update(dict.fromkeys(self.aliases.members(node), first.name))
+        return self._names[node]
+
+    def _note(self, node: fx.Node) -> None:
+        if node.op == "output":
+            return
+        self._values.setdefault(self.name(node), []).append(node.name)
+        if node.op != "call_function":
+            self._keep(node, Life.GIVEN)
+            self._held[node] = (self.name(node),)
+        elif is_part(node):
+            self._note_part(node)
+        else:
+            self.reads[node] = tuple(dict.fromkeys(each for one in operands(node) for each in self._held[one]))
+            if is_tensor(node) and is_view(node) and not written(node) and not _opaque(node):
+                self._note_view(node)
+            else:
+                self._note_write(node)
+
+    def _note_part(self, node: fx.Node) -> None:
+        """One of several results: there when the call is done, which makes it if it is new."""
+        whole, storage = node.args[0], self.name(node)
+        held = self._held[whole]  # type: ignore[index]
+        if storage in held:
+            self._held[node] = held
+            return
+        self._keep(node, Life.INTERMEDIATE)
+        self._held[node] = (storage,)
+        while is_part(whole):  # type: ignore[arg-type]
+            whole = whole.args[0]  # type: ignore[union-attr]
+        self._wrote(whole, [*self.writes[whole], storage])  # type: ignore[arg-type,index]
+
+    def _note_view(self, node: fx.Node) -> None:
+        """A view is handed from one task to another as a value that takes no memory, or is a copy after all."""
+        shares = [each for each in operands(node) if self.aliases.share(each, node)]
+        known = storage_of(node.meta.get("val")) or storage_of(_first(node.meta.get("val")))
+        same = known is not None and any(storage_of(each.meta.get("val")) == known for each in shares)
+        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,), 0 if same else None)
+        carried = [each for one in shares for each in self._held[one] if self.storages[each].bytes != 0]
+        self._held[node] = tuple(dict.fromkeys((self.name(node), *carried, node.name)))
+        self._wrote(node, [node.name])
+
+    def _note_write(self, node: fx.Node) -> None:
+        """A call that makes a new value, or writes into old ones, or may."""
+        over = [each for one in written(node) for each in self._held[one]]
+        shares = [each for each in operands(node) if self.aliases.share(each, node)]
+        carried = [each for one in shares for each in self._held[one]]
+        self._keep(node, Life.INTERMEDIATE)
+        self._held[node] = tuple(dict.fromkeys((self.name(node), *carried)))
+        if _draws(node):
+            self.storages.setdefault(GENERATOR, Storage(GENERATOR, Life.STATE, (), 0))
+            self.reads[node] += (GENERATOR,)
+            over.append(GENERATOR)
+        self._wrote(node, [*over, self.name(node)])
+
+    def _wrote(self, node: fx.Node, storages: list[str]) -> None:
+        self.writes[node] = tuple(dict.fromkeys(storages))
+        self._written.update(storages)
+
+    def _keep(self, node: fx.Node, life: Life) -> None:
+        name = self.name(node)
+        if name not in self.storages:
+            self.storages[name] = Storage(name, life, (), _bytes(node.meta.get("val")))
+
+    def _finish(self) -> None:
+        """How long each storage lives, and which values lie in it."""
+        results: set[str] = set()
+        values: Any = self.program.graph.output_node().args[0]
+        for value in values:
+            results.update(self._held.get(value, ()))
+        for name, each in self.storages.items():
+            life = each.life
+            if life is Life.GIVEN and name in self._written:
+                life = Life.STATE
+            elif life is Life.INTERMEDIATE and name in results:
+                life = Life.RESULT
+            self.storages[name] = Storage(name, life, tuple(self._values.get(name, each.values)), each.bytes)
+
+
+def _aliases(program: Program) -> Aliases:
+    """Which nodes share storage, states and their new values included."""
+    known = {node: read(node) for node in program.graph.nodes if is_wrapper(node)}
+    aliases = Aliases(program.graph, {node: None if each is None else each.lists for node, each in known.items()})
+    for wrapped in filter(None, known.values()):
+        for value in wrapped.handed_on:
+            for base in wrapped.bases:
+                aliases.merge(value, base)
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    values: Any = program.graph.output_node().args[0]
+    for state in recognise(program):
+        base = placeholders[state.binding.name]
+        versions = [each for each in state.versions if state.eligible]
+        for value in (*versions, values[state.position]):
+            if hasattr(value, "op"):
+                aliases.merge(value, base)
+    for node in program.graph.nodes:
+        if is_collective(node) and "wait_tensor" in target_text(node.target):
+            aliases.merge(node, operands(node)[0])  # it hands on its operand, which its schema does not say
+    return aliases
+
+
+def _opaque(node: fx.Node) -> bool:
+    """Whether a call may write to what it hands on without saying so."""
+    return getattr(node.target, "_schema", None) is None or is_collective(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: attention has the tag, and draws none where nothing is dropped."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    rates = [argument for argument in node.target._schema.arguments if argument.name == "dropout_p"]  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in bound(node)}
+    return not rates or given.get("dropout_p", rates[0].default_value) != 0
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else None
+
+
+def _bytes(value: Any) -> int | None:
+    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown."""
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, value.element_size())
+        return int(value.nbytes) if all(type(size) is int for size in sizes) else None
+    if isinstance(value, (list, tuple)) or value is None:
+        return None
+    return 0
