@@ -28,7 +28,7 @@ def work_of_program(program: Program, seconds: Mapping[str, float] | None = None
     >>> import torch
     >>> from inlay.testing import program_of
     >>> print(work_of_program(program_of(lambda x: x.t().relu(), [torch.ones(2, 2)]), {"t": 1e-6, "relu": 2e-6}))
-    t (1.0 µs): values_0 -> t
+    t (1.0 µs): nothing -> t
     relu (2.0 µs): values_0, t -> relu
     """
     touched = Touched(program)

@@ -121,7 +121,7 @@ class Order:
 
     def _find_circle(self, asleep: dict[int, str], heads: list[int]) -> tuple[str, ...]:
         """Follow who sleeps until when from any sleeping lane, until a lane comes again."""
-        lane, seen = next(iter(asleep)), list[int]()
+        lane, seen = min(asleep), list[int]()
         while lane not in seen:
             seen.append(lane)
             lane = self.lane[asleep[lane]]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.program.graphs import is_view, operands, target_text, written
-from inlay.state.aliases import Aliases, bound, is_tensor, storage_of
+from inlay.state.aliases import SIZES_ONLY, Aliases, bound, is_tensor, storage_of
 from inlay.state.updates import recognise
 from inlay.state.wrapped import is_wrapper, read
 from inlay.streams.work import Life, Storage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import fx
 
     from inlay.program.program import Program
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 GENERATOR = "default generator"
 """The storage that every call that draws random numbers reads and writes: they come in the order of the program."""
 _COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
+_OVERWRITE = frozenset(("copy_", "fill_", "zero_"))
+"""Operators that write to what they do not read."""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -38,6 +42,9 @@ class Touched:
 
     A storage is called like the first value in it. A state and its new value are one storage: it is written in place,
     or the new value is kept until the end and copied, and the order is right for both.
+
+    A view touches no memory. It needs the tensor that it is a view of, and is one that others need: both are storages
+    without bytes, so that they wait for it and not for what is written to its memory meanwhile.
     """
 
     def __init__(self, program: Program) -> None:
@@ -76,11 +83,19 @@ class Touched:
         elif is_part(node):
             self._note_part(node)
         else:
-            self.reads[node] = tuple(dict.fromkeys(each for one in operands(node) for each in self._held[one]))
-            if is_tensor(node) and is_view(node) and not written(node) and not _opaque(node):
+            looks = is_tensor(node) and is_view(node) and not written(node) and not _opaque(node)
+            if looks and self._seen_to_share(node):
                 self._note_view(node)
             else:
-                self._note_write(node)
+                self.reads[node] = self._read(node)
+                self._note_copy(node) if looks else self._note_write(node)
+
+    def _read(self, node: fx.Node) -> tuple[str, ...]:
+        if node.target in SIZES_ONLY:
+            return self._handles(operands(node))
+        over = written(node) if target_text(node.target).split(".")[1] in _OVERWRITE else ()
+        reads = self._all_held(each for each in operands(node) if each not in over)
+        return tuple(dict.fromkeys((*reads, *(each for each in self._all_held(over) if not self.storages[each].bytes))))
 
     def _note_part(self, node: fx.Node) -> None:
         """One of several results: there when the call is done, which makes it if it is new."""
@@ -95,22 +110,55 @@ class Touched:
             whole = whole.args[0]  # type: ignore[union-attr]
         self._wrote(whole, [*self.writes[whole], storage])  # type: ignore[arg-type,index]
 
-    def _note_view(self, node: fx.Node) -> None:
-        """A view is handed from one task to another as a value that takes no memory, or is a copy after all."""
-        shares = [each for each in operands(node) if self.aliases.share(each, node)]
+    def _seen_to_share(self, node: fx.Node) -> bool:
+        """Whether the values of a view and of what it looks at were in one storage when the program was traced."""
         known = storage_of(node.meta.get("val")) or storage_of(_first(node.meta.get("val")))
-        same = known is not None and any(storage_of(each.meta.get("val")) == known for each in shares)
-        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,), 0 if same else None)
-        carried = [each for one in shares for each in self._held[one] if self.storages[each].bytes != 0]
+        return known is not None and all(storage_of(each.meta.get("val")) == known for each in self._shared(node))
+
+    def _note_view(self, node: fx.Node) -> None:
+        shares = self._shared(node)
+        numbers = [each for each in operands(node) if each not in shares]
+        self.reads[node] = tuple(dict.fromkeys((*self._all_held(numbers), *self._handles(shares))))
+        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,), 0)
+        carried = [each for each in self._all_held(shares) if self.storages[each].bytes != 0]
         self._held[node] = tuple(dict.fromkeys((self.name(node), *carried, node.name)))
         self._wrote(node, [node.name])
 
+    def _note_copy(self, node: fx.Node) -> None:
+        """A view, or a copy after all, as only the run knows: it lies in new memory and in the old."""
+        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,))
+        carried = [each for each in self._all_held(self._shared(node)) if self.storages[each].bytes != 0]
+        self._held[node] = tuple(dict.fromkeys((self.name(node), *carried, node.name)))
+        self._wrote(node, [node.name])
+
+    def _shared(self, node: fx.Node) -> list[fx.Node]:
+        return [each for each in operands(node) if self.aliases.share(each, node)]
+
+    def _all_held(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each for node in nodes for each in self._held[node]))
+
+    def _handles(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(filter(None, map(self._handle, nodes))))
+
+    def _handle(self, node: fx.Node) -> str | None:
+        """What a task waits for that needs a tensor and nothing of its contents; what is given is always there."""
+        if node.op != "call_function":
+            return None
+        while is_part(node):
+            node = node.args[0]  # type: ignore[assignment]
+        if node.name in self.storages and self.storages[node.name].bytes == 0:
+            return node.name
+        name = f"{node.name}:handle"
+        if name not in self.storages:
+            self.storages[name] = Storage(name, Life.INTERMEDIATE, (), 0)
+            self._wrote(node, [*self.writes[node], name])
+        return name
+
     def _note_write(self, node: fx.Node) -> None:
         """A call that makes a new value, or writes into old ones, or may."""
-        over = [each for one in written(node) for each in self._held[one]]
-        shares = [each for each in operands(node) if self.aliases.share(each, node)]
-        carried = [each for one in shares for each in self._held[one]]
+        over = [each for each in self._all_held(written(node)) if self.storages[each].bytes != 0]
         self._keep(node, Life.INTERMEDIATE)
+        carried = self._all_held(self._shared(node))
         self._held[node] = tuple(dict.fromkeys((self.name(node), *carried)))
         if _draws(node):
             self.storages.setdefault(GENERATOR, Storage(GENERATOR, Life.STATE, (), 0))
