@@ -6,18 +6,21 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from inlay.streams.order import Order, conflicts
+from inlay.program.pause import collector_paused
+from inlay.streams.order import conflicts, order_of
 from inlay.streams.races import Conflict, Fault, Flaw, Race, Verdict
 from inlay.streams.schedules import Event
 from inlay.streams.work import Life
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
+    from inlay.streams.order import Order
     from inlay.streams.schedules import Schedule
     from inlay.streams.work import Work
 
 
+@collector_paused()
 def check(work: Work, schedule: Schedule) -> Verdict:
     """Every flaw and every race of a schedule; none means that every way to run it gives what the program means.
 
@@ -32,10 +35,10 @@ def check(work: Work, schedule: Schedule) -> Verdict:
     flaws = (*_strangers(work, schedule), *_counts(work, schedule))
     if flaws:
         return Verdict(flaws)
-    order = Order(schedule)
-    if order.circle:
-        return Verdict((_deadlock(order.circle),))
-    races = (*_races(work, order), *reuses(work, schedule, order))
+    order = order_of(schedule, work.place)
+    if circle := order.circle():
+        return Verdict((_deadlock([work.tasks[task].name for task in circle]),))
+    races = (*_races(work, order), *_reuses(work, order, schedule.recorded))
     return Verdict(tuple(_moved(work, schedule)), races)
 
 
@@ -63,9 +66,9 @@ def _counts(work: Work, schedule: Schedule) -> Iterator[Flaw]:
             yield Flaw(Fault.TWICE, (name,), f"{name} is run {counts[name]} times.")
 
 
-def _deadlock(circle: tuple[str, ...]) -> Flaw:
+def _deadlock(circle: list[str]) -> Flaw:
     said = ", ".join(f"{one} waits for {two}" for one, two in zip(circle, (*circle[1:], circle[0]), strict=True))
-    return Flaw(Fault.DEADLOCK, circle, f"The lanes wait for each other: {said}.")
+    return Flaw(Fault.DEADLOCK, tuple(circle), f"The lanes wait for each other: {said}.")
 
 
 def _moved(work: Work, schedule: Schedule) -> Iterator[Flaw]:
@@ -82,50 +85,56 @@ def _moved(work: Work, schedule: Schedule) -> Iterator[Flaw]:
 
 
 def _races(work: Work, order: Order) -> Iterator[Race]:
-    for pair in conflicts(work):
-        first, second = work.tasks[pair.first].name, work.tasks[pair.second].name
-        if not order.before(first, second):
-            turned = order.before(second, first)
-            yield Race(pair.kind, first, second, pair.storage, Event(first, second), turned)
+    for kind, one, two, storage in conflicts(work):
+        if not order.before(one, two):
+            first, second = work.tasks[one].name, work.tasks[two].name
+            turned = order.before(two, one)
+            yield Race(kind, first, second, work.storages[storage].name, Event(first, second), turned)
 
 
-def reuses(work: Work, schedule: Schedule, order: Order) -> Iterator[Race]:
-    """Memory that may be given away while another lane uses it.
+def _reuses(work: Work, order: Order, recorded: Collection[str]) -> Iterator[Race]:
+    kept = set(recorded)
+    for place, user, taker in reused(work, order):
+        first, second, storage = work.tasks[user].name, work.tasks[taker].name, work.storages[place].name
+        if storage not in kept:
+            yield Race(Conflict.REUSE, first, second, storage, Event(first, second))
+
+
+def reused(work: Work, order: Order) -> Iterator[tuple[int, int, int]]:
+    """Memory that may be given away while another lane uses it: storage, who uses it, who is given it, by place.
 
     A storage is alive when a task is launched that happens before one of its uses. The first task of the home lane that
     happens before none of them is the first that may be given its memory. If all uses happen before that task, they
-    happen before all later ones.
+    happen before all later ones. Of several uses in one lane the last is told.
     """
-    recorded = set(schedule.recorded)
-    for name, users in _users(work).items():
-        home = order.lane[users[0]]
-        if name in recorded or all(order.lane[user] == home for user in users):
+    lane = order.lane
+    for storage, maker, users in _users(work):
+        home = lane[maker]
+        away = [user for user in users if lane[user] != home]
+        if not away:
             continue
-        alive = max(order.clock[user][home] for user in users)
+        alive = max([order.happened(user, home) for user in users])
         if alive == len(order.lanes[home]):
             continue
         taker = order.lanes[home][alive]
-        late: dict[int, str] = {}
-        for user in users:
-            lane = order.lane[user]
-            if not order.before(user, taker) and order.place[user] >= order.place.get(late.get(lane, ""), 0):
-                late[lane] = user
-        for user in late.values():
-            yield Race(Conflict.REUSE, user, taker, name, Event(user, taker))
+        late = [user for user in away if not order.before(user, taker)]
+        if len(late) > 1:
+            late = list({lane[user]: user for user in sorted(late, key=order.place.__getitem__)}.values())
+        for user in late:
+            yield storage, user, taker
 
 
-def _users(work: Work) -> dict[str, list[str]]:
-    """Intermediate storage with bytes → the tasks that touch it, the one that allocates it first."""
-    users: dict[str, list[str]] = {
-        each.name: [] for each in work.storages if each.life is Life.INTERMEDIATE and each.bytes != 0
-    }
-    made: set[str] = set()
-    for task in work.tasks:
-        for name in dict.fromkeys((*task.writes, *task.reads)):
-            if name in users:
-                users[name].append(task.name)
-        for name in task.writes:
-            if name in users and name not in made:
-                made.add(name)
-                users[name].insert(0, users[name].pop())
-    return {name: each for name, each in users.items() if name in made}
+def _users(work: Work) -> Iterator[tuple[int, int, list[int]]]:
+    """Intermediate storages with bytes, the task that allocates each, and all that touch it."""
+    users: list[list[int]] = [[] for _ in work.storages]
+    makers = [-1] * len(users)
+    for task, (reads, writes) in enumerate(work.accesses):
+        for storage in reads:
+            users[storage].append(task)
+        for storage in writes:
+            users[storage].append(task)
+            if makers[storage] < 0:
+                makers[storage] = task
+    for storage, each in enumerate(work.storages):
+        if each.life is Life.INTERMEDIATE and each.bytes != 0 and makers[storage] >= 0:
+            yield storage, makers[storage], users[storage]

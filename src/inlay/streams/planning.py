@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from inlay.errors import UsageError
 from inlay.program.pause import collector_paused
-from inlay.streams.checking import reuses
-from inlay.streams.order import Order, predecessors, successors
+from inlay.streams.checking import reused
+from inlay.streams.order import Order, order_of, predecessors, successors
 from inlay.streams.schedules import Event, Schedule, in_order
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ def schedule(work: Work, *, lanes: int = 2, event_seconds: float) -> Schedule:
     _refuse_unmeasured(work)
     before = predecessors(work)
     made = _listed(work, before, lanes, event_seconds)
-    spread = Schedule(made)
-    spread = reduced(replace(spread, events=edges_across(work, spread)))
-    end = max((finish for _, finish in predicted(work, spread, event_seconds).values()), default=0.0)
-    if len(made) <= 1 or end >= work.seconds:
+    order = Order(made, _across(before, made))
+    waits = _direct(order)
+    if len(made) <= 1 or max(finish for _, finish in _times(work, order, waits, event_seconds)) >= work.seconds:
         return in_order(work)
-    return replace(spread, recorded=tuple(race.storage for race in reuses(work, spread, Order(spread))))
+    names = [task.name for task in work.tasks]
+    return Schedule(
+        tuple(tuple([names[task] for task in tasks]) for tasks in made),
+        tuple([Event(names[one], names[two]) for two, waited in waits.items() for one in waited]),
+        tuple(work.storages[storage].name for storage, _, _ in reused(work, order)),
+    )
 
 
 def _refuse_unmeasured(work: Work) -> None:
@@ -44,30 +48,28 @@ def _refuse_unmeasured(work: Work) -> None:
             raise UsageError(f"Nobody has measured {task.name}.", "Measure it, or say that it takes 0 seconds.")
 
 
-def _listed(
-    work: Work, before: Sequence[Sequence[int]], lanes: int, event_seconds: float
-) -> tuple[tuple[str, ...], ...]:
+def _listed(work: Work, before: Sequence[Sequence[int]], lanes: int, event_seconds: float) -> list[list[int]]:
     """The tasks of each lane in order; lanes that stay empty are left out."""
     after = successors(before)
     seconds = [task.seconds or 0.0 for task in work.tasks]
+    fixed = {place for place, task in enumerate(work.tasks) if task.fixed}
     ranks = _ranks(seconds, after)
     missing = [len(each) for each in before]
     ready = [(-ranks[place], place) for place, count in enumerate(missing) if not count]
     heapq.heapify(ready)
-    found: list[list[str]] = [[] for _ in range(lanes)]
+    found: list[list[int]] = [[] for _ in range(lanes)]
     free, finish, home = [0.0] * lanes, [0.0] * len(work), [0] * len(work)
     while ready:
         _, place = heapq.heappop(ready)
-        choice = range(1 if work.tasks[place].fixed else lanes)
-        lane, start = _earliest(before[place], choice, free, finish, home, event_seconds)
+        lane, start = _earliest(before[place], 1 if place in fixed else lanes, free, finish, home, event_seconds)
         home[place], finish[place] = lane, start + seconds[place]
         free[lane] = finish[place]
-        found[lane].append(work.tasks[place].name)
+        found[lane].append(place)
         for each in after[place]:
             missing[each] -= 1
             if not missing[each]:
                 heapq.heappush(ready, (-ranks[each], each))
-    return tuple(tuple(each) for each in found if each)
+    return [each for each in found if each]
 
 
 def _ranks(seconds: Sequence[float], after: Sequence[Sequence[int]]) -> list[float]:
@@ -80,23 +82,30 @@ def _ranks(seconds: Sequence[float], after: Sequence[Sequence[int]]) -> list[flo
 
 def _earliest(
     needs: Sequence[int],
-    choice: Sequence[int],
+    choice: int,
     free: Sequence[float],
     finish: Sequence[float],
     home: Sequence[int],
     event_seconds: float,
 ) -> tuple[int, float]:
-    """The lane where a task can start first, and when; where several can, the lane of what it waits for longest."""
-    latest = [float("-inf")] * len(free)
+    """Of the first `choice` lanes the one where a task can start first, and when.
+
+    Where several can, it is the lane of what the task waits for longest.
+    """
+    last, near, others = -1.0, 0, -1.0  # the end of the latest need, its lane, and the latest need in other lanes
     for each in needs:
-        if finish[each] > latest[home[each]]:
-            latest[home[each]] = finish[each]
-    near = max(range(len(latest)), key=latest.__getitem__) if needs else 0
-    second = max((time for lane, time in enumerate(latest) if lane != near), default=float("-inf"))
-    best, when = choice[0], float("inf")
-    for lane in choice:
-        others = second if lane == near else latest[near]
-        start = max(free[lane], latest[lane], others + event_seconds)
+        end, lane = finish[each], home[each]
+        if lane == near:
+            last = max(last, end)
+        elif end > last:
+            last, near, others = end, lane, last
+        else:
+            others = max(others, end)
+    best, when = 0, float("inf")
+    for lane in range(choice):
+        start = max(free[lane], (others if lane == near else last) + event_seconds if needs else 0.0)
+        if lane == near:
+            start = max(start, last)
         if start < when or (start == when and lane == near):
             best, when = lane, start
     return best, when
@@ -104,13 +113,24 @@ def _earliest(
 
 def edges_across(work: Work, schedule: Schedule) -> tuple[Event, ...]:
     """Every pair of tasks that must stay in order and is in two lanes: the events that one an edge would take."""
-    lane, names = schedule.lane, [task.name for task in work.tasks]
-    return tuple(
-        Event(names[earlier], names[place])
-        for place, needs in enumerate(predecessors(work))
-        for earlier in needs
-        if lane[names[earlier]] != lane[names[place]]
-    )
+    lanes = [[work.place[name] for name in tasks] for tasks in schedule.lanes]
+    names = [task.name for task in work.tasks]
+    across = _across(predecessors(work), lanes)
+    return tuple(Event(names[one], names[two]) for two, waited in across.items() for one in waited)
+
+
+def _across(before: Sequence[Sequence[int]], lanes: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """For each task the needs that are in other lanes, if it has any."""
+    lane = [0] * len(before)
+    for index, tasks in enumerate(lanes):
+        for task in tasks:
+            lane[task] = index
+    found = {}
+    for task, needs in enumerate(before):
+        away = [each for each in needs if lane[each] != lane[task]]
+        if away:
+            found[task] = away
+    return found
 
 
 def reduced(schedule: Schedule) -> Schedule:
@@ -121,28 +141,47 @@ def reduced(schedule: Schedule) -> Schedule:
     lane 0: a b
     lane 1: [a] c [b] d
     """
-    order = Order(schedule)
-    if order.circle:
-        raise UsageError(f"The lanes wait for each other: {', '.join(order.circle)}.", "Take one of these events away.")
-    kept = []
-    for name, waited in schedule.waits.items():
-        lane, place = order.lane[name], order.place[name]
-        others = [*waited, schedule.lanes[lane][place - 1]] if place else waited
-        for each in waited:
-            implied = order.lane[each] == lane or any(order.before(each, other) for other in others)
-            if not implied:
-                kept.append(Event(each, name))
-    return replace(schedule, events=tuple(kept))
+    names = [name for tasks in schedule.lanes for name in tasks]
+    order = order_of(schedule, {name: place for place, name in enumerate(names)})
+    if order.circle():
+        raise UsageError("The lanes wait for each other.", "Take an event away: inlay.streams.check says which.")
+    events = tuple(Event(names[one], names[two]) for two, waited in _direct(order).items() for one in waited)
+    return replace(schedule, events=events)
+
+
+def _direct(order: Order) -> dict[int, list[int]]:
+    """The waits that do not follow from lanes and other waits: no other way leads from one task to the other."""
+    found = {}
+    for task, waited in order.waits.items():
+        lane, place = order.lane[task], order.place[task]
+        others = [*waited, order.lanes[lane][place - 1]] if place else waited
+        kept = [
+            each
+            for each in waited
+            if order.lane[each] != lane and not any(order.before(each, other) for other in others)
+        ]
+        if kept:
+            found[task] = kept
+    return found
 
 
 def predicted(work: Work, schedule: Schedule, event_seconds: float) -> Mapping[str, tuple[float, float]]:
     """When each task would start and end, if all took the time that was measured and nothing else."""
-    waits, lane = schedule.waits, schedule.lane
-    free = [0.0] * len(schedule.lanes)
-    times: dict[str, tuple[float, float]] = {}
-    for name in Order(schedule).clock:
-        start = max((times[each][1] + event_seconds for each in waits.get(name, ())), default=0.0)
-        start = max(start, free[lane[name]])
-        free[lane[name]] = start + (work[name].seconds or 0.0)
-        times[name] = start, free[lane[name]]
+    order = order_of(schedule, work.place)
+    times = _times(work, order, order.waits, event_seconds)
+    return {task.name: time for task, time in zip(work.tasks, times, strict=True)}
+
+
+def _times(
+    work: Work, order: Order, waits: Mapping[int, Sequence[int]], event_seconds: float
+) -> list[tuple[float, float]]:
+    free = [0.0] * len(order.lanes)
+    times = [(0.0, 0.0)] * len(work)
+    for task in order.ran:
+        lane = order.lane[task]
+        start = free[lane]
+        for each in waits.get(task, ()):
+            start = max(start, times[each][1] + event_seconds)
+        free[lane] = start + (work.tasks[task].seconds or 0.0)
+        times[task] = start, free[lane]
     return times

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from inlay.streams.work import Work
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """Recorded in the lane of `after` right after it; the lane of `before` waits for it right before it.
 
@@ -24,6 +24,10 @@ class Event:
 
     after: str
     before: str
+
+    def key(self) -> tuple[str, str]:
+        """What events are sorted by."""
+        return self.after, self.before
 
     def __str__(self) -> str:
         return f"{self.after} -> {self.before}"
@@ -64,7 +68,7 @@ class Schedule:
     """Storages to be recorded in the lanes that use them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple(sorted(set(self.events))))
+        object.__setattr__(self, "events", tuple(sorted(set(self.events), key=Event.key)))
         object.__setattr__(self, "recorded", tuple(sorted(set(self.recorded))))
 
     @cached_property

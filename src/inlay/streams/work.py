@@ -31,7 +31,7 @@ class Life(StrEnum):
     """Made and used up by the run: its memory is free for others after its last use."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Storage:
     """A piece of memory. All views of it and all values written into it in place are one storage.
 
@@ -46,7 +46,7 @@ class Storage:
     """Its size; None where it depends on symbols or is not known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """A unit of work that runs in one lane without a break.
 
@@ -97,9 +97,10 @@ class Work:
             counts = Counter(each.name for each in rows)
             if len(counts) != len(rows):
                 raise ProgramError(f"The work has more than one {what} {counts.most_common(1)[0][0]}.")
+        known = {each.name for each in self.storages}
         for task in self.tasks:
             for name in (*task.reads, *task.writes):
-                if name not in self.storage:
+                if name not in known:
                     raise ProgramError(f"{task.name} touches {name}, which is no storage of the work.")
 
     @cached_property
@@ -111,6 +112,15 @@ class Work:
     def storage(self) -> Mapping[str, Storage]:
         """Storages by name."""
         return {each.name: each for each in self.storages}
+
+    @cached_property
+    def accesses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """For each task the storages that it reads and those that it writes, by their places, each once."""
+        place = {each.name: index for index, each in enumerate(self.storages)}
+        return [
+            (tuple({place[name]: None for name in task.reads}), tuple({place[name]: None for name in task.writes}))
+            for task in self.tasks
+        ]
 
     def __getitem__(self, name: str) -> Task:
         return self.tasks[self.place[name]]
