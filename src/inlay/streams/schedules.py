@@ -47,9 +47,10 @@ class Schedule:
 
     **Memory.** Lanes take memory from pools of their own. A storage that the run makes belongs to the lane of the task
     that writes it first in the order of the program: its home. An intermediate storage is given back to its home when
-    all tasks that touch it have been launched, which may be before they have run. From then on any task of the home
-    lane may be given that memory, whatever it writes. Storages in `recorded` are not given back before every lane has
-    got past its uses of them (`torch.Tensor.record_stream`, in every lane that touches one but its home).
+    all tasks that touch it have been launched, which may be before they have run, and never in the middle of a task.
+    From then on any task of the home lane may be given that memory, whatever it writes. Storages in `recorded` are not
+    given back before every lane has got past its uses of them (`torch.Tensor.record_stream`, in every lane that touches
+    one but its home).
 
     Events and recorded storages are kept sorted, each once, so schedules that say the same are equal.
 

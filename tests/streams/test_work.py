@@ -1,0 +1,229 @@
+"""What programs and plans touch: views, in-place writes, state, several results, random numbers, collectives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from generated import INPUTS, SIZE, random_program
+from running import any_order, calls_of, run_calls
+from torch import fx
+
+from inlay.capture import capture
+from inlay.compile.execute import BoundStep, Execution
+from inlay.compile.manifest import Step
+from inlay.compile.plan import Piece, Plan, plan
+from inlay.errors import UsageError
+from inlay.program import Binding, Bindings, Facts, Program, Role
+from inlay.program.program import Calling
+from inlay.streams import (
+    Life,
+    Work,
+    check,
+    in_order,
+    measured_calls,
+    measured_event,
+    measured_steps,
+    schedule,
+    work_of_plan,
+    work_of_program,
+)
+from inlay.testing import program_of
+from models import branch
+
+pytestmark = pytest.mark.fast
+aten = torch.ops.aten
+
+
+def _touched(work: Work) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    return {task.name: (task.reads, task.writes) for task in work.tasks}
+
+
+def _graph(*inputs: str) -> tuple[fx.Graph, list[fx.Node]]:
+    graph = fx.Graph()
+    return graph, [graph.placeholder(name) for name in inputs]
+
+
+def _program(graph: fx.Graph, *results: fx.Node) -> Program:
+    graph.output(results)
+    ins = [
+        Binding(node.name, Role.INPUT, node.name, "float32", (4,)) for node in graph.nodes if node.op == "placeholder"
+    ]
+    outs = [Binding(f"out{place}", Role.OUTPUT, "", "float32", (4,)) for place, _ in enumerate(results)]
+    return Program("made", graph, Bindings((*ins, *outs)), {}, {}, Calling(None, None, ()), Facts())
+
+
+def test_state_and_its_new_value_are_one_storage() -> None:
+    def step(x: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, count, x)
+        seen = cache.sum(0)
+        count.add_(1)
+        return seen
+
+    program = program_of(step, [torch.ones(1, 4), torch.zeros(8, 4), torch.zeros(1, dtype=torch.int64)])
+    work = work_of_program(program)
+    assert _touched(work) == {
+        "index_copy": (("values_1", "values_2", "values_0"), ("values_1",)),
+        "sum_1": (("values_1",), ("sum_1",)),
+        "add": (("values_2",), ("values_2",)),
+    }
+    lives = {each.name: each.life for each in work.storages}
+    assert lives == {
+        "values_0": Life.GIVEN,
+        "values_1": Life.STATE,
+        "values_2": Life.STATE,
+        "sum_1": Life.RESULT,
+    }
+    assert work.storage["values_1"].values == ("values_1", "index_copy")
+
+
+def test_views_touch_no_memory() -> None:
+    """A write may come before or after a view is made; whoever takes the view waits for both."""
+    graph, (x,) = _graph("x")
+    x.meta["val"] = torch.ones(4, 4)
+    made = graph.call_function(aten.relu.default, (x,))
+    made.meta["val"] = torch.ones(4, 4)
+    view = graph.call_function(aten.t.default, (made,))
+    view.meta["val"] = made.meta["val"].t()
+    over = graph.call_function(aten.mul_.Scalar, (made, 2))
+    over.meta["val"] = made.meta["val"]
+    read = graph.call_function(aten.neg.default, (view,))
+    work = work_of_program(_program(graph, read))
+    assert _touched(work) == {
+        "relu_default": (("x",), ("relu_default", "relu_default:handle")),
+        "t_default": (("relu_default:handle",), ("t_default",)),
+        "mul__scalar": (("relu_default",), ("relu_default",)),
+        "neg_default": (("relu_default", "t_default"), ("neg_default",)),
+    }
+    assert work.storage["t_default"].bytes == 0
+    assert work.storage["relu_default"].bytes == 64
+
+
+def test_a_view_that_may_be_a_copy_has_memory_of_its_own() -> None:
+    graph, (x,) = _graph("x")
+    made = graph.call_function(aten.relu.default, (x,))
+    shaped = graph.call_function(aten.reshape.default, (made, [2, 2]))
+    read = graph.call_function(aten.neg.default, (shaped,))
+    work = work_of_program(_program(graph, read))
+    assert _touched(work)["neg_default"][0] == ("relu_default", "reshape_default")
+    assert work.storage["reshape_default"].bytes is None
+
+
+def test_several_results_are_several_storages() -> None:
+    program = program_of(lambda x: x.topk(2), [torch.ones(2, 4)])
+    work = work_of_program(program)
+    (task,) = work.tasks
+    assert task.calls == ("topk", "getitem", "getitem_1")
+    assert {"getitem", "getitem_1"} <= set(task.writes)
+    assert work.storage["getitem"].life is work.storage["getitem_1"].life is Life.RESULT
+
+
+def test_random_numbers_come_in_order() -> None:
+    graph, (x,) = _graph("x")
+    drawn = [graph.call_function(aten.rand_like.default, (x,)) for _ in range(2)]
+    plain = graph.call_function(aten.scaled_dot_product_attention.default, (x, x, x))
+    drops = graph.call_function(aten.scaled_dot_product_attention.default, (x, x, x, None, 0.5))
+    work = work_of_program(_program(graph, *drawn, plain, drops))
+    draws = [task.name for task in work.tasks if "default generator" in task.writes]
+    assert draws == [drawn[0].name, drawn[1].name, drops.name]
+
+
+def test_collectives_are_fixed() -> None:
+    group = torch.ops._c10d_functional
+    graph, (x,) = _graph("x")
+    summed = graph.call_function(group.all_reduce.default, (x, "sum", "0"))
+    waited = graph.call_function(group.wait_tensor.default, (summed,))
+    read = graph.call_function(aten.neg.default, (summed,))
+    work = work_of_program(_program(graph, read))
+    assert [task.fixed for task in work.tasks] == [True, True, False]
+    assert work[waited.name].writes == (summed.name,), "what is read before the wait is not what was summed"
+
+
+def test_nested_graphs() -> None:
+    """Nothing is known of what a branch does to what it is given: it is in order with all that touches that."""
+    work = work_of_program(capture(branch()))
+    assert check(work, in_order(work)).ok
+    (cond,) = [task for task in work.tasks if task.name.startswith("cond")]
+    together = {value for name in cond.writes for value in work.storage[name].values}
+    assert together >= {"x", "p_weight", cond.name}
+
+
+def test_in_place_programs_give_the_same_in_any_order_of_their_lanes() -> None:
+    """Real tensors: what the room reads out of a graph is enough to keep every bit."""
+    spread = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        program, _ = random_program(rng, 20)
+        names = [task.name for task in work_of_program(program).tasks]
+        work = work_of_program(program, {name: rng.uniform(1e-5, 1e-3) for name in names})
+        made = schedule(work, lanes=3, event_seconds=0.0)
+        spread += len(made.lanes) > 1
+        outcomes = []
+        for order in (names, any_order(rng, made)):
+            given = {name: torch.full((SIZE, SIZE), 1.0 + place) for place, name in enumerate(INPUTS)}
+            outcomes.append([*run_calls(program, given, calls_of(work, order)), *given.values()])
+        assert all(torch.equal(*each) for each in zip(*outcomes, strict=True))
+    assert spread > 100
+
+
+def _piece(name: str, function: Any, *args: Any) -> Piece:
+    return Piece(name, program_of(function, args))
+
+
+def test_steps_of_a_plan() -> None:
+    """A result that may lie in what the step was given is in both storages."""
+    look, change = (
+        _piece("look", lambda x: x.t(), torch.ones(2, 2)),
+        _piece("change", lambda x: x + 1, torch.ones(2, 2)),
+    )
+    whole = program_of(lambda x: (x.t() + 1) + 1, [torch.ones(2, 2)])
+    steps = (
+        Step("change", (), ("values_0",), ("a",)),
+        Step("look", (), ("a",), ("b",)),
+        Step("change", (), ("b",), ("c",)),
+    )
+    work = work_of_plan(Plan(whole, (look, change), steps, ("c",)), [1e-3, 0.0, 1e-3])
+    assert _touched(work) == {
+        "0:change": (("values_0",), ("a",)),
+        "1:look": (("a",), ("b",)),
+        "2:change": (("b", "a"), ("c",)),
+    }
+    assert [task.steps for task in work.tasks] == [(0,), (1,), (2,)]
+    assert {name: each.life.value for name, each in work.storage.items()} == {
+        "values_0": "given",
+        "a": "intermediate",
+        "b": "intermediate",
+        "c": "result",
+    }
+    with pytest.raises(UsageError, match="2 times were given for 3 steps"):
+        work_of_plan(Plan(whole, (look, change), steps, ("c",)), [1e-3, 0.0])
+
+
+def test_a_plan_that_writes_state() -> None:
+    def step(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, torch.tensor([1]), x)
+        return cache.sum(0)
+
+    work = work_of_plan(plan(program_of(step, [torch.ones(1, 4), torch.zeros(8, 4)])))
+    (task,) = work.tasks
+    assert "values_1" in task.reads
+    assert "values_1" in task.writes
+    assert work.storage["values_1"].life is Life.STATE
+
+
+def test_times_are_measured() -> None:
+    program = program_of(lambda x, y: (x @ y, x.topk(2)[0]), [torch.ones(8, 8), torch.ones(8, 8)])
+    given = {"values_0": torch.ones(8, 8), "values_1": torch.ones(8, 8)}
+    times = measured_calls(program, given)
+    work = work_of_program(program, times)
+    assert set(times) == {task.name for task in work.tasks}
+    assert min(times.values()) > 0
+    with pytest.raises(UsageError, match="values_1 is not given"):
+        measured_calls(program, {"values_0": torch.ones(8, 8)})
+    with pytest.raises(UsageError, match="Nobody has measured topk"):
+        work_of_program(program, {name: time for name, time in times.items() if name != "topk"})
+    steps = [BoundStep(lambda taken: [taken[0] + 1], ("x",), ("y",)), BoundStep(lambda taken: taken, ("y",), ("z",))]
+    assert len(measured_steps(Execution(steps, ["z"]), {"x": torch.ones(4)})) == 2
+    assert 0 < measured_event(50) < 1
