@@ -1,26 +1,39 @@
-"""Overlap that is planned and verified: work, schedules of it over lanes, and what can be wrong with them."""
+"""Overlap that is planned, verified, run and seen: work, schedules of it over lanes, races, timelines."""
 
+from inlay.streams.bound import Bound, bound_program, bound_steps
 from inlay.streams.checking import check
+from inlay.streams.devices import Streams
+from inlay.streams.execute import Overlapped, open_lanes, run
 from inlay.streams.from_program import work_of_plan, work_of_program
+from inlay.streams.lanes import Lanes
 from inlay.streams.measuring import measured_calls, measured_event, measured_steps
 from inlay.streams.pieces import grouped
 from inlay.streams.planning import edges_across, predicted, reduced, schedule
 from inlay.streams.races import Conflict, Fault, Flaw, Race, Verdict
 from inlay.streams.schedules import Event, Schedule, differences, in_order
+from inlay.streams.timeline import Ran, Timeline
 from inlay.streams.work import Life, Storage, Task, Work
 
 __all__ = [
+    "Bound",
     "Conflict",
     "Event",
     "Fault",
     "Flaw",
+    "Lanes",
     "Life",
+    "Overlapped",
     "Race",
+    "Ran",
     "Schedule",
     "Storage",
+    "Streams",
     "Task",
+    "Timeline",
     "Verdict",
     "Work",
+    "bound_program",
+    "bound_steps",
     "check",
     "differences",
     "edges_across",
@@ -29,8 +42,10 @@ __all__ = [
     "measured_calls",
     "measured_event",
     "measured_steps",
+    "open_lanes",
     "predicted",
     "reduced",
+    "run",
     "schedule",
     "work_of_plan",
     "work_of_program",

@@ -1,0 +1,173 @@
+"""Timeline: what a run did when, how much of it overlapped, and what was lost by waiting."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from inlay.streams.saved import dumped, loaded
+from inlay.streams.schedules import Event  # noqa: TC001 - `loaded` reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from inlay.streams.course import Span
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A task as it was run; seconds from the beginning of the run.
+
+    The lane asked for it when it was done with the task before; until it began the lane waited for events.
+    """
+
+    task: str
+    lane: int
+    asked: float
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.end - self.begin
+
+    @property
+    def waited(self) -> float:
+        """How long its lane waited for it."""
+        return self.begin - self.asked
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One run of a schedule.
+
+    >>> spans = [[Ran("a", 0, 0.0, 0.0, 3.0)], [Ran("b", 1, 0.0, 0.0, 2.0), Ran("c", 1, 2.0, 3.0, 4.0)]]
+    >>> timeline = Timeline(tuple(ran for lane in spans for ran in lane), (Event("a", "c"),))
+    >>> print(timeline)
+    4.000 s; 50 % of the time two lanes or more ran; 1.000 s lost waiting
+    >>> timeline.critical
+    ('a', 'c')
+    """
+
+    ran: tuple[Ran, ...]
+    events: tuple[Event, ...] = ()
+
+    @classmethod
+    def of(cls, lanes: Sequence[Sequence[Span]], events: tuple[Event, ...]) -> Timeline:
+        """From what lanes noted. The run begins when the first lane asks for its first task."""
+        spans = [span for lane in lanes for span in lane]
+        zero = min((span.asked for span in spans), default=0)
+        ran = [
+            Ran(span.task, span.lane, *((each - zero) / 1e9 for each in (span.asked, span.begin, span.end)))
+            for span in spans
+        ]
+        return cls(tuple(ran), events)
+
+    @cached_property
+    def by_task(self) -> Mapping[str, Ran]:
+        """What was run, by task."""
+        return {each.task: each for each in self.ran}
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes ran something."""
+        return 1 + max((each.lane for each in self.ran), default=-1)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the end of the last task."""
+        return max((each.end for each in self.ran), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all tasks together."""
+        return sum(each.seconds for each in self.ran)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that lanes waited for events, together. A lane that has nothing left to do does not wait."""
+        return sum(each.waited for each in self.ran)
+
+    @property
+    def overlap(self) -> float:
+        """The share of the time in which two lanes or more ran: 0 where nothing overlapped, 1 where all did."""
+        edges = sorted([(each.begin, 1) for each in self.ran] + [(each.end, -1) for each in self.ran])
+        together, running, since = 0.0, 0, 0.0
+        for time, change in edges:
+            if running > 1:
+                together += time - since
+            running, since = running + change, time
+        return together / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def critical(self) -> tuple[str, ...]:
+        """The tasks that the end waited for: from the last one back, always to what it had to wait for longest."""
+        before = self._before()
+        found = []
+        at = max(self.ran, key=lambda each: each.end, default=None)
+        while at is not None:
+            found.append(at.task)
+            at = max(before[at.task], key=lambda each: each.end, default=None)
+        return tuple(reversed(found))
+
+    def _before(self) -> dict[str, list[Ran]]:
+        """For each task the one before it in its lane, and those it waited for."""
+        found: dict[str, list[Ran]] = {each.task: [] for each in self.ran}
+        last: dict[int, Ran] = {}
+        for each in sorted(self.ran, key=lambda each: each.begin):
+            if each.lane in last:
+                found[each.task].append(last[each.lane])
+            last[each.lane] = each
+        for event in self.events:
+            found[event.before].append(self.by_task[event.after])
+        return found
+
+    def __str__(self) -> str:
+        share = f"{100 * self.overlap:.0f} % of the time two lanes or more ran"
+        return f"{time_text(self.seconds)}; {share}; {time_text(self.waited)} lost waiting"
+
+    def text(self) -> str:
+        """The timeline as JSON."""
+        return dumped(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Timeline:
+        """A timeline from its JSON."""
+        return loaded(cls, text)
+
+    def trace(self) -> str:
+        """The timeline as Perfetto and chrome://tracing read it: JSON, times in microseconds."""
+        return json.dumps({"traceEvents": list(self._traced()), "displayTimeUnit": "ns"}, ensure_ascii=False)
+
+    def _traced(self) -> Iterator[dict[str, Any]]:
+        critical = set(self.critical)
+        for lane in range(self.lanes):
+            yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": f"lane {lane}"}}
+        for each in self.ran:
+            place = {"pid": 0, "tid": each.lane}
+            if any(event.before == each.task for event in self.events):
+                yield place | _slice("wait", "wait", each.asked, each.begin, {"for": each.task})
+            yield place | _slice(each.task, "task", each.begin, each.end, {"critical": each.task in critical})
+        for number, event in enumerate(self.events):
+            after, before = self.by_task[event.after], self.by_task[event.before]
+            flow = {"name": str(event), "cat": "event", "id": number, "pid": 0}
+            yield flow | {"ph": "s", "tid": after.lane, "ts": 1e6 * (after.begin + after.end) / 2}
+            yield flow | {"ph": "f", "bp": "e", "tid": before.lane, "ts": 1e6 * before.begin}
+
+
+def _slice(name: str, kind: str, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": kind, "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args}
+
+
+def time_text(seconds: float) -> str:
+    """A time as people read it.
+
+    >>> time_text(0.0123), time_text(4.2e-6), time_text(3)
+    ('12.300 ms', '4.2 µs', '3.000 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
