@@ -69,7 +69,9 @@ def parallel_block(hidden: int = 64, heads: int = 4, tokens: int = 16) -> Exampl
 def prepared(example: Example) -> tuple[Program, dict[str, Any]]:
     """The program of an example, which writes its state itself, and what it is given."""
     program = in_place(capture(example)).program
-    return program, dict(zip((row.name for row in program.bindings.of(Role.INPUT)), tree_leaves(example.args), strict=True))
+    return program, dict(
+        zip((row.name for row in program.bindings.of(Role.INPUT)), tree_leaves(example.args), strict=True)
+    )
 
 
 def scheduled(example: Example, event_seconds: float, lanes: int = 2) -> tuple[Bound, Schedule, dict[str, Any]]:

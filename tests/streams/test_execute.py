@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -249,7 +250,7 @@ def test_what_nobody_needs_is_dropped_while_others_run() -> None:
     bound = Bound(work, {name: BoundStep(link, taken, (name,)) for name, taken in takes.items()}, (names[-1],))
     lanes = Schedule(
         (tuple(names[::2]), tuple(names[1::2])),
-        tuple(Event(*pair) for pair in zip(names, names[1:], strict=False)),
+        tuple(Event(*pair) for pair in pairwise(names)),
         tuple(names[:-1]),
     )
     run(bound, lanes, {})

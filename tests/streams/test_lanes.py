@@ -242,9 +242,7 @@ def test_runs_of_several_threads_come_one_after_the_other() -> None:
     found: list[list[Any]] = []
     with Lanes(3) as lanes:
         overlapped = Overlapped(bound, LANES, lanes)
-        callers = [
-            threading.Thread(target=lambda: found.extend(overlapped({}) for _ in range(50))) for _ in range(4)
-        ]
+        callers = [threading.Thread(target=lambda: found.extend(overlapped({}) for _ in range(50))) for _ in range(4)]
         for caller in callers:
             caller.start()
         for caller in callers:

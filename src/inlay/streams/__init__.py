@@ -1,6 +1,7 @@
 """Overlap that is planned, verified, run and seen: work, schedules of it over lanes, races, timelines."""
 
 from inlay.streams.bound import Bound, bound_program, bound_steps
+from inlay.streams.capture import Captured, Replays
 from inlay.streams.checking import check
 from inlay.streams.devices import Streams
 from inlay.streams.execute import Overlapped, open_lanes, run
@@ -16,6 +17,7 @@ from inlay.streams.work import Life, Storage, Task, Work
 
 __all__ = [
     "Bound",
+    "Captured",
     "Conflict",
     "Event",
     "Fault",
@@ -25,6 +27,7 @@ __all__ = [
     "Overlapped",
     "Race",
     "Ran",
+    "Replays",
     "Schedule",
     "Storage",
     "Streams",

@@ -1,0 +1,158 @@
+"""Launching on streams, held against the book: streams that write down what they are told stand in for a device.
+
+Whether a device then does it is asked in tests/streams/test_on_a_gpu.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from generated import random_program
+
+from inlay.compile.execute import BoundStep
+from inlay.errors import UsageError
+from inlay.streams import Bound, Event, Life, Schedule, Storage, Streams, Task, Work, schedule, work_of_program
+from inlay.streams.course import Values, course
+from inlay.streams.devices import launch
+from inlay.streams.order import conflicts
+
+if TYPE_CHECKING:
+    from typing import Self
+
+pytestmark = pytest.mark.fast
+
+
+class WrittenDown:
+    """A stream: what it was told, in order. An event is its place in that list."""
+
+    current: WrittenDown | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name, self.told = name, list[tuple[str, Any]]()
+
+    def __enter__(self) -> Self:
+        WrittenDown.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        WrittenDown.current = None
+
+    def record_event(self) -> tuple[WrittenDown, int]:
+        return self, len(self.told)
+
+    def wait_event(self, event: tuple[WrittenDown, int]) -> None:
+        self.told.append(("wait", event))
+
+    def ran(self, task: str) -> None:
+        self.told.append(("run", task))
+
+
+class Recorded(torch.Tensor):
+    """A tensor of no memory that notes in which streams it is recorded."""
+
+    def record_stream(self, stream: Any) -> None:
+        stream.told.append(("keep", self))
+
+
+def noting(work: Work, results: tuple[str, ...] = ()) -> Bound:
+    """Tasks that note in which stream they run; values are what their storages are called."""
+
+    def step(task: Task) -> BoundStep:
+        def call(values: list[Any]) -> list[Any]:
+            assert WrittenDown.current is not None
+            WrittenDown.current.ran(task.name)
+            return [torch.empty(1, device="meta").as_subclass(Recorded) for _ in outs]
+
+        made = [name for name in task.writes if name not in seen]
+        seen.update(made)
+        outs = tuple(made)
+        return BoundStep(call, tuple(name for name in task.reads if name in seen and name not in made), outs)
+
+    seen = {each.name for each in work.storages if each.life in (Life.GIVEN, Life.STATE)}
+    return Bound(work, {task.name: step(task) for task in work.tasks}, results)
+
+
+def launched(bound: Bound, made: Schedule) -> list[WrittenDown]:
+    streams = [WrittenDown(f"stream {lane}") for lane in range(len(made.lanes))]
+    given = dict.fromkeys(bound.takes, torch.empty(1, device="meta").as_subclass(Recorded))
+    launch(course(bound, made), Values(bound, given), streams)
+    return streams
+
+
+def past(streams: list[WrittenDown]) -> dict[str, set[str]]:
+    """Task → all tasks that a device has run when it begins, if it does what the streams were told."""
+    found: dict[str, set[str]] = {}
+
+    def until(stream: WrittenDown, place: int) -> set[str]:
+        before: set[str] = set()
+        for kind, what in stream.told[:place]:
+            if kind == "wait":
+                before |= until(*what)
+            elif kind == "run":
+                found.setdefault(what, set(before))
+                before |= {what}
+        return before
+
+    ends = [until(stream, len(stream.told)) for stream in streams]
+    found["the caller, afterwards"] = ends[0]
+    return found
+
+
+def test_streams_are_told_all_that_matters() -> None:
+    """Random programs: every two tasks that meet at a storage are in order, and the caller comes after all of them."""
+    spread = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        program, _ = random_program(rng, 10)
+        names = [task.name for task in work_of_program(program).tasks]
+        work = work_of_program(program, {name: rng.uniform(1e-5, 1e-3) for name in names})
+        made = schedule(work, lanes=3, event_seconds=1e-6)
+        streams = launched(noting(work), made)
+        before = past(streams)
+        for pair in conflicts(work):
+            assert work.tasks[pair.first].name in before[work.tasks[pair.second].name]
+        assert before["the caller, afterwards"] == set(names)
+        spread += len(made.lanes) > 1
+    assert spread > 50
+
+
+def test_other_streams_begin_after_what_the_caller_launched_before() -> None:
+    work = Work((Task("a", (), ("x",)), Task("b", (), ("y",))), (Storage("x"), Storage("y")))
+    caller, other = launched(noting(work), Schedule((("a",), ("b",))))
+    assert other.told[0] == ("wait", (caller, 0))
+    assert caller.told[-1] == ("wait", (other, len(other.told)))
+
+
+def test_memory_is_recorded_where_another_lane_uses_it() -> None:
+    """A recorded storage in every lane but its home, results in the caller's stream, and nothing else."""
+    tasks = Task("make", (), ("x",)), Task("use", ("x",), ("y",)), Task("also", ("x",), ("z",)), Task("end", ("y",))
+    lives = {"y": Life.RESULT}
+    work = Work(tasks, tuple(Storage(name, lives.get(name, Life.INTERMEDIATE), (name,)) for name in "xyz"))
+    lanes = Schedule((("make", "also"), ("use", "end")), (Event("make", "use"),), recorded=("x",))
+    caller, other = launched(noting(work, ("y",)), lanes)
+    assert [kind for kind, _ in other.told] == ["wait", "wait", "run", "keep", "run"]
+    assert [kind for kind, _ in caller.told] == ["run", "run", "wait", "keep"]
+
+
+def test_an_error_while_launching_leaves_the_caller_after_all_that_was_launched() -> None:
+    work = Work((Task("a", (), ("x",)), Task("b", (), ("y",))), (Storage("x"), Storage("y")))
+    bound = noting(work)
+
+    def fails(values: list[Any]) -> list[Any]:
+        raise ValueError("this task fails")
+
+    broken = Bound(work, {**bound.steps, "a": BoundStep(fails, (), ("x",))}, ())
+    made = Schedule((("a",), ("b",)))
+    streams = [WrittenDown("caller"), WrittenDown("other")]
+    with pytest.raises(ValueError, match="this task fails"):
+        launch(course(broken, made), Values(broken, {}), streams)
+    assert streams[0].told[-1] == ("wait", (streams[1], len(streams[1].told)))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_a_device_it_is_said() -> None:
+    with pytest.raises(UsageError, match="no device with streams here"):
+        Streams(2)
