@@ -194,6 +194,8 @@ def overlap(options: argparse.Namespace) -> int:
     print(timeline)
     lanes.close()
     options.trace.write_text(timeline.trace())
+    if options.timeline:
+        options.timeline.write_text(timeline.text())
     if options.picture:
         options.picture.write_text(draw(timeline, f"{options.layer}: two lanes against one, × {ratio:.2f}"))
     print(json.dumps({"overlapped_over_serial": round(ratio, 3), "trace": str(options.trace)}))
@@ -207,6 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="rows")
     parser.add_argument("--rounds", type=int, default=20, help="how often each way is measured")
     parser.add_argument("--trace", type=Path, default=Path("overlap.json"), help="where the trace is written")
+    parser.add_argument("--timeline", type=Path, help="where the timeline is saved, for `inlay report --timeline`")
     parser.add_argument("--picture", type=Path, help="where the timeline is drawn, as SVG")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from inlay.cli.console import err, failing_kindly, progress
 from inlay.cli.models import DTypeOption, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import bytes_text
+from inlay.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +31,9 @@ def report(
     drift: Annotated[
         bool, typer.Option("--drift", help="Also run the model before and after every transform, as `inlay verify`.")
     ] = False,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Also show how lanes ran: a file that `Timeline.text` wrote.")
+    ] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 1,
     files: ConfigOption = None,
@@ -48,13 +52,24 @@ def report(
     with failing_kindly():
         from inlay.compile.store import is_package
 
+        lanes = {} if timeline is None else {"lanes": _lanes(timeline)}
         if is_package(Path(model)):
             from inlay.insight.report import report_of_package
 
             made = report_of_package(Path(model))
         else:
             made = _of_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust))
-        wrote(made, output)
+        wrote(made | lanes, output)
+
+
+def _lanes(file: Path) -> dict[str, Any]:
+    from inlay.streams.picture import section
+    from inlay.streams.timeline import Timeline
+
+    try:
+        return section(Timeline.parse(file.read_bytes()))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {one_line(error)}.", "Give a timeline that was saved.") from error
 
 
 def _of_model(

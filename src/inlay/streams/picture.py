@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from inlay.streams.timeline import time_text
@@ -45,6 +45,27 @@ def draw(timeline: Timeline, title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
+def section(timeline: Timeline) -> dict[str, Any]:
+    """What the page of a report says of a run: figures, the picture, and every task in the order of its beginning."""
+    critical = set(timeline.critical)
+    on_path = sum(each.seconds for each in timeline.ran if each.task in critical)
+    return {
+        "says": str(timeline),
+        "figures": [
+            ["a run", time_text(timeline.seconds)],
+            ["all tasks together", time_text(timeline.busy)],
+            ["two lanes or more ran", f"{100 * timeline.overlap:.0f} % of the time"],
+            ["lost waiting", time_text(timeline.waited)],
+            ["on the critical path", f"{time_text(on_path)} in {len(critical)} of {len(timeline.ran)} tasks"],
+        ],
+        "picture": draw(timeline, "Lanes as they ran"),
+        "rows": [
+            [each.task, each.lane, *map(time_text, (each.begin, each.seconds, each.waited)), each.task in critical]
+            for each in sorted(timeline.ran, key=lambda each: (each.begin, each.lane))
+        ],
+    }
+
+
 def _legend() -> Iterator[str]:
     x = float(LEFT)
     for colour, words in ((CRITICAL, "on the critical path"), (TASK, "beside it")):
@@ -69,14 +90,14 @@ def _lanes(timeline: Timeline, scale: float) -> Iterator[str]:
     for lane in range(timeline.lanes):
         yield _text(-10, lane * ROW + 38, f"lane {lane}", anchor="end", weight=600)
     for each in timeline.ran:
-        x, y, wide = each.begin * scale, each.lane * ROW + 16, max(each.seconds * scale, 0.6)
+        x, y, wide = each.begin * scale, each.lane * ROW + 16, max(each.seconds * scale - 1, 0.6)
         if each.waited * scale >= 1:
             line = f'd="M{each.asked * scale:.1f} {y + BAR / 2}H{x:.1f}" stroke="{INK}" stroke-width="3"'
             yield f'<path class="wait" {line} stroke-dasharray="2 3"/>'
         colour = CRITICAL if each.task in critical else TASK
         yield (
-            f'<rect class="task" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BAR}" rx="2" fill="{colour}"'
-            f' stroke="#ffffff" stroke-width="0.6"><title>{escape(_told(each))}</title></rect>'
+            f'<rect class="task" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BAR}" rx="2" fill="{colour}">'
+            f"<title>{escape(_told(each))}</title></rect>"
         )
         yield from _name(each, x, y, wide)
 

@@ -134,6 +134,17 @@ function configuration() {
       found.rows.map(([key, name, value, origin]) => [key, name, code(value), ...(origins ? [origin === "built in" ? h("span", { class: "none" }, origin) : origin] : [])])) : null);
 }
 
+/* How the lanes of a schedule ran, where a timeline was given. */
+function lanes() {
+  const found = facts.lanes;
+  if (!found) return;
+  const picture = h("img", { alt: found.says, src: `data:image/svg+xml,${encodeURIComponent(found.picture)}` });
+  section("lanes", "Lanes as they ran", h("dl", { class: "tiles" }, found.figures.map(([name, value]) => tile(name, value))),
+    h("h3", {}, "Picture"), h("div", { class: "box", tabindex: 0, role: "region", "aria-label": "Picture of the lanes" }, picture),
+    h("h3", {}, "Tasks"), table("Tasks as they ran", ["task", "#lane", "#began", "#took", "#waited", ""],
+      found.rows.map(([task, lane, began, took, waited, critical]) => [code(task), number(lane), began, took, waited, critical ? tag("critical", "warn") : ""])));
+}
+
 /* Two sides compared. */
 function comparison() {
   section("overview", "Overview", h("dl", { class: "tiles" },

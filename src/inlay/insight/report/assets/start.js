@@ -36,7 +36,7 @@ function start() {
   theme(kept);
   const asked = new URLSearchParams(place.includes("=") ? place : "");
   if (facts.kind === "diff") comparison();
-  else { overview(); timeline(); programs(); candidates(); bindings(); plan(); memory(); drift(); configuration(); }
+  else { overview(); timeline(); programs(); candidates(); bindings(); plan(); lanes(); memory(); drift(); configuration(); }
   if (rows.length) {
     const wanted = facts.transforms.findIndex((each) => each.key === asked.get("transform"));
     const first = facts.transforms.findIndex((each) => each.diff);
