@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from inlay.errors import UsageError, nearest
 from inlay.streams.checking import check
-from inlay.streams.order import Order
+from inlay.streams.order import order_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,7 +121,8 @@ def course(bound: Bound, schedule: Schedule) -> Course:
         for name, lane in schedule.lane.items()
     }
     lanes = tuple(tuple(turns[name] for name in tasks) for tasks in schedule.lanes)
-    return Course(bound, schedule.events, lanes, tuple(turns[name] for name in Order(schedule).clock))
+    launches = [turns[bound.work.tasks[place].name] for place in order_of(schedule, bound.work.place).ran]
+    return Course(bound, schedule.events, lanes, tuple(launches))
 
 
 def _recorded(bound: Bound, schedule: Schedule) -> dict[str, tuple[str, ...]]:
