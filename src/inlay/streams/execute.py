@@ -12,10 +12,10 @@ from inlay.streams.lanes import Lanes
 from inlay.streams.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from inlay.streams.bound import Bound
-    from inlay.streams.course import Runner
+    from inlay.streams.course import Runner, Span
     from inlay.streams.schedules import Schedule
 
 
@@ -64,10 +64,10 @@ class Overlapped:
 
     def timed(self, given: Mapping[str, Any]) -> tuple[list[Any], Timeline]:
         """The same, and when each task ran in which lane."""
-        return self._run(given, timed=True)
+        results, spans = self._run(given, timed=True)
+        return results, Timeline.of(spans, self.schedule.events)
 
-    def _run(self, given: Mapping[str, Any], *, timed: bool) -> tuple[list[Any], Timeline]:
+    def _run(self, given: Mapping[str, Any], *, timed: bool) -> tuple[list[Any], Sequence[Sequence[Span]]]:
         values = Values(self.bound, given)
         spans = self.lanes.run(self._course, values, timed=timed)
-        results = [values.held[name] for name in self.bound.results]
-        return results, Timeline.of(spans, self.schedule.events)
+        return [values.held[name] for name in self.bound.results], spans

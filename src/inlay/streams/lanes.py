@@ -77,10 +77,21 @@ class Lanes:
             if not self._end.alive:
                 raise UsageError("These lanes are closed.", "Make new ones.")
             run = _Run(course, values)
-            for lane, inbox in enumerate(self._inboxes[: len(course.lanes)]):
-                inbox.put((run, lane))
-            run.wait()
+            try:
+                self._begin(run)
+                run.done.acquire()
+            except BaseException:  # somebody pressed Ctrl-C: nothing may write to the caller's tensors after this
+                run.stop()
+                self._begin(run)  # perhaps not all had begun; who is asked twice sees at once that it is over
+                while len(run.ended) < len(course.lanes):
+                    sleep(0.001)
+                raise
+        run.raise_failure()
         return run.spans
+
+    def _begin(self, run: _Run) -> None:
+        for lane, inbox in enumerate(self._inboxes[: len(run.course.lanes)]):
+            inbox.put((run, lane))
 
 
 def _work(inbox: Inbox, ready: Inbox) -> None:
@@ -109,7 +120,7 @@ class _Run:
     def __init__(self, course: Course, values: Values) -> None:
         self.course, self.values = course, values
         self.events = [_locked() for _ in course.events]
-        self.ended: list[int] = []
+        self.ended: set[int] = set()
         self.done = _locked()
         self.spans: list[list[Span]] = [[] for _ in course.lanes]
         self.stopped = False
@@ -121,7 +132,7 @@ class _Run:
         turn = None
         try:
             with torch.inference_mode(self.inference), torch.no_grad():
-                for turn in self.course.lanes[lane]:
+                for turn in () if self.stopped else self.course.lanes[lane]:
                     if not self._take(turn):
                         break
         except BaseException as error:  # whatever it is, it is the caller's
@@ -129,7 +140,7 @@ class _Run:
             self.failures.append((turn, error))
             self.stop()
         finally:
-            self.ended.append(lane)
+            self.ended.add(lane)
             if len(self.ended) == len(self.course.lanes):
                 _release(self.done)
 
@@ -154,15 +165,8 @@ class _Run:
         for event in self.events:
             _release(event)
 
-    def wait(self) -> None:
-        """Wait for all lanes, and raise the first error with its own traceback."""
-        try:
-            self.done.acquire()
-        except BaseException:  # somebody pressed Ctrl-C: nothing may write to the caller's tensors after this
-            self.stop()
-            while len(self.ended) < len(self.course.lanes):
-                sleep(0.001)
-            raise
+    def raise_failure(self) -> None:
+        """Raise the first error with its own traceback, if there was any."""
         if self.failures:
             try:
                 raise _told(self.failures)
