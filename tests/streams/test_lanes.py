@@ -246,6 +246,12 @@ def test_an_interrupt_stops_the_lanes_before_it_comes_out(early: bool) -> None:
         assert Overlapped(bound_of({"a": ()}, {"a": lambda values: [3]}, ("a",)), Schedule((("a",),)), lanes)({}) == [3]
 
 
+def test_nothing_to_do_is_done_at_once() -> None:
+    with Lanes(1) as lanes:
+        for nothing in (Schedule(()), Schedule(((),))):
+            assert Overlapped(bound_of({}, {}, ()), nothing, lanes)({}) == []
+
+
 def test_runs_of_several_threads_come_one_after_the_other() -> None:
     bound = bound_of(TAKES, {name: lambda values: [1 + sum(values)] for name in TAKES}, ("c", "g"))
     found: list[list[Any]] = []

@@ -73,6 +73,8 @@ class Lanes:
             raise UsageError("A task cannot run a course on the lanes it runs in.", "Give it lanes of its own.")
         if len(course.lanes) > len(self):
             raise UsageError(f"The schedule has {len(course.lanes)} lanes, and there are {len(self)}.")
+        if not course.lanes:
+            return []
         with self._busy:
             if not self._end.alive:
                 raise UsageError("These lanes are closed.", "Make new ones.")
