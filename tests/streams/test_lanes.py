@@ -17,6 +17,7 @@ import torch
 from inlay.compile.execute import BoundStep
 from inlay.errors import UsageError
 from inlay.streams import Bound, Event, Lanes, Life, Overlapped, Schedule, Storage, Task, Work
+from inlay.streams.course import Course, Values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,9 +248,10 @@ def test_an_interrupt_stops_the_lanes_before_it_comes_out(early: bool) -> None:
 
 
 def test_nothing_to_do_is_done_at_once() -> None:
+    bound = bound_of({}, {}, ())
     with Lanes(1) as lanes:
-        for nothing in (Schedule(()), Schedule(((),))):
-            assert Overlapped(bound_of({}, {}, ()), nothing, lanes)({}) == []
+        assert Overlapped(bound, Schedule(((),)), lanes)({}) == []
+        assert lanes.run(Course(bound, (), (), ()), Values(bound, {})) == []
 
 
 def test_runs_of_several_threads_come_one_after_the_other() -> None:
