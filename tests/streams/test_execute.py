@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from generated import INPUTS, SIZE, random_program
-from models_that_overlap import experts, parallel_block, prepared, scheduled
+from torch.utils._pytree import tree_leaves
 
 from inlay import Example
 from inlay.capture import capture
@@ -19,6 +19,7 @@ from inlay.compile.execute import BoundStep, Execution
 from inlay.compile.in_process import compile_lowered
 from inlay.errors import UsageError
 from inlay.flow import Options, lowered
+from inlay.program.bindings import Role
 from inlay.state import in_place
 from inlay.streams import (
     Bound,
@@ -43,12 +44,14 @@ from inlay.streams import (
     work_of_program,
 )
 from models import Branch
+from test_examples import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from inlay.program import Program
 
+EXAMPLE = load("multistream_overlap")
 RUNS = 10_000
 TASKS = 14
 
@@ -140,11 +143,11 @@ def test_a_missing_event_is_seen_in_the_numbers(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("make", [experts, parallel_block])
-def test_layers_with_branches(make: Any) -> None:
-    """Scheduled automatically, in two lanes, each branch in one of them; equal numbers."""
+@pytest.mark.parametrize("layer", EXAMPLE.LAYERS)
+def test_layers_with_branches(layer: str) -> None:
+    """Scheduled automatically, in two lanes: a mixture of experts with a shared one, attention beside an MLP."""
     torch.manual_seed(0)
-    bound, made, given = scheduled(make(), event_seconds=1e-7)
+    bound, made, given = EXAMPLE.planned(EXAMPLE.LAYERS[layer](64, 8), 1e-7)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,8 +167,8 @@ def test_layers_with_branches(make: Any) -> None:
 @pytest.mark.fast
 def test_the_numbers_are_those_of_the_model() -> None:
     torch.manual_seed(0)
-    example = parallel_block()
-    bound, made, given = scheduled(example, event_seconds=1e-7)
+    example = EXAMPLE.parallel(64, 8)
+    bound, made, given = EXAMPLE.planned(example, 1e-7)
     with torch.no_grad():
         torch.testing.assert_close(run(bound, made, given)[0], example.module(*example.args))
 
@@ -260,7 +263,9 @@ def test_what_nobody_needs_is_dropped_while_others_run() -> None:
 @pytest.mark.fast
 def test_modes_of_the_caller() -> None:
     """Nothing is noted for gradients; in inference mode its tensors can be written to."""
-    program, given = prepared(Example(Rows(1), (torch.randn(2, 8), [torch.zeros(2, 8)])))
+    example = Example(Rows(1), (torch.randn(2, 8), [torch.zeros(2, 8)]))
+    program = in_place(capture(example)).program
+    given = dict(zip((row.name for row in program.bindings.of(Role.INPUT)), tree_leaves(example.args), strict=True))
     work = work_of_program(program)
     bound = bound_program(program, work)
     given["x"].requires_grad_()
