@@ -156,7 +156,7 @@ def threaded(threads: int, call: Callable[[], Any]) -> Any:
 
 
 def with_two_threads(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A call in a thread that has two intra-op threads and keeps them: to change their number costs more than a call."""
+    """A call in a thread that keeps two intra-op threads: to change their number costs more than a call."""
     thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,))
     return lambda given: thread.submit(call, given).result()
 
