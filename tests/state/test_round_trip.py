@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from streams import START, stock_model, without_cache
 
 from inlay.capture import Example, capture, with_static_cache
 from inlay.errors import UsageError
 from inlay.program.bindings import Role
 from inlay.state import inline_lifted_buffers, lift_mutated_buffers, zeros
-from streams import START, stock_model, without_cache
 
 if TYPE_CHECKING:
     from pathlib import Path

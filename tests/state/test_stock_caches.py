@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from streams import BATCH, ROOM, START, STOCK, TOKENS, WINDOW, WINDOWED, decode, paged_zeros, stock_model, without_cache
 
 from inlay.capture import capture, open_model, with_static_cache
 from inlay.compile.program import compile_program
@@ -15,7 +16,6 @@ from inlay.program.bindings import Role
 from inlay.state import zeros
 from inlay.testing.watch import watch
 from models import LLAMA, config_folder, llama_folder, random_model
-from streams import BATCH, ROOM, START, STOCK, TOKENS, WINDOW, WINDOWED, decode, paged_zeros, stock_model, without_cache
 
 if TYPE_CHECKING:
     from pathlib import Path

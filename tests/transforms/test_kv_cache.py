@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from decoders import Parts
+from streams import stock_model, without_cache
 
 from architectures import ARCHITECTURES
 from inlay.capture import capture
 from inlay.config import resolve
 from inlay.errors import ContractError
 from inlay.transforms.pipeline import configure, run
-from streams import stock_model, without_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
