@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from brute import all_orders, races
-from decoder_work import decoder
+from large_work import decoder
 from generated import random_program
 
 from inlay.errors import PackageError, ProgramError, UsageError

@@ -7,11 +7,11 @@ from time import process_time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from decoder_work import decoder
+from large_work import decoder, tangled
 
 from inlay.streams import Schedule, Work, check, grouped, schedule, work_of_program
 from measure import Calls
-from synthetic import irregular, layered
+from synthetic import layered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +36,8 @@ def _plan(work: Work) -> Schedule:
 
 MAKERS = pytest.mark.parametrize(
     "make",
-    [decoder, lambda size: _of_program(layered(size // 12)), lambda size: _of_program(irregular(size))],
-    ids=["decoder", "layers", "irregular"],
+    [decoder, tangled, lambda size: _of_program(layered(size // 12))],
+    ids=["decoder", "tangled", "layers"],
 )
 JOBS = pytest.mark.parametrize("job", ["schedule", "check", "grouped"])
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from inlay.streams.work import Work
 
+_NEVER = float("-inf")
+
 
 @collector_paused()
 def schedule(work: Work, *, lanes: int = 2, event_seconds: float) -> Schedule:
@@ -92,7 +94,7 @@ def _earliest(
 
     Where several can, it is the lane of what the task waits for longest.
     """
-    last, near, others = -1.0, 0, -1.0  # the end of the latest need, its lane, and the latest need in other lanes
+    last, near, others = _NEVER, 0, _NEVER  # the end of the latest need, its lane, and the latest need in other lanes
     for each in needs:
         end, lane = finish[each], home[each]
         if lane == near:
@@ -103,7 +105,7 @@ def _earliest(
             others = max(others, end)
     best, when = 0, float("inf")
     for lane in range(choice):
-        start = max(free[lane], (others if lane == near else last) + event_seconds if needs else 0.0)
+        start = max(free[lane], (others if lane == near else last) + event_seconds)
         if lane == near:
             start = max(start, last)
         if start < when or (start == when and lane == near):

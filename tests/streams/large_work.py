@@ -1,4 +1,4 @@
-"""Work as large as a test needs: a decoder with a cache, layer after layer, with times at random."""
+"""Work as large as a test needs, with times at random: a decoder with a cache, and something without any order."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def decoder(tasks: int, seed: int = 0) -> Work:
             made.append(Task(f"{layer}.{name}", taken, written, rng.uniform(1e-5, 1e-3)))
         layer += 1
     return Work(tuple(made), tuple(storages.values()))
+
+
+def tangled(tasks: int, seed: int = 0) -> Work:
+    """Each task reads one or two values made not long before; each value is read. Some write to a state in place."""
+    rng = random.Random(seed)
+    made, storages = list[Task](), [Storage(f"state{place}", Life.STATE) for place in range(64)]
+    unread, recent = list[str](), ["state0"]
+    for place in range(tasks):
+        reads = {rng.choice(recent)} | ({unread.pop(0)} if len(unread) > 20 or rng.random() < 0.3 and unread else set())
+        unread = [each for each in unread if each not in reads]
+        storages.append(Storage(f"value{place}"))
+        state = (f"state{rng.randrange(64)}",) if rng.random() < 0.1 else ()
+        writes = (f"value{place}", *state)
+        made.append(Task(f"task{place}", (*sorted(reads), *state), writes, rng.uniform(1e-5, 1e-3)))
+        unread.append(f"value{place}")
+        recent = [*recent[-39:], f"value{place}"]
+    return Work(tuple(made), tuple(storages))
