@@ -28,6 +28,18 @@ class Finish(StrEnum):
     """The model said it is done."""
     LENGTH = "length"
     """As many tokens as were asked for, or as the package can hold."""
+    CANCELLED = "cancelled"
+    """Nobody wanted the rest."""
+    TIMEOUT = "timeout"
+    """It took longer than was allowed."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely a token was, and what the likeliest were: natural logarithms, before temperature and cutting off."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Piece:
     """Time spent since the beginning, without the time the reader of the pieces took."""
     finish: Finish | None = None
     """Set in the last piece only."""
+    likelihood: Likelihood | None = None
+    """Where it was asked for."""
 
 
 @dataclass(frozen=True)
