@@ -1,10 +1,9 @@
 """KV-cache events as JSON lines, for people and programs that speak HTTP.
 
 An event has the form in which TensorRT-LLM gives its own (`KVCacheEventSerializer` in tensorrt_llm/_utils.py):
-`{"event_id", "data", "window_size"}`, where `data` has a `type` of created, stored, removed or updated. The same are all
-names and the shape. Different: a change that did not happen is null (there it was left out or null, by version), and
-`window_size` is always 0, because one cache serves all layers. Added: `cleared`, `block_size` in created, `cache_salt` of
-a block that has one, `cache_level` in removed.
+`{"event_id", "data", "window_size"}`, where `data` has a `type` of created, stored, removed or updated. Names and shape
+are the same. `window_size` is always 0, because one cache serves all layers; a change that did not happen is null.
+Added are `cleared`, `block_size` in created, `cache_level` in removed, and `cache_salt` of a block that has one.
 
 Lines that are no events have a `type` of their own: snapshot, gap, heartbeat.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from inlay.runtime.kv.events import Cleared, Created, Gap, Removed, Stored, Updated
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from inlay.runtime.kv.events import Event, Log
+
+_EVENTS = 100
+"""The most events that are written at once: others of the event loop have their turn after them."""
 
 
 def event_json(number: int, event: Event) -> dict[str, Any]:
@@ -60,9 +63,10 @@ async def lines(log: Log, start: int | None, heartbeat: float) -> AsyncIterator[
     reader = log.subscribe(start)
     while True:
         try:
-            async for found in reader.stream(quiet=heartbeat):
-                quiet = {"type": "heartbeat", "next_event_id": reader.cursor}
-                yield b"".join(_line(event_json(*each)) for each in found) or _line(quiet)
+            async with aclosing(reader.stream(_EVENTS, heartbeat)) as stream:
+                async for found in stream:
+                    quiet = {"type": "heartbeat", "next_event_id": reader.cursor}
+                    yield b"".join(_line(event_json(*each)) for each in found) or _line(quiet)
         except Gap as gap:
             yield _line({"type": "gap", "asked": gap.asked, "first": gap.first, "next_event_id": gap.next})
             made = await asyncio.to_thread(snapshot_json, log)  # may be large, and others of the loop are not to wait

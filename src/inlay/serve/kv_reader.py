@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from inlay.serve.kv_form import decoded
-from inlay.serve.kv_wire import need_zmq
+from inlay.serve.kv_form import decoded, need_zmq
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

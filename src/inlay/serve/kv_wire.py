@@ -21,33 +21,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from inlay.errors import UsageError, one_line
 from inlay.runtime.kv.events import Gap
-from inlay.serve.kv_form import Form, encoded
+from inlay.serve.kv_form import LAST, encoded, need_zmq
+from inlay.serve.kv_told import Told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inlay.runtime.kv.events import Log
 
-LAST = (-1).to_bytes(8, "big", signed=True)
-"""The number that ends a replay."""
 _COLLECT = 0.002
 """Seconds between the first event and the batch that holds it: those of one step of the engine travel together."""
 _EVENTS = 1_000
 """The most events of the log, or of the wire, in one batch."""
 _BYTES = 64 << 20
 """The most bytes of batches that are kept, however few they are."""
+_WAITING = 1_000
+"""The most batches that wait for a reader who is slow. Of others it is told when it asks."""
 _LINGER = 100
 """Milliseconds that the last batch has to leave when the publisher is closed."""
-
-
-def need_zmq() -> Any:
-    """The module, or an error that says where it comes from."""
-    try:
-        import msgspec  # noqa: F401 - the payloads
-        import zmq
-    except ImportError as error:
-        raise UsageError("KV-cache events need pyzmq and msgspec.", "pip install 'inlay[events]'") from error
-    return zmq
 
 
 class Publisher:
@@ -74,7 +65,7 @@ class Publisher:
         encoded([], encoding)
         self._log, self._encoding, self._rank, self._heartbeat = log, encoding, rank, heartbeat
         self._topic, self._most = topic.encode(), most
-        self._form = Form(block_size)
+        self._told = Told(block_size)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._bytes = self._next = 0
         self._time = self._due = 0.0
@@ -83,7 +74,7 @@ class Publisher:
         zmq = need_zmq()
         self._context = zmq.Context()
         try:
-            self._out = _bound(self._context.socket(zmq.PUB), bind)
+            self._out = _bound(self._context.socket(zmq.PUB), bind, min(most, _WAITING))
             self._again = None if replay is None else _bound(self._context.socket(zmq.ROUTER), replay, most + 16)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -103,7 +94,7 @@ class Publisher:
     @property
     def counts(self) -> dict[str, int]:
         """What happened so far: batches, events of the log, gaps (the log was faster than this), replays, withheld."""
-        return {**self._counts, "withheld": self._form.withheld}
+        return {**self._counts, "withheld": self._told.withheld}
 
     def close(self) -> None:
         """Publish what there is, and end. May be called more than once."""
@@ -161,14 +152,14 @@ class Publisher:
         if not found:
             return False
         self._counts["events"] += len(found)
-        told = self._form.told(event for _, event in found)
+        told = self._told.of(event for _, event in found)
         if told:
             self._publish(told)
         return True
 
     def _publish_all(self) -> None:
         """Publish that all is cleared, and then what is held: there is nothing that a reader has to know before it."""
-        told = self._form.whole(self._reader.catch_up().blocks)
+        told = self._told.whole(self._reader.catch_up().blocks)
         for start in range(0, len(told), _EVENTS):
             self._publish(told[start : start + _EVENTS])
 
@@ -202,15 +193,14 @@ class Publisher:
         start = int.from_bytes(request[1], "big")
         kept = [each for each in self._kept if each[0] >= start]
         if not self._kept[0][0] <= start <= self._next:
-            kept = [(self._next - 1, self._packed(self._form.whole()))]
+            kept = [(self._next - 1, self._packed(self._told.whole()))]
         for number, payload in kept:
             self._again.send_multipart((asker, b"", self._topic, number.to_bytes(8, "big"), payload))
         self._again.send_multipart((asker, b"", b"", LAST, b""))
 
 
-def _bound(made: Any, endpoint: str, most: int | None = None) -> Any:
-    """A socket that listens. `most`: messages that wait for a reader before they are dropped."""
-    if most is not None:
-        made.sndhwm = most
+def _bound(made: Any, endpoint: str, most: int) -> Any:
+    """A socket that listens, and drops what is more than so many messages for one reader."""
+    made.sndhwm = most
     made.bind(endpoint)
     return made

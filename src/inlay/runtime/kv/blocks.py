@@ -47,7 +47,7 @@ class Block:
     used: int
     """When it was last asked for: ticks of the manager."""
     holders: int = 0
-    """How many sequences rely on it. Such a block, and what it follows, is neither moved away nor removed."""
+    """How many sequences rely on it. Such a block is neither moved away nor removed; what it follows is not removed."""
     children: dict[int, int] = field(default_factory=dict)
     """How many blocks follow it, on each level where there are any."""
 

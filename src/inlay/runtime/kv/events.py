@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,9 @@ class Subscriber:
         self.cursor = snapshot.next
         return snapshot
 
-    async def stream(self, most: int = 1_000, quiet: float | None = None) -> AsyncIterator[list[tuple[int, Event]]]:
+    async def stream(
+        self, most: int = 1_000, quiet: float | None = None
+    ) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """What is new, whenever something is; for an event loop. Nothing, after so many seconds with nothing new."""
         loop, new = asyncio.get_running_loop(), asyncio.Event()
         told = False

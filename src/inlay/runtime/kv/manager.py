@@ -78,12 +78,12 @@ class Manager:
             if block is None:
                 break
             found.append(block)
-        for block in reversed(found):  # what others build on was used last, so that it goes last
+        for block in found:
             self._use(block)
         return found
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """Rely on blocks, and on what they follow, until they are dropped as often."""
+        """Rely on blocks until they are dropped as often."""
         for block in blocks:
             self._known(block)
         for block in blocks:
@@ -91,7 +91,7 @@ class Manager:
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Rely on them no longer. They were used until now."""
-        for block in reversed(blocks):  # what others build on was used last, so that it goes last
+        for block in blocks:
             if not block.holders:
                 raise UsageError(f"Block {block.hash:x} is dropped more often than it is held.")
             block.holders -= 1
