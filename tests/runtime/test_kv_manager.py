@@ -160,6 +160,7 @@ class Cache(RuleBasedStateMachine):
         """A block is raised that nobody relies on."""
         block = self._any(which)
         if block is not None:
+            self._note_relied(block, block.parent)
             moves = self.manager.raise_up(block)
             if moves is None:
                 self._is_full(block, block.parent)
@@ -172,6 +173,7 @@ class Cache(RuleBasedStateMachine):
         """Something is stored that follows a block which nobody relies on, wherever it lies."""
         parent = self._any(which)
         if parent is not None:
+            self._note_relied(parent)
             made = self.manager.store(parent, tokens)
             if made is None and self.hash(parent.hash, tokens, parent.salt) not in self.before:
                 self._is_full(parent)
@@ -181,15 +183,17 @@ class Cache(RuleBasedStateMachine):
                     self.memory[0, made.block.place] = self._prefix(made.block)
 
     def _any(self, which: int) -> Block | None:
-        """One of the blocks. What is known of it is noted as while it is raised or followed: it is relied upon."""
+        """One of the blocks."""
         blocks = list(self.manager)
-        block = blocks[which % len(blocks)] if blocks else None
+        return blocks[which % len(blocks)] if blocks else None
+
+    def _note_relied(self, *relied: Block | None) -> None:
+        """What is known of every block, while these are relied upon for a moment."""
         self._note()
-        for each in (block, block.parent if block else None):
-            if each is not None:
-                level, order, holders, parent = self.before[each.hash]
-                self.before[each.hash] = (level, order, holders + 1, parent)
-        return block
+        for block in relied:
+            if block is not None:
+                level, order, holders, parent = self.before[block.hash]
+                self.before[block.hash] = (level, order, holders + 1, parent)
 
     @rule(which=st.integers(0, 5))
     def leave(self, which: int) -> None:
