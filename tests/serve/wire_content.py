@@ -1,17 +1,24 @@
-"""What a router knows of a cache from what it was told."""
+"""A cache that is published, requests that use it, and what a router knows of it from what it was told."""
 
 from __future__ import annotations
 
+import random
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from inlay.runtime.kv.events import Log
+from inlay.runtime.kv.manager import Manager
 from inlay.serve.kv_form import MEDIA
+from inlay.serve.kv_reader import Reader
+from inlay.serve.kv_wire import Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from inlay.runtime.kv.manager import Manager
-    from inlay.serve.kv_reader import Batch, Reader
+    from inlay.serve.kv_reader import Batch
+
+SIZE = 4
 
 Held = dict[int, tuple[int | None, tuple[int, ...], str]]
 """Hash → parent, tokens, medium."""
@@ -58,3 +65,48 @@ def follow(reader: Reader, held: Held, until: Held, seconds: float = 60.0) -> li
         if held == until:
             return seen
     raise AssertionError(f"{len(held)} blocks are known and {len(until)} are held, after {len(seen)} batches")
+
+
+@contextmanager
+def publishing(
+    places: tuple[int, ...] = (20, 20), log: Log | None = None, **options: Any
+) -> Iterator[tuple[Manager, Publisher]]:
+    """A cache that is published: `options` are those of `Publisher`."""
+    log = log or Log()
+    manager = Manager(places, SIZE, log.add)
+    with Publisher(log, SIZE, **{"heartbeat": 0.05, **options}) as publisher:
+        yield manager, publisher
+
+
+def use(manager: Manager, requests: int, seed: int = 0, salts: tuple[str, ...] = ("",), pause: float = 0.0) -> None:
+    """Requests with common beginnings, some of which are held for a while."""
+    rng = random.Random(seed)
+    held: list[Any] = []
+    for _ in range(requests):
+        tokens = [rng.randrange(2) for _ in range(SIZE * rng.randrange(1, 5))]
+        salt = rng.choice(salts)
+        line = manager.lookup(tokens, salt)
+        manager.hold(line)
+        while len(line) * SIZE < len(tokens):
+            part = tuple(tokens[len(line) * SIZE :][:SIZE])
+            placed = manager.store(line[-1] if line else None, part, salt, rng.randrange(3))
+            if placed is None:
+                break
+            manager.hold([placed.block])
+            line.append(placed.block)
+        for block in line:
+            manager.raise_up(block)
+        if line:
+            manager.set_priority(line[0], rng.randrange(3))
+        held.append(line)
+        if len(held) > 2:
+            manager.drop(held.pop(0))
+        if pause:
+            time.sleep(pause)
+    for line in held:
+        manager.drop(line)
+
+
+def reading(publisher: Publisher) -> Reader:
+    """One who reads it."""
+    return Reader(publisher.endpoint, publisher.replay_endpoint)

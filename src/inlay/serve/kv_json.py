@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from inlay.runtime.kv.events import Cleared, Created, Gap, Removed, Stored, Updated
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from inlay.runtime.kv.events import Event, Log
 
@@ -50,7 +50,7 @@ def snapshot_json(log: Log) -> dict[str, Any]:
     return {"type": "snapshot", "next_event_id": snapshot.next, "blocks": blocks}
 
 
-async def lines(log: Log, start: int | None, heartbeat: float) -> AsyncIterator[bytes]:
+async def lines(log: Log, start: int | None, heartbeat: float) -> AsyncGenerator[bytes, None]:
     """Events from a number on, as they come; without a number, first a snapshot.
 
     When the next event is not kept any more, a line says so and a snapshot follows. After so many seconds of quiet a
