@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from inlay.runtime.kv.events import Log
 
+os.environ.setdefault("DYN_LOG", "error")  # before it is imported
+
 
 class Router:
     """Says which log's cache a prompt should go to."""
@@ -48,7 +50,6 @@ class Router:
 @asynccontextmanager
 async def routing(logs: Sequence[Log], block_size: int, **options: Any) -> AsyncIterator[Router]:
     """A router that hears of these caches: `options` are those of `Publisher`."""
-    os.environ.setdefault("DYN_LOG", "error")
     from dynamo.llm import SelectionService
 
     with ExitStack() as stack:

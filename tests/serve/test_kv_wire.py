@@ -14,7 +14,7 @@ import zmq
 from wire_content import SIZE, Held, apply, expected, follow, publishing, reading, use
 
 from inlay.errors import UsageError
-from inlay.runtime.kv.events import Log, Stored
+from inlay.runtime.kv.events import Log, Removed, Stored
 from inlay.runtime.kv.manager import Manager
 from inlay.serve.kv_form import LAST
 from inlay.serve.kv_reader import Reader
@@ -239,23 +239,40 @@ def test_without_replay_a_gap_is_told(publish: Any) -> None:
     assert sum(gap for _, gap in numbers) >= 3
 
 
-def test_a_publisher_that_is_started_again_is_noticed() -> None:
-    log = Log()
+@pytest.mark.parametrize("ahead", [-3, 0, 3])
+def test_a_publisher_that_is_started_again_is_noticed(ahead: int) -> None:
+    """Also when it has published as many batches as the one before it, or more, when it is heard for the first time."""
+    log, held = Log(), Held()
     manager = Manager([20], SIZE, log.add)
-    held: Held = {}
-    with Publisher(log, SIZE, heartbeat=0.02) as first:
-        use(manager, 50, pause=0.001)
-        reader = reading(first)
+    with Publisher(log, SIZE, heartbeat=60) as first, reading(first) as reader:
+        use(manager, 50)
+        for _ in range(4):
+            _one_batch(log, first)
         follow(reader, held, expected(manager))
-        time.sleep(0.2)
-    log = Log()
-    manager = Manager([20], SIZE, log.add)
-    use(manager, 50, seed=1)
-    assert first.replay_endpoint is not None
-    with Publisher(log, SIZE, heartbeat=0.02, bind=first.endpoint, replay=first.replay_endpoint):
-        batches = follow(reader, held, expected(manager))
-        assert next(batch for batch in batches if batch.events).gap
-    reader.close()
+        while reader._last is None or reader._last.number + 1 < first.counts["batches"]:
+            reader.read(0.1)
+        first.close()
+        log = Log()
+        manager = Manager([20], SIZE, log.add)
+        use(manager, 50, seed=1)
+        assert first.replay_endpoint is not None
+        with Publisher(log, SIZE, heartbeat=60, bind=first.endpoint, replay=first.replay_endpoint) as second:
+            while second.counts["batches"] < first.counts["batches"] + ahead:
+                _one_batch(log, second)
+            assert reader.read(1) == [], "it connects again, and has heard nothing of this"
+            _one_batch(log, second)
+            batches = follow(reader, held, expected(manager))
+    assert [batch.gap for batch in batches] == [True] + [False] * (len(batches) - 1)
+    assert batches[0].events[0] == {"type": "AllBlocksCleared"}
+
+
+def _one_batch(log: Log, publisher: Publisher) -> None:
+    """Let something happen that is published by itself."""
+    before = publisher.counts["batches"]
+    log.add(Stored(None, 1, (1, 2, 3, 4), "", 0, 0))
+    log.add(Removed(1, 0))
+    while publisher.counts["batches"] == before:
+        time.sleep(0.01)
 
 
 def test_a_publisher_that_is_too_slow_says_what_is_held_now(publish: Any) -> None:

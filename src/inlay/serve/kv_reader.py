@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from inlay.serve.kv_form import decoded, need_zmq
@@ -32,7 +32,8 @@ class Batch:
 class Reader:
     """Reads what a publisher of vLLM's wire says: each batch once, in order.
 
-    It asks for the past when it begins, and for what is missing when a number was left out.
+    It asks for the past when it begins, for what is missing when a number was left out, and whether it is still the
+    same publisher when it had to connect again: another one counts from 0, and may have got as far already.
     """
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
@@ -40,10 +41,13 @@ class Reader:
         self._zmq, self._replay = zmq, replay
         self._context = zmq.Context()
         self._in = self._context.socket(zmq.SUB)
+        self._connections = self._in.get_monitor_socket(zmq.EVENT_CONNECTED)
         self._in.subscribe(topic)
         self._in.connect(endpoint)
-        self._next: int | None = None
-        self._time = 0.0
+        self._last: Batch | None = None
+        self._connected = False
+        self._sure = True
+        """Whether it is known that nothing is missing up to the last batch."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,41 +57,59 @@ class Reader:
 
     def close(self) -> None:
         """Read no more."""
+        self._in.disable_monitor()
         self._context.destroy(linger=0)
 
     def read(self, seconds: float = 0.0) -> list[Batch]:
         """What is new; waits for something so long."""
-        found: list[Batch] = []
-        if self._next is None and self._replay is not None:
-            found += self._ask(0)
+        found = self._catch_up() if self._last is None else []
         until = time.monotonic() + seconds
         for _ in range(_MOST):
             if not self._in.poll(0 if found else max(0.0, until - time.monotonic()) * 1_000):
                 break
             frames = self._in.recv_multipart()
+            while self._connections.poll(0):
+                self._connections.recv_multipart()
+                self._sure, self._connected = self._sure and not self._connected, True
             if len(frames) == 3:
                 found += self._take(_unpacked(frames))
         return found
 
     def _take(self, batch: Batch) -> list[Batch]:
         """What follows from a batch that came: itself, and what was missed before it."""
-        if self._next is not None and batch.number < self._next:
-            if batch.time <= self._time:
-                return []  # a replay brought it already
-            self._next = None  # a later batch of a lower number: the publisher was started again
-            return self._ask(0, lost=True) or [self._accept(batch, lost=True)]
-        expected = self._next or 0
-        missed = self._ask(expected) if batch.number > expected else []
-        if self._next is not None and batch.number < self._next:
+        missed = [] if self._sure and (self._had(batch) or self._follows(batch)) else self._catch_up()
+        if self._sure and self._had(batch):
             return missed
-        return [*missed, self._accept(batch)]
+        gap = not (self._sure and self._follows(batch))
+        self._sure = True
+        return [*missed, self._accept(batch, gap)]
 
-    def _accept(self, batch: Batch, lost: bool = False) -> Batch:
-        gap = lost or batch.number != (self._next or 0)
-        self._next, self._time = batch.number + 1, batch.time
-        return Batch(batch.number, batch.time, batch.events, batch.rank, gap)
+    def _had(self, batch: Batch) -> bool:
+        """A later batch of a lower number would be that of a publisher that was started again."""
+        return self._last is not None and batch.number <= self._last.number and batch.time <= self._last.time
 
-    def _ask(self, start: int, lost: bool = False) -> list[Batch]:
+    def _follows(self, batch: Batch) -> bool:
+        return batch.number == (0 if self._last is None else self._last.number + 1)
+
+    def _catch_up(self) -> list[Batch]:
+        """What is missing after the last batch. It is asked for as well: if it is another one, so is the publisher."""
+        last = self._last
+        found = self._ask(last.number if last else 0)
+        if not found:
+            return []
+        self._sure = True
+        if last is not None and (found[0].number, found[0].time) == (last.number, last.time):
+            return [self._accept(batch) for batch in found[1:]]
+        if last is not None and found[0].number == last.number:
+            found = self._ask(0) or found
+        whole = last is None and found[0].number == 0
+        return [self._accept(batch, gap=not whole and batch is found[0]) for batch in found]
+
+    def _accept(self, batch: Batch, gap: bool = False) -> Batch:
+        self._last = batch
+        return replace(batch, gap=gap)
+
+    def _ask(self, start: int) -> list[Batch]:
         """Batches from a number on, as far as they can be had."""
         found: list[Batch] = []
         if self._replay is None:
@@ -100,7 +122,7 @@ class Reader:
                 frames = asking.recv_multipart()
                 if not frames[-1]:
                     break
-                found.append(self._accept(_unpacked(frames), lost and not found))
+                found.append(_unpacked(frames))
         return found
 
 
