@@ -72,11 +72,12 @@ class Cache(RuleBasedStateMachine):
             made = self.manager.store(line[-1] if line else None, part, salt, priority)
             if made is None:
                 break
-            block, moves = made
+            block, moves, new = made
             self._do(moves)
-            if not moves and block.level:
-                break  # it was there, on another level
-            self.memory[block.level, block.place] = self._prefix(block)
+            assert new or not moves
+            if new:
+                self.memory[block.level, block.place] = self._prefix(block)
+            assert self.memory[block.level, block.place] == self._prefix(block)
             self.manager.hold([block])
             line.append(block)
         if keep:
@@ -167,8 +168,8 @@ def test_a_hundred_thousand_operations() -> None:
 @pytest.mark.fast
 def test_what_is_least_used_goes_first_and_leaves_before_parents() -> None:
     manager = Manager([3], 1)
-    first, _ = manager.store(None, (1,))  # type: ignore[misc]
-    second, _ = manager.store(first, (2,))  # type: ignore[misc]
+    first, *_ = manager.store(None, (1,))  # type: ignore[misc]
+    second, *_ = manager.store(first, (2,))  # type: ignore[misc]
     manager.store(None, (9,))
     manager.lookup([9])
     manager.store(None, (7,))

@@ -7,7 +7,7 @@ there from the start; their number never changes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inlay.errors import UsageError
 from inlay.runtime.kv.blocks import Block, Move, Tokens, chained
@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from inlay.runtime.kv.events import Event
 
 
+class Placed(NamedTuple):
+    """A block that was stored: what to copy before it is written, and whether it has to be."""
+
+    block: Block
+    moves: list[Move]
+    new: bool
+
+
 class Manager:
     """Blocks on one or more levels of memory.
 
     >>> seen = []
     >>> manager = Manager([2, 4], block_size=2, tell=seen.append)
-    >>> first, moves = manager.store(None, (1, 2))
+    >>> first, moves, new = manager.store(None, (1, 2))
     >>> [block.hash == first.hash for block in manager.lookup([1, 2, 3])]
     [True]
     >>> manager.lookup([1, 2, 3], salt="another tenant")
@@ -82,9 +90,7 @@ class Manager:
                 raise UsageError(f"Block {block.hash:x} is dropped more often than it is held.")
             block.holders -= 1
 
-    def store(
-        self, parent: Block | None, tokens: Tokens, salt: str = "", priority: int = 0
-    ) -> tuple[Block, list[Move]] | None:
+    def store(self, parent: Block | None, tokens: Tokens, salt: str = "", priority: int = 0) -> Placed | None:
         """A block for tokens that follow `parent`, on the first level; None when everything there is relied upon.
 
         A block that is there already is returned as it is. `moves` come before what is written to the new place.
@@ -97,7 +103,7 @@ class Manager:
         known = self._find(parent, tokens, salt)
         if known is not None:
             self._use(known)
-            return known, []
+            return Placed(known, [], new=False)
         key = chained(parent.hash if parent else None, tokens, salt)
         if key in self._blocks:
             return None  # two different prefixes of one hash: the first one stays
@@ -113,7 +119,7 @@ class Manager:
             parent.children.add(key)
         self._use(block)
         self._tell(Stored(parent.hash if parent else None, key, tokens, salt, 0, priority))
-        return block, moves
+        return Placed(block, moves, new=True)
 
     def raise_up(self, block: Block) -> list[Move] | None:
         """Bring a block to the first level; None when there is no room for it."""
