@@ -97,11 +97,17 @@ class Answer:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for batch in self.batches():
+            for piece in batch:
+                yield piece
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """All pieces that are ready, whenever there are some; for an event loop."""
         self._woken = asyncio.Event()
         while True:
             ready, ended = self._take()
-            for piece in ready:
-                yield piece
+            if ready:
+                yield ready
             if ended:
                 return
             await self._woken.wait()
