@@ -1,7 +1,7 @@
-"""A package as a server, measured: `python benchmarks/serving.py PACKAGE [--against PEERS --model FILE.gguf]`.
+"""A package as a server, measured: `python -m benchmarks.serving PACKAGE [--against PEERS --model FILE.gguf]`.
 
-One client and many take turns; llama.cpp decodes as many sequences by its batch API, which has neither HTTP nor sampling
-to do. Nothing else should run meanwhile.
+One client and many take turns; llama.cpp decodes as many sequences by its batch API, which has neither HTTP nor
+sampling to do. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from inlay.runtime.text import Text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+INLAY = str(Path(sys.executable).with_name("inlay"))
 WORDS = Path(__file__).with_name("serving.py").read_text().split()
 
 
@@ -36,7 +37,7 @@ def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
     """A server on a free port: port, process and when it was started."""
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "inlay.cli.main", "serve", str(package), "--port", "0", *more],
+        [INLAY, "serve", str(package), "--name", "model", "--port", "0", *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -154,7 +155,7 @@ def starts(package: Path, rounds: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {"run": [], "serve": []}
     for _ in range(rounds):
         start = time.perf_counter()
-        command = [sys.executable, "-m", "inlay.cli.main", "run", str(package), "Hello", "--max-tokens", "1"]
+        command = [INLAY, "run", str(package), "Hello", "--max-tokens", "1"]
         subprocess.run(command, capture_output=True, check=True)
         found["run"].append(time.perf_counter() - start)
         with serving(package) as (port, _, started):

@@ -17,7 +17,7 @@ from inlay.runtime.engine import Engine, Settings
 from inlay.runtime.kv.events import Replica, Stored, Updated
 from inlay.runtime.pieces import collect
 from inlay.runtime.request import Closed, Full, Request
-from inlay.runtime.session import OneSequence
+from runtime.alone import CLOSE, alone, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,20 +59,8 @@ def _steps(engine: Engine, *answers: Answer) -> list[list[int]]:
     return [[piece.token for piece in answer] for answer in answers]
 
 
-def _alone(engine: Engine, request: Request) -> tuple[list[int], list[float]]:
-    """What a sequence of its own gives, and how far the best score was ahead each time."""
-    from inlay.runtime.writing import Writer
-
-    stepper, writer = OneSequence(engine._package), Writer(request, engine.text, engine.room)
-    given, tokens, ahead = list(request.prompt), [], []
-    while True:
-        scores = stepper.advance(given)
-        best = scores.topk(2).values
-        ahead.append(float(best[0] - best[1]))
-        given = [writer.draw(scores)]
-        tokens += given
-        if writer.add(given[0])[1]:
-            return tokens, ahead
+def _alone(engine: Engine, request: Request) -> list[int]:
+    return alone(engine._package, engine.text, request)[0]
 
 
 def _mixed(count: int, seed: int) -> list[Request]:
@@ -108,14 +96,11 @@ def test_many_at_once_get_what_each_gets_alone(opened: Open) -> None:
         if made[-1].finish is Finish.CANCELLED:
             continue
         completed += 1
-        tokens, ahead = _alone(engine, request)
-        found = [piece.token for piece in made]
-        first = next((at for at, pair in enumerate(zip(tokens, found, strict=False)) if pair[0] != pair[1]), None)
+        wanted, ahead = alone(engine._package, engine.text, request)
+        first = first_difference([piece.token for piece in made], wanted)
         if first is not None:
-            assert ahead[first] < 1e-4, (request, first)
+            assert ahead[first] < CLOSE, (request, first)
             differing += 1
-        else:
-            assert found == tokens
     counts = engine.counts()
     assert completed > 60
     assert differing <= 2
@@ -184,16 +169,14 @@ def test_the_cache_may_be_full_of_what_is_in_use(opened: Open) -> None:
     engine = opened(cache_bytes=4 * per_block)
     requests = [Request(_prompt(80, seed), max_tokens=30, ignore_eos=True) for seed in range(4)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
-    assert found == [_alone(engine, request)[0] for request in requests]
+    assert found == [_alone(engine, request) for request in requests]
     assert engine.counts()["fallback.cache_full"] > 0
 
 
 def test_without_a_cache(opened: Open) -> None:
     engine = opened(cache_bytes=0)
     request = Request(_prompt(80), max_tokens=5, ignore_eos=True)
-    assert (
-        _steps(engine, engine.submit(request)) == _steps(engine, engine.submit(request)) == [_alone(engine, request)[0]]
-    )
+    assert _steps(engine, engine.submit(request)) == _steps(engine, engine.submit(request)) == [_alone(engine, request)]
     assert engine.counts()["blocks"] == engine.log.next == 0
 
 
@@ -278,7 +261,7 @@ def test_a_sequence_may_fill_its_slot(opened: Open) -> None:
     made = collect(_pieces(engine, request))
     assert len(made.tokens) == 7, "six go in, and the last one need not"
     assert made.finish is Finish.LENGTH
-    assert list(made.tokens) == _alone(engine, request)[0]
+    assert list(made.tokens) == _alone(engine, request)
 
 
 def _pieces(engine: Engine, request: Request) -> Answer:
@@ -308,7 +291,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
         list(answer)
     engine._package = package
     request = Request(_prompt(4, 1), max_tokens=10, ignore_eos=True)
-    assert _steps(engine, engine.submit(request)) == [_alone(engine, request)[0]]
+    assert _steps(engine, engine.submit(request)) == [_alone(engine, request)]
     assert engine.counts()["fallback.call_failed"] == 1
 
 
@@ -379,7 +362,7 @@ def test_clearing_keeps_what_is_in_use(opened: Open) -> None:
     engine.step()
     assert engine.cache is not None
     assert {block.tokens for block in engine.cache} == {_prompt(60, 1)[at : at + BLOCK] for at in range(0, 56, BLOCK)}
-    assert _steps(engine, running) == [_alone(engine, running.request)[0]]
+    assert _steps(engine, running) == [_alone(engine, running.request)]
 
 
 def test_all_memory_is_there_from_the_start(opened: Open) -> None:
@@ -422,7 +405,7 @@ def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, ser
     engine = Engine.open(tmp_path / "package", Settings(block=BLOCK))
     requests = [Request(_prompt(10, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
-    assert found == [_alone(engine, request)[0] for request in requests]
+    assert found == [_alone(engine, request) for request in requests]
     counts = engine.counts()
     assert counts["padded_rows"] > 0
     assert counts["rows"] == counts["tokens_in"] + 3 * 5 + counts["padded_rows"]

@@ -61,7 +61,7 @@ async def ask(port: int, body: Mapping[str, Any], *, path: str = "/v1/completion
 
 
 async def _lines(port: int, path: str, body: Mapping[str, Any], key: str | None, told: Told) -> AsyncIterator[bytes]:
-    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    data = json.dumps({"model": "model", **body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     heads = [
         f"POST {path} HTTP/1.1",
