@@ -1,7 +1,7 @@
 """The real model, served to many at once: everybody gets what they would get alone, and nothing of anybody else's.
 
-In float32, where the order in which sums are taken hardly matters: a token may differ only where the two best are closer
-than 1e-4, and such answers are counted.
+In float32, where the order in which sums are taken hardly matters: a token may differ only where the two best are
+closer than 1e-4, and such answers are counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from serve.servers import Server
 
 from inlay.bench.load import Told, ask
 from inlay.compile.load import load_package
@@ -21,7 +22,6 @@ from inlay.runtime import Sampling
 from inlay.runtime.request import Request
 from inlay.runtime.text import Text
 from runtime.alone import CLOSE, alone
-from serve.servers import Server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
