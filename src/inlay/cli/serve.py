@@ -80,7 +80,7 @@ def serve(
             max_prompt=max_prompt,
             max_tokens=max_tokens,
             max_body=bytes_of(max_body),
-            kv_routes=not keys if kv_routes is None else kv_routes,
+            kv_routes=bool(kv_routes),
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
         host_bytes = bytes_of(host_cache_memory)
@@ -96,7 +96,16 @@ def serve(
         engine = Engine.open(package, EngineSettings(queue=queue, cache_bytes=cache_bytes, host_bytes=host_bytes))
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
-        run.serve(engine, settings, at, version, drain_seconds=drain_seconds, ready=lambda it: _welcome(it, url))
+        run.serve(
+            engine,
+            settings,
+            at,
+            version,
+            drain_seconds=drain_seconds,
+            kv_events=kv_events,
+            kv_replay=kv_replay,
+            ready=lambda serving: _welcome(serving, url),
+        )
 
 
 def _welcome(serving: Serving, url: str) -> None:

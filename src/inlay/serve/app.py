@@ -18,6 +18,7 @@ from inlay.serve import convert
 from inlay.serve.errors import ApiError, draining, overloaded
 from inlay.serve.forms import ChatForm, CompletionForm
 from inlay.serve.front import Front
+from inlay.serve.kv_routes import add_kv_routes
 from inlay.serve.replies import Answers, Stream, Whole
 from inlay.serve.schema import ChatCompletion, ChatRequest, Completion, CompletionRequest, Model, Models, Refusal
 
@@ -39,6 +40,8 @@ def application(serving: Serving) -> Front:
     app.add_exception_handler(Exception, _failed)
     _about(app, serving)
     _answering(app, serving)
+    if serving.settings.kv_routes:
+        add_kv_routes(app, serving, ERRORS)
     return Front(app, serving)
 
 

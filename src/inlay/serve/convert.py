@@ -15,6 +15,8 @@ from inlay.serve.schema import ChatRequest, CompletionRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tokenizers import Tokenizer
+
     from inlay.runtime.text import Text
     from inlay.serve.schema import Message
 
@@ -28,11 +30,11 @@ DEFAULT_TOKENS = 16
 class Bounds:
     """How long prompts and answers may be."""
 
-    room: int
-    """Tokens the package can hold in a sequence."""
     prompt: int
     tokens: int
     vocabulary: int
+    characters: int
+    """A prompt of more has more tokens than it may have: it is not worth looking closer."""
 
 
 async def encode(asked: ChatRequest | CompletionRequest, text: Text, bounds: Bounds) -> list[tuple[int, ...]]:
@@ -40,10 +42,10 @@ async def encode(asked: ChatRequest | CompletionRequest, text: Text, bounds: Bou
     if isinstance(asked, ChatRequest):
         messages = [_turn(at, message) for at, message in enumerate(asked.messages)]
         size = sum(len(each["content"]) for each in messages)
-        prompts = [await _aside(size, lambda: text.encode_chat(messages), "messages")]
+        prompts = [await _aside(size, lambda: _encode_chat(text, messages, bounds), "messages")]
     elif isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str):
         texts: Any = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        prompts = await _aside(sum(map(len, texts)), lambda: [text.encode(each) for each in texts], "prompt")
+        prompts = await _aside(sum(map(len, texts)), lambda: [_encode(text, each, bounds) for each in texts], "prompt")
     else:
         given: Any = asked.prompt
         prompts = given if isinstance(given[0], list) else [given]
@@ -75,6 +77,24 @@ def requests(
     ]
 
 
+def _encode_chat(text: Text, messages: list[dict[str, Any]], bounds: Bounds) -> list[int]:
+    if text.chat is None:
+        return text.encode_chat(messages)  # says what is wrong
+    return _encode(text, text.chat.render(messages), bounds, special=False)
+
+
+def _encode(text: Text, prompt: str, bounds: Bounds, special: bool = True) -> list[int]:
+    """As `Text.encode`, by a call that lets other threads run: what is long takes a second for a million characters."""
+    if len(prompt) > bounds.characters:
+        raise _too_long(f"{len(prompt)} characters, which cannot be {bounds.prompt} tokens, the most it may have")
+    return list(text.tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids)
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of a text that one token can stand for at most; normalizers may drop some of them before."""
+    return max(map(len, tokenizer.get_vocab())) * (1 if tokenizer.normalizer is None else 4)
+
+
 def _turn(at: int, message: Message) -> dict[str, Any]:
     """A message as templates know it: text in one piece, and no role that is OpenAI's alone."""
     content = message.content
@@ -93,14 +113,20 @@ async def _aside(size: int, work: Callable[[], Any], param: str) -> Any:
         return work() if size < ASIDE else await asyncio.to_thread(work)
     except (UsageError, ModelError) as error:
         raise ApiError(400, str(error), param=param) from error
+    except ApiError as error:
+        error.param = param
+        raise
 
 
 def _check_prompt(prompt: list[int], bounds: Bounds, param: str) -> None:
     if not prompt:
         raise ApiError(400, "The prompt is empty, and this model has no begin token.", param=param)
     if len(prompt) > bounds.prompt:
-        message = f"The prompt has {len(prompt)} tokens, but may have {bounds.prompt} at most."
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+        raise _too_long(f"{len(prompt)} tokens, but may have {bounds.prompt} at most", param)
+
+
+def _too_long(what: str, param: str | None = None) -> ApiError:
+    return ApiError(400, f"The prompt has {what}.", param=param, code="context_length_exceeded")
 
 
 def _tokens(asked: ChatRequest | CompletionRequest, bounds: Bounds) -> int:

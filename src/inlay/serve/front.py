@@ -28,6 +28,8 @@ OPEN = frozenset({"/healthz", "/readyz"})
 """Routes that need no key."""
 ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Routes that need a place."""
+KNOWN = OPEN | ANSWERING | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
+"""Routes that are counted apart."""
 ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -135,5 +137,5 @@ def _id(headers: dict[bytes, bytes]) -> str:
 
 def _route(scope: Scope) -> str:
     """Method and path, short of what a client can make up at will."""
-    path = scope["path"] if scope["path"] in OPEN | ANSWERING | {"/metrics", "/v1/models"} else "other"
+    path = scope["path"] if scope["path"] in KNOWN else "other"
     return f"{scope['method']} {path}" if scope["method"] in ("GET", "POST", "HEAD") else "other"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,8 @@ def serve(
     version: str,
     *,
     drain_seconds: float = 30.0,
+    kv_events: str | None = None,
+    kv_replay: str | None = None,
     ready: Callable[[Serving], None] = lambda serving: None,
 ) -> None:
     """Serve an engine until a signal comes."""
@@ -106,7 +109,17 @@ def serve(
     logging.getLogger().addHandler(ToLines(serving.lines))
     engine.start()
     try:
-        Server(serving, drain_seconds, lambda: ready(serving)).run([at])
+        with _publishing(engine, kv_events, kv_replay):
+            Server(serving, drain_seconds, lambda: ready(serving)).run([at])
+            engine.close()
     finally:
         engine.close()
         serving.lines.close()
+
+
+def _publishing(engine: Engine, events: str | None, replay: str | None) -> AbstractContextManager[object]:
+    if events is None:
+        return nullcontext()
+    from inlay.serve.kv_wire import Publisher
+
+    return Publisher(engine.log, engine.settings.block, bind=events, replay=replay)

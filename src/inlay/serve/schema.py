@@ -51,7 +51,7 @@ class Only:
 
 
 def _whole(text: str) -> str:
-    """JSON can hold halves of characters, which no tokenizer takes."""
+    """JSON can hold halves of characters, which no tokenizer takes; strings with limits are checked anyway."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -100,7 +100,7 @@ class Message(_Asked):
     audio: Annotated[Any, Only()] = None
 
 
-StopString = Annotated[Words, Field(min_length=1, max_length=LONGEST_STOP)]
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
@@ -121,7 +121,7 @@ class _Generation(_Asked):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
-    cache_salt: Annotated[Words, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # those that must not ask for anything
     presence_penalty: Annotated[
         Any,

@@ -7,7 +7,7 @@ from functools import cached_property
 from time import time
 from typing import TYPE_CHECKING
 
-from inlay.serve.convert import Bounds
+from inlay.serve.convert import Bounds, longest_token
 from inlay.serve.keys import Keys
 from inlay.serve.logs import Lines
 from inlay.serve.metrics import Metrics
@@ -28,11 +28,13 @@ class Serving:
         self.keys = Keys(settings.keys)
         most = settings.max_concurrent or engine.slots + engine.settings.queue
         self.places = Places(most, min(most, engine.slots))
+        prompt = min(settings.max_prompt or engine.room, engine.room)
+        tokenizer = engine.text.tokenizer
         self.bounds = Bounds(
-            engine.room,
-            min(settings.max_prompt or engine.room, engine.room),
+            prompt,
             min(settings.max_tokens or engine.room, engine.room),
-            engine.text.tokenizer.get_vocab_size(),
+            tokenizer.get_vocab_size(),
+            prompt * longest_token(tokenizer),
         )
         self.lines = lines or Lines()
         self.metrics = Metrics(engine.counts, lambda: self.places.held)
