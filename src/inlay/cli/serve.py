@@ -42,6 +42,9 @@ def serve(
     host_cache_memory: Annotated[
         str, typer.Option("--host-cache-memory", help="For what is pushed out of the cache.")
     ] = "0",
+    write_seconds: Annotated[
+        float, typer.Option("--write-seconds", min=0.1, help="Cut off a client that reads nothing for so long.")
+    ] = 60.0,
     kv_events: Annotated[
         str | None, typer.Option("--kv-events", help="Publish what is cached, such as tcp://127.0.0.1:5557.")
     ] = None,
@@ -80,6 +83,7 @@ def serve(
             max_prompt=max_prompt,
             max_tokens=max_tokens,
             max_body=bytes_of(max_body),
+            write_seconds=write_seconds,
             kv_routes=bool(kv_routes),
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
