@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve.servers import Server
 
 from inlay.bench.load import Told, ask
 from inlay.compile.load import load_package
@@ -22,6 +21,7 @@ from inlay.runtime import Sampling
 from inlay.runtime.request import Request
 from inlay.runtime.text import Text
 from runtime.alone import CLOSE, alone
+from serve.servers import Server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -80,7 +80,8 @@ def _about(app: FastAPI, serving: Serving) -> None:
 
 def _answering(app: FastAPI, serving: Serving) -> None:
     """Routes that ask the model."""
-    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    streamed = {"text/event-stream": {"schema": event}}
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses={**ERRORS, 200: {"content": streamed}})
     async def chat(asked: ChatRequest, request: Request) -> Response:
