@@ -160,7 +160,9 @@ def test_log_lines(package: Path, tmp_path: Path) -> None:
             httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": request_id}, timeout=SECONDS)
         httpx.get(f"{server.url}/healthz")
         assert server.terminate() == 0
-        lines = {line["id"]: line for line in server.lines()}
+        *requests, last = server.lines()
+        assert (last["message"], last["places"]) == ("shutting down", 0)
+        lines = {line["id"]: line for line in requests}
         assert set(lines) == {"whole", "stream", "refused", "unknown"}, "health is not worth a line"
         assert "nobody" not in server.log.read_text()
     whole = lines["whole"]

@@ -148,6 +148,13 @@ def test_logprobs_of_a_conversation(client: Any) -> None:
     assert client.chat.completions.create(**given, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_many_logprobs(client: Any) -> None:
+    """So many that they are written in another thread."""
+    given = {"model": NAME, "prompt": "The fox", "max_tokens": 300, "temperature": 0, "extra_body": MORE, "n": 2}
+    made = client.completions.create(**given, logprobs=5)
+    assert [len(choice.logprobs.tokens) for choice in made.choices] == [300, 300]
+
+
 def test_logprobs_of_a_text(client: Any) -> None:
     given = {"model": NAME, "prompt": "The fox", "max_tokens": 8, "temperature": 0, "extra_body": MORE}
     listed = client.completions.create(**given, logprobs=2).choices[0].logprobs

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from eager import byte_tokenizer, fallback_tokenizer, text_of
+from inlay.runtime.request import Answer
 from inlay.serve.app import application
 from inlay.serve.logs import Lines
 from inlay.serve.serving import Serving
@@ -84,6 +86,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (CHAT, {"messages": TALK, "temprature": 1}, "temprature", "Did you mean temperature?"),
         (CHAT, {"messages": TALK, "temperature": 2.5}, "temperature", "less than or equal to 2"),
         (CHAT, {"messages": TALK, "temperature": "hot"}, "temperature", "valid number"),
+        (CHAT, {"messages": TALK, "repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
         (CHAT, {"messages": TALK, "top_p": 0}, "top_p", "greater than 0"),
         (CHAT, {"messages": TALK, "n": 17}, "n", "less than or equal to 16"),
         (CHAT, {"messages": TALK, "n": 0}, "n", "greater than or equal to 1"),
@@ -217,6 +220,49 @@ def test_an_engine_that_fails_is_a_500_that_says_so(engine: Engine, monkeypatch:
     assert refused(streamed, 500)["code"] == "engine_error", "nothing was sent before"
     monkeypatch.undo()
     assert call(engine, "POST", TEXT, json={"model": NAME, "prompt": "fox"}).status_code == 200
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_who_goes_is_not_answered_from_the_next_step_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """Tokens that are made after the engine was told: none but that of the step which was on its way."""
+    told: list[float] = []
+    cancel = Answer.cancel
+
+    def noted(answer: Answer) -> None:
+        told.append(engine.counts()["tokens_out"])
+        cancel(answer)
+
+    monkeypatch.setattr(Answer, "cancel", noted)
+    body = {"model": NAME, "prompt": "fox", "max_tokens": 4000, "ignore_eos": True, "stream": streaming}
+    before = engine.counts()["tokens_out"]
+
+    async def talk() -> None:
+        serving = Serving(engine, Settings(NAME), "fp_test", Lines(io.StringIO()))
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            while engine.counts()["tokens_out"] < before + 20:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        await application(serving)(scope, receive, send)
+        assert serving.places.held == 0
+
+    asyncio.run(talk())
+    deadline = time.monotonic() + 60
+    while (now := engine.counts())["answering"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told[0] >= before + 20
+    assert now["tokens_out"] <= told[0] + 1
 
 
 @pytest.mark.fast

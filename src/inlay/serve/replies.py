@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from inlay.serve.logs import Record
 
 BROKEN_OFF = (Finish.CANCELLED, Finish.TIMEOUT)
+MANY = 256
+"""Tokens from which on their likelihoods are written in another thread: others wait for the event loop."""
 DONE = "data: [DONE]\n\n"
 
 
@@ -139,7 +141,12 @@ class Whole(_Reply):
         async for batch in self._answers.batches():
             for index, piece in batch:
                 pieces[index].append(piece)
-        body = self._form.whole(pieces, self._answers.usage(sum(map(len, pieces))))
+        made = sum(map(len, pieces))
+        usage = self._answers.usage(made)
+        if made < MANY or pieces[0][0].likelihood is None:
+            body = self._form.whole(pieces, usage)
+        else:
+            body = await asyncio.to_thread(self._form.whole, pieces, usage)
         await send.start([(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
         await send.body(body, more=True)
         await send.body(b"", more=False)  # waits until the reader has taken most of it: as long it holds its place

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SEND_BUFFER = 1 << 18
 """Bytes that the system keeps for a reader that is slow; left to itself, it takes megabytes for each."""
+KEEP_ALIVE = 75
+"""Seconds that a connection stays open between requests: longer than clients and proxies keep theirs."""
 LAST_SECONDS = 5
 """How long connections may take to close, once all is answered."""
 
@@ -44,6 +46,7 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         super().__init__(config)
@@ -68,6 +71,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drain(self) -> None:
+        self._serving.lines.write({"level": "info", "message": "shutting down", "places": self._serving.places.held})
         try:
             async with asyncio.timeout(self._seconds):
                 await self._serving.places.empty()

@@ -119,7 +119,7 @@ class _Generation(_Asked):
     # as vLLM names them
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # beyond, scores are no numbers
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # those that must not ask for anything
