@@ -62,7 +62,7 @@ def _simulate(seed: int, requests: int, limits: Limits, rate: float, cancel: flo
         assert sum(count for _, count in plan.read) <= (limits.chunk if plan.answer else limits.alone)
         for number, count in plan.read:
             assert 0 < count <= running[number].left
-            running[number] = replace(running[number], left=running[number].left - count)
+            running[number] = running[number]._replace(left=running[number].left - count)
         step += 1
         assert step < requests * 1_000, "it does not end"
     return told

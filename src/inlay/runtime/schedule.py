@@ -2,12 +2,13 @@
 
 Every sequence that has begun to answer gets its next token in every step. Beside that, prompts are read on by at most a
 chunk, so a long prompt delays nobody by more than a chunk. Requests join when there is a slot and leave at any step.
+What it is given and what it gives are tuples: they are made at every step, and those are made quickly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,8 +28,7 @@ class Limits:
     """Sizes of batches for which there is code of its own: others are filled up to the next of them."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A request that waits for a slot."""
 
     id: int
@@ -38,8 +38,7 @@ class Ask:
     """Higher ones are taken first."""
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(NamedTuple):
     """A sequence that has a slot."""
 
     id: int
@@ -50,8 +49,7 @@ class Running:
     priority: int = 0
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What happens next."""
 
     join: tuple[tuple[int, int], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext
@@ -115,6 +116,7 @@ def serve(
     """Serve an engine until a signal comes."""
     serving = Serving(engine, settings, version)
     logging.getLogger().addHandler(ToLines(serving.lines))
+    gc.freeze()  # what is loaded stays: going through it again and again stops everybody for a tenth of a second
     engine.start()
     try:
         with _publishing(engine, kv_events, kv_replay):
