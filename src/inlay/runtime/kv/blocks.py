@@ -1,13 +1,14 @@
 """Blocks: runs of tokens whose keys and values are kept, and the tree that they form.
 
 A block is known by a hash over its tokens and over all that come before them, so equal prefixes are equal blocks. A
-salt keeps tenants apart: with another salt every hash is another one. A hash only finds; what is found is compared token
-by token, so a hit is never an accident.
+salt keeps tenants apart: with another salt every hash is another one. A hash only finds; what is found is compared
+token by token, so a hit is never an accident.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,8 @@ def chained(parent: int | None, tokens: Sequence[int], salt: str = "") -> int:
     >>> chained(chained(None, [1, 2]), [3, 4]) != chained(None, [3, 4])
     True
     """
-    made = hashlib.blake2b(digest_size=8)
-    made.update(b"root" if parent is None else parent.to_bytes(8, "big"))
-    made.update(salt.encode() + b"\0" if parent is None else b"")
-    made.update(b"".join(token.to_bytes(8, "big") for token in tokens))
+    start = b"root" + salt.encode() + b"\0" if parent is None else parent.to_bytes(8, "big")
+    made = hashlib.blake2b(start + struct.pack(f">{len(tokens)}Q", *tokens), digest_size=8)
     return int.from_bytes(made.digest(), "big") >> 1
 
 
@@ -48,9 +47,14 @@ class Block:
     used: int
     """When it was last asked for: ticks of the manager."""
     holders: int = 0
-    """How many sequences rely on it. Such a block is neither moved nor removed."""
-    children: set[int] = field(default_factory=set)
-    """Hashes of the blocks that follow it."""
+    """How many sequences rely on it. Such a block is neither moved away nor removed; what it follows is not removed."""
+    children: dict[int, int] = field(default_factory=dict)
+    """How many blocks follow it, on each level where there are any."""
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nobody relies on it, and nothing that lies as near follows it."""
+        return not self.holders and all(level > self.level for level in self.children)
 
     def is_one_of(self, parent: Block | None, tokens: Tokens, salt: str) -> bool:
         """Whether it really holds these tokens, after these."""

@@ -1,24 +1,23 @@
 """KV-cache events: what the cache tells the outside world about its blocks, and a log that several may read.
 
-Events are numbered without gaps. Every subscriber has a cursor of its own; reading takes nothing away from others. The log
-keeps a bounded number of them: who asks for one that is gone is told so (`Gap`) and goes on from a snapshot, which is the
-content of the cache as of a number.
+Events are numbered without gaps. Every subscriber has a cursor of its own; reading takes nothing away from others. The
+log keeps a bounded number of them: who asks for one that is gone is told so (`Gap`) and goes on from a snapshot, which
+is the content of the cache as of a number.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Created:
     """A cache with so many places on each level came to be."""
 
@@ -26,7 +25,7 @@ class Created:
     block_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A block is held from now on."""
 
@@ -38,7 +37,7 @@ class Stored:
     priority: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Removed:
     """A block is held no longer."""
 
@@ -46,7 +45,7 @@ class Removed:
     level: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Updated:
     """A block moved to another level, or has another priority: old and new."""
 
@@ -55,7 +54,7 @@ class Updated:
     priority: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cleared:
     """No block is held any more."""
 
@@ -64,11 +63,13 @@ Event = Created | Stored | Removed | Updated | Cleared
 
 
 class Gap(Exception):  # noqa: N818 - a state of affairs that its reader has to deal with
-    """Events that were asked for are not kept any more."""
+    """Events that were asked for are not kept any more, or are of another log: numbers begin anew with every cache."""
 
-    def __init__(self, asked: int, first: int) -> None:
-        super().__init__(f"event {asked} is gone, the oldest one kept is {first}")
-        self.asked, self.first = asked, first
+    def __init__(self, asked: int, first: int, upcoming: int) -> None:
+        gone = f"event {asked} is gone, the oldest one kept is {first}"
+        ahead = f"event {asked} is ahead of this log, whose next one is {upcoming}"
+        super().__init__(gone if asked < first else ahead)
+        self.asked, self.first, self.next = asked, first, upcoming
 
 
 class Replica:
@@ -93,13 +94,13 @@ class Replica:
                 self.blocks.clear()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The content of a cache before the event of a number."""
 
     next: int
     blocks: tuple[Stored, ...]
-    """Parents before what follows them."""
+    """In the order in which they came, so parents before what follows them."""
 
 
 class Log:
@@ -118,7 +119,8 @@ class Log:
     """
 
     def __init__(self, most: int = 10_000) -> None:
-        self._events: deque[Event] = deque(maxlen=most)
+        self._most = most
+        self._ring: list[Event] = []
         self._next = 0
         self._replica = Replica()
         self._changed = threading.Condition()
@@ -132,7 +134,10 @@ class Log:
     def add(self, event: Event) -> None:
         """One event more. Never waits for a reader."""
         with self._changed:
-            self._events.append(event)
+            if len(self._ring) < self._most:
+                self._ring.append(event)
+            else:
+                self._ring[self._next % self._most] = event
             self._next += 1
             self._replica.apply(event)
             self._changed.notify_all()
@@ -142,16 +147,16 @@ class Log:
     def since(self, number: int, most: int | None = None) -> list[tuple[int, Event]]:
         """Events from a number on, at most so many."""
         with self._changed:
-            first = self._next - len(self._events)
-            if number < first:
-                raise Gap(number, first)
+            first = self._next - len(self._ring)
+            if not first <= number <= self._next:
+                raise Gap(number, first, self._next)
             stop = self._next if most is None else min(self._next, number + most)
-            return [(each, self._events[each - first]) for each in range(number, stop)]
+            return [(each, self._ring[each % self._most]) for each in range(number, stop)]
 
     def snapshot(self) -> Snapshot:
         """The content now."""
         with self._changed:
-            return Snapshot(self._next, tuple(_parents_first(self._replica.blocks)))
+            return Snapshot(self._next, tuple(self._replica.blocks.values()))
 
     def wait(self, number: int, seconds: float | None = None) -> bool:
         """Until there is an event of this number, or the time is up; whether there is."""
@@ -194,31 +199,28 @@ class Subscriber:
         self.cursor = snapshot.next
         return snapshot
 
-    async def stream(self, most: int = 1_000) -> AsyncIterator[list[tuple[int, Event]]]:
-        """What is new, whenever something is; for an event loop."""
+    async def stream(
+        self, most: int = 1_000, quiet: float | None = None
+    ) -> AsyncGenerator[list[tuple[int, Event]], None]:
+        """What is new, whenever something is; for an event loop. Nothing, after so many seconds with nothing new."""
         loop, new = asyncio.get_running_loop(), asyncio.Event()
+        told = False
 
         def wake() -> None:
-            loop.call_soon_threadsafe(new.set)
+            nonlocal told
+            if not told:  # the loop is told once, however many events there are before it looks
+                told = True
+                with suppress(RuntimeError):  # it was closed: nobody reads any more
+                    loop.call_soon_threadsafe(new.set)
 
         with self.log.waking(wake):
             while True:
                 new.clear()
+                told = False
                 found = self.read(most)
-                if found:
-                    yield found
-                else:
-                    await new.wait()
-
-
-def _parents_first(blocks: dict[int, Stored]) -> Iterator[Stored]:
-    done: set[int] = set()
-    for block in blocks.values():
-        line = []
-        at: Stored | None = block
-        while at is not None and at.hash not in done:
-            line.append(at)
-            at = blocks.get(at.parent) if at.parent is not None else None
-        for each in reversed(line):
-            done.add(each.hash)
-            yield each
+                if not found:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(new.wait(), quiet)
+                        continue
+                yield found
+                await asyncio.sleep(0)  # others of the loop have their turn, however much is new

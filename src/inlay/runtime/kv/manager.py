@@ -1,12 +1,13 @@
 """The KV-cache manager: which blocks are held where, who relies on them, and which goes when room is needed.
 
-It keeps books and moves nothing: what has to be copied is returned as moves, in the order in which to do it. All places are
-there from the start; their number never changes.
+It keeps books and moves nothing: what has to be copied is returned as moves, in the order in which to do it. All places
+are there from the start; their number never changes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from contextlib import contextmanager
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from inlay.errors import UsageError
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from inlay.runtime.kv.events import Event
+
+
+_Entry = tuple[int, int, Block]
+"""Priority, time of last use, and the block that had them: what is less goes first."""
 
 
 class Placed(NamedTuple):
@@ -51,7 +56,7 @@ class Manager:
         self._tell = tell
         self._free = [list(range(count))[::-1] for count in places]
         self._blocks: dict[int, Block] = {}
-        self._order: list[dict[int, OrderedDict[int, Block]]] = [{} for _ in places]
+        self._leaving: list[list[_Entry]] = [[] for _ in places]
         self._tick = 0
         tell(Created(self.places, block_size))
 
@@ -73,7 +78,7 @@ class Manager:
             if block is None:
                 break
             found.append(block)
-        for block in reversed(found):  # what others build on was used last, so that it goes last
+        for block in found:
             self._use(block)
         return found
 
@@ -81,14 +86,16 @@ class Manager:
         """Rely on blocks until they are dropped as often."""
         for block in blocks:
             self._known(block)
+        for block in blocks:
             block.holders += 1
 
     def drop(self, blocks: Sequence[Block]) -> None:
-        """Rely on them no longer."""
+        """Rely on them no longer. They were used until now."""
         for block in blocks:
             if not block.holders:
                 raise UsageError(f"Block {block.hash:x} is dropped more often than it is held.")
             block.holders -= 1
+            self._use(block)
 
     def store(self, parent: Block | None, tokens: Tokens, salt: str = "", priority: int = 0) -> Placed | None:
         """A block for tokens that follow `parent`, on the first level; None when everything there is relied upon.
@@ -100,23 +107,20 @@ class Manager:
         if parent is not None:
             self._known(parent)
             salt = parent.salt
-        known = self._find(parent, tokens, salt)
-        if known is not None:
+        key = chained(parent.hash if parent else None, tokens, salt)
+        known = self._blocks.get(key)
+        if known is not None and known.is_one_of(parent, tokens, salt):
             self._use(known)
             return Placed(known, [], new=False)
-        key = chained(parent.hash if parent else None, tokens, salt)
-        if key in self._blocks:
+        if known is not None:
             return None  # two different prefixes of one hash: the first one stays
-        with_parent = [parent] if parent else []
-        self.hold(with_parent)
-        moves = self._make_room(0)
-        self.drop(with_parent)
+        with self._relying_on(parent):
+            moves = self._make_room(0)
         if moves is None:
             return None
         block = Block(key, parent, tokens, salt, 0, self._free[0].pop(), priority, self._tick)
         self._blocks[key] = block
-        if parent is not None:
-            parent.children.add(key)
+        _count(block, +1)
         self._use(block)
         self._tell(Stored(parent.hash if parent else None, key, tokens, salt, 0, priority))
         return Placed(block, moves, new=True)
@@ -126,32 +130,35 @@ class Manager:
         self._known(block)
         if block.level == 0:
             return []
-        self.hold([block])
-        moves = self._make_room(0)
-        self.drop([block])
+        with self._relying_on(block), self._relying_on(block.parent):
+            moves = self._make_room(0)
         return None if moves is None else [*moves, self._move(block, 0)]
 
     def set_priority(self, block: Block, priority: int) -> None:
         """Blocks of lower priority go first, whenever they were used."""
         self._known(block)
         if block.priority != priority:
-            old = block.priority
-            self._forget_order(block)
-            block.priority = priority
-            self._remember_order(block)
+            old, block.priority = block.priority, priority
+            self._offer(block)
             self._tell(Updated(block.hash, priority=(old, priority)))
 
     def clear(self) -> None:
-        """Remove all that nobody relies on, and what does not follow from it."""
-        kept = {key for block in self for key in _line(block) if block.holders}
-        if not kept:
-            self._blocks.clear()
-            self._order = [{} for _ in self.places]
-            self._free = [list(range(count))[::-1] for count in self.places]
-            self._tell(Cleared())
+        """Remove all blocks but those that somebody relies on, and what these follow."""
+        kept: set[int] = set()
+        for block in self:
+            line: Block | None = block if block.holders else None
+            while line is not None and line.hash not in kept:
+                kept.add(line.hash)
+                line = line.parent
+        if kept:
+            for block in reversed(list(self)):  # a block is stored after what it follows
+                if block.hash not in kept:
+                    self._remove(block)
             return
-        for block in sorted((each for each in self if each.hash not in kept), key=_depth, reverse=True):
-            self._remove(block)
+        self._blocks.clear()
+        self._leaving = [[] for _ in self.places]
+        self._free = [list(range(count))[::-1] for count in self.places]
+        self._tell(Cleared())
 
     def _known(self, block: Block) -> None:
         if self._blocks.get(block.hash) is not block:
@@ -164,63 +171,101 @@ class Manager:
     def _use(self, block: Block) -> None:
         self._tick += 1
         block.used = self._tick
-        self._forget_order(block)
-        self._remember_order(block)
+        self._offer(block)
 
-    def _remember_order(self, block: Block) -> None:
-        self._order[block.level].setdefault(block.priority, OrderedDict())[block.hash] = block
+    @contextmanager
+    def _relying_on(self, block: Block | None) -> Iterator[None]:
+        """Hold a block for a moment, which is no use of it."""
+        if block is None:
+            yield
+            return
+        block.holders += 1
+        yield
+        block.holders -= 1
+        self._offer(block)
 
-    def _forget_order(self, block: Block) -> None:
-        rows = self._order[block.level].get(block.priority)
-        if rows is not None:
-            rows.pop(block.hash, None)
+    def _offer(self, block: Block) -> None:
+        """Put a block into the line of those that may leave their level, if it is one.
 
-    def _by_age(self, level: int) -> Iterator[Block]:
-        """Blocks of a level that nobody relies on: lowest priority first, then least recently used."""
-        for priority in sorted(self._order[level]):
-            yield from (block for block in self._order[level][priority].values() if not block.holders)
+        An entry of a block that was used, held or moved since is void. Whoever adds one takes up to two void ones from
+        the front, and all are swept out before they are too many, so room costs the same in a large cache.
+        """
+        if block.may_go:
+            entries = self._leaving[block.level]
+            heappush(entries, (block.priority, block.used, block))
+            for _ in range(2):
+                if not self._holds(entries[0], block.level):
+                    heappop(entries)
+            if len(entries) > 2 * self.places[block.level] + 64:
+                entries[:] = {entry for entry in entries if self._holds(entry, block.level)}
+                heapify(entries)
 
-    def _make_room(self, level: int) -> list[Move] | None:
-        """At least one free place on a level; what has to be moved for it, or None if that cannot be."""
+    def _holds(self, entry: _Entry, level: int) -> bool:
+        priority, used, block = entry
+        same = block.level == level and block.priority == priority and block.used == used
+        return same and block.may_go and self._blocks.get(block.hash) is block
+
+    def _next_to_go(self, level: int, leaf: bool = False) -> Block | None:
+        """The block that leaves a level first: of the lowest priority the least recently used; with `leaf`, one that
+        nothing follows.
+        """
+        entries, passed, found = self._leaving[level], [], None
+        while entries and found is None:
+            if not self._holds(entries[0], level):
+                heappop(entries)
+            elif leaf and entries[0][2].children:
+                passed.append(heappop(entries))
+            else:
+                found = entries[0][2]
+        for entry in passed:  # few: they are passed only when the next level is full of what is relied upon
+            heappush(entries, entry)
+        return found
+
+    def _make_room(self, level: int, worth: int | None = None) -> list[Move] | None:
+        """At least one free place on a level; what has to be moved for it, or None if that cannot be.
+
+        With `worth`, nothing of a higher priority is removed for it.
+        """
         if self._free[level]:
             return []
-        if level + 1 < len(self.places):
-            oldest = next(self._by_age(level), None)
-            if oldest is not None:
-                self.hold([oldest])
-                moves = self._make_room(level + 1)
-                self.drop([oldest])
-                if moves is not None:
-                    return [*moves, self._move(oldest, level + 1)]
-        leaf = next((block for block in self._by_age(level) if not block.children), None)
-        if leaf is None:
+        first = self._next_to_go(level)
+        if first is not None and level + 1 < len(self.places):
+            moves = self._make_room(level + 1, None if first.children else first.priority)
+            if moves is not None:
+                return [*moves, self._move(first, level + 1)]
+        leaf = self._next_to_go(level, leaf=True)
+        if leaf is None or (worth is not None and leaf.priority > worth):
             return None
         self._remove(leaf)
         return []
 
     def _move(self, block: Block, level: int) -> Move:
         source = (block.level, block.place)
-        self._forget_order(block)
+        _count(block, -1)
         self._free[block.level].append(block.place)
         block.level, block.place = level, self._free[level].pop()
-        self._remember_order(block)
+        _count(block, +1)
+        self._offer(block)
+        self._offer_parent(block)
         self._tell(Updated(block.hash, level=(source[0], level)))
         return Move(source, (block.level, block.place))
 
     def _remove(self, block: Block) -> None:
-        self._forget_order(block)
+        _count(block, -1)
         del self._blocks[block.hash]
         self._free[block.level].append(block.place)
-        if block.parent is not None:
-            block.parent.children.discard(block.hash)
+        self._offer_parent(block)
         self._tell(Removed(block.hash, block.level))
 
-
-def _line(block: Block | None) -> Iterator[int]:
-    while block is not None:
-        yield block.hash
-        block = block.parent
+    def _offer_parent(self, block: Block) -> None:
+        if block.parent is not None:
+            self._offer(block.parent)
 
 
-def _depth(block: Block) -> int:
-    return sum(1 for _ in _line(block))
+def _count(block: Block, change: int) -> None:
+    """Tell its parent that there is a block more, or less, on this level."""
+    if block.parent is not None:
+        children = block.parent.children
+        children[block.level] = children.get(block.level, 0) + change
+        if not children[block.level]:
+            del children[block.level]
