@@ -157,11 +157,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = [(_place(each["loc"]), each) for each in error.errors()]
     first = found[0][0][:1]
-    place, worst = max((each for each in found if each[0][:1] == first), key=lambda each: len(each[0]))
+    place, worst = max((each for each in found if each[0][:1] == first), key=_nearness)
     name, reason = ".".join(map(str, place))[:LONGEST_ECHO], str(worst["msg"])
     if worst["type"] == "json_invalid":
         refusal = ApiError(400, f"The request is not JSON: {worst['ctx']['error']}.")
-    elif worst["type"] == "model_attributes_type":
+    elif worst["type"] == "model_attributes_type" and not place:
         refusal = ApiError(400, "The request is not a JSON object. Send one, with Content-Type: application/json.")
     elif worst["type"] == "extra_forbidden":
         known = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
@@ -172,13 +172,18 @@ async def _invalid(request: Request, error: Exception) -> Response:
     return await _refused(request, refusal)
 
 
+def _nearness(found: tuple[tuple[str | int, ...], Any]) -> tuple[int, bool]:
+    place, error = found
+    return len(place), not error["type"].endswith("_type")
+
+
 async def _failed(request: Request, error: Exception) -> Response:
     return await _refused(request, ApiError(500, "This server failed where it should not.", code="internal_error"))
 
 
 def _place(loc: tuple[Any, ...]) -> tuple[str | int, ...]:
     """Where a field is, without the names of the types it was tried as."""
-    types = ("str", "float", "int", "bool")
+    types = ("str", "system", "developer", "user", "assistant")
     return tuple(
         each
         for at, each in enumerate(loc[1:])

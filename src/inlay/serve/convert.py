@@ -10,7 +10,7 @@ from inlay.errors import ModelError, UsageError
 from inlay.runtime.request import Request
 from inlay.runtime.sampling import COLDEST, Sampling
 from inlay.serve.errors import ApiError
-from inlay.serve.schema import ChatRequest, CompletionRequest
+from inlay.serve.schema import Answered, ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from inlay.runtime.text import Text
-    from inlay.serve.schema import Message
+    from inlay.serve.schema import Said
 
 ASIDE = 4096
 """Characters from which on a prompt is read in another thread: others wait for the event loop."""
@@ -40,7 +40,7 @@ class Bounds:
 async def encode(asked: ChatRequest | CompletionRequest, text: Text, bounds: Bounds) -> list[tuple[int, ...]]:
     """The prompts of a request as tokens."""
     if isinstance(asked, ChatRequest):
-        messages = [_turn(at, message) for at, message in enumerate(asked.messages)]
+        messages = [_turn(message) for message in asked.messages]
         size = sum(len(each["content"]) for each in messages)
         prompts = [await _aside(size, lambda: _encode_chat(text, messages, bounds), "messages")]
     elif isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str):
@@ -95,13 +95,11 @@ def longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab())) * (1 if tokenizer.normalizer is None else 4)
 
 
-def _turn(at: int, message: Message) -> dict[str, Any]:
+def _turn(message: Said | Answered) -> dict[str, Any]:
     """A message as templates know it: text in one piece, and no role that is OpenAI's alone."""
     content = message.content
     if content is None:
-        if message.role != "assistant":
-            raise ApiError(400, "A message needs content.", param=f"messages.{at}.content")
-        content = message.refusal or ""
+        content = (isinstance(message, Answered) and message.refusal) or ""
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
     turn = {"role": "system" if message.role == "developer" else message.role, "content": content}

@@ -87,10 +87,18 @@ class TextPart(_Asked):
     text: Words
 
 
-class Message(_Asked):
-    """One turn of a conversation."""
+class Said(_Asked):
+    """What the model was told."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user"]
+    content: Words | Annotated[list[TextPart], Field(min_length=1)]
+    name: Words | None = None
+
+
+class Answered(_Asked):
+    """What it said, as clients give it back."""
+
+    role: Literal["assistant"]
     content: Words | list[TextPart] | None = None
     name: Words | None = None
     refusal: Words | None = None
@@ -100,6 +108,8 @@ class Message(_Asked):
     audio: Annotated[Any, Only()] = None
 
 
+ROLE = "its role must be system, developer, user or assistant"
+Message = Annotated[Said | Answered, Discriminator("role", custom_error_type="role", custom_error_message=ROLE)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
