@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from inlay.serve.serving import Serving
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Refusal}, "5XX": {"model": Refusal}}
+REASONS = dict.fromkeys(
+    ("union_tag_invalid", "union_tag_not_found"), "its role must be system, developer, user or assistant"
+)
+"""For what pydantic says in words of its own."""
 LONGEST_ECHO = 128
 """Characters of what a client wrote that stand in an error."""
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -158,7 +162,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     found = [(_place(each["loc"]), each) for each in error.errors()]
     first = found[0][0][:1]
     place, worst = max((each for each in found if each[0][:1] == first), key=_nearness)
-    name, reason = ".".join(map(str, place))[:LONGEST_ECHO], str(worst["msg"])
+    name = ".".join(map(str, place))[:LONGEST_ECHO]
+    reason = REASONS.get(worst["type"], str(worst["msg"]))
     if worst["type"] == "json_invalid":
         refusal = ApiError(400, f"The request is not JSON: {worst['ctx']['error']}.")
     elif worst["type"] == "model_attributes_type" and not place:

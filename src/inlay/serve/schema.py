@@ -108,8 +108,7 @@ class Answered(_Asked):
     audio: Annotated[Any, Only()] = None
 
 
-ROLE = "its role must be system, developer, user or assistant"
-Message = Annotated[Said | Answered, Discriminator("role", custom_error_type="role", custom_error_message=ROLE)]
+Message = Annotated[Said | Answered, Field(discriminator="role")]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
