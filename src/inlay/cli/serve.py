@@ -84,7 +84,7 @@ def serve(
             max_tokens=max_tokens,
             max_body=bytes_of(max_body),
             write_seconds=write_seconds,
-            kv_routes=bool(kv_routes),
+            kv_routes=not keys if kv_routes is None else kv_routes,
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
         host_bytes = bytes_of(host_cache_memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import FastAPI, Query
 from starlette.responses import Response, StreamingResponse
@@ -43,11 +43,11 @@ def add_kv_routes(app: FastAPI, serving: Serving, errors: dict[int | str, dict[s
         return StreamingResponse(_until(serving.closing, kv_json.lines(log, start, HEARTBEAT)), media_type=LINES)
 
 
-async def _until(closing: asyncio.Event, lines: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+async def _until(closing: asyncio.Event, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Lines, until the server ends."""
     ending = asyncio.ensure_future(closing.wait())
     try:
-        async with aclosing(lines):
+        async with aclosing(cast("AsyncGenerator[bytes, None]", lines)):
             while not ending.done():
                 coming = asyncio.ensure_future(anext(lines))
                 try:

@@ -30,7 +30,7 @@ class Settings:
     """How long a request may take to come in."""
     write_seconds: float = 60.0
     """How long a reader may take nothing before it is cut off."""
-    kv_routes: bool = False
+    kv_routes: bool = True
     """Whether the cache can be watched over HTTP: tokens of all requests."""
 
 
