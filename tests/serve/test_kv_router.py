@@ -8,10 +8,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from router import routing
 
 from inlay.runtime.kv.events import Log
 from inlay.runtime.kv.manager import Manager
+from serve.router import routing
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
