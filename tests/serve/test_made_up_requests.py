@@ -14,7 +14,7 @@ import pytest
 from serve.servers import NAME, SECONDS, Server
 
 schemathesis = pytest.importorskip("schemathesis")
-from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("serve")
 WEIGHTS = {"/v1/chat/completions": 10, "/v1/completions": 8}
 """How many cases there are of a route for one of another."""
+UNSOUND = [positive_data_acceptance, negative_data_rejection]
+"""Limits are not in a schema; and what is wrong in one of several forms may be right in another."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def _put(server: Server, cases: int) -> Counter[int]:
                 case.body["model"] = NAME  # no made-up name gets any further
             response = case.call(base_url=server.url, timeout=SECONDS)
             statuses[response.status_code] += 1
-            case.validate_response(response, excluded_checks=[positive_data_acceptance])  # limits are not in a schema
+            case.validate_response(response, excluded_checks=UNSOUND)
 
         put()
     return statuses
