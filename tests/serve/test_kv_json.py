@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inlay.runtime.kv.events import Created, Log, Removed, Replica, Stored, Updated
+from inlay.runtime.kv.events import Cleared, Created, Log, Removed, Replica, Stored, Updated
 from inlay.runtime.kv.manager import Manager
 from inlay.serve.kv_json import event_json, lines, snapshot_json
 
@@ -152,10 +152,39 @@ def test_without_a_number_a_snapshot_comes_first_and_what_follows_fits() -> None
 @pytest.mark.parametrize("asked", [3, 5_000])
 def test_what_is_not_kept_is_a_gap_and_then_a_snapshot(asked: int) -> None:
     log = Log(most=10)
-    _use(Manager([4], 2, log.add), range(50))
-    gap, snapshot = _read(log, asked, lambda seen: len(seen) == 2)
-    assert gap == {"type": "gap", "asked": asked, "first": log.next - 10, "next_event_id": log.next}
-    assert snapshot == snapshot_json(log)
+    manager = Manager([4], 2, log.add)
+    _use(manager, range(50))
+    after = log.next
+    expected = [
+        {"type": "gap", "asked": asked, "first": after - 10, "next_event_id": after},
+        snapshot_json(log),
+        event_json(after, Cleared()),
+    ]
+
+    def enough(seen: list[Any]) -> bool:
+        if len(seen) == 2:
+            manager.clear()
+        return len(seen) == 3
+
+    assert _read(log, asked, enough) == expected
+
+
+@pytest.mark.parametrize("start", [None, 3])
+def test_what_happens_while_a_snapshot_is_taken_follows_it(start: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(most=10)
+    manager = Manager([4], 2, log.add)
+    _use(manager, range(50))
+    after = log.next
+
+    def slowly(log: Log) -> dict[str, Any]:
+        made = snapshot_json(log)
+        manager.clear()
+        return made
+
+    monkeypatch.setattr("inlay.serve.kv_json.snapshot_json", slowly)
+    *_, snapshot, event = _read(log, start, lambda seen: "event_id" in seen[-1])
+    assert snapshot["next_event_id"] == after
+    assert event == event_json(after, Cleared())
 
 
 def test_one_who_lags_is_told_and_catches_up() -> None:

@@ -189,6 +189,22 @@ def test_one_who_comes_late_knows_all(publish: Any) -> None:
     assert len(batches) > 5
 
 
+def test_a_long_past_is_had_whole(publish: Any) -> None:
+    """More batches than ZeroMQ keeps for a reader unless it is told to."""
+    manager, publisher = publish(heartbeat=0.0)
+    use(manager, 50)
+    while publisher.counts["batches"] < 4_000:
+        time.sleep(0.01)
+    held: Held = {}
+    with reading(publisher) as reader:
+        batches = reader.read(10)
+        for batch in batches:
+            apply(held, batch.events)
+    assert held == expected(manager)
+    assert [batch.number for batch in batches] == list(range(len(batches)))
+    assert len(batches) >= 4_000
+
+
 def test_one_who_comes_too_late_is_told_and_knows_all(publish: Any) -> None:
     """What it would have to read is not kept any more: it gets one batch that holds everything."""
     manager, publisher = publish(most=3, heartbeat=60)
@@ -298,14 +314,16 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, publi
         follow(reader, {}, expected(manager))
 
 
-def test_closing_publishes_what_there_is_and_ends_at_once() -> None:
+def test_closing_publishes_what_there_is_and_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inlay.serve.kv_wire._COLLECT", 1.0)  # so there is more than goes into one batch
     log = Log()
     manager = Manager([20], SIZE, log.add)
     publisher = Publisher(log, SIZE, heartbeat=60)
     held: Held = {}
     with reading(publisher) as reader:
         follow(reader, held, {})
-        use(manager, 50)
+        use(manager, 600)
+        assert publisher.counts["events"] < log.next - 1_100
         publisher.close()
         assert not publisher._thread.is_alive()
         while reader._in.poll(500):

@@ -11,6 +11,8 @@ from inlay.serve.kv_form import decoded, need_zmq
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_MOST = 1_000
+"""The most batches that are read at once, however fast they come."""
 _PATIENCE = 2_000
 """Milliseconds until a replay that says nothing more is given up."""
 
@@ -59,7 +61,9 @@ class Reader:
         if self._next is None and self._replay is not None:
             found += self._ask(0)
         until = time.monotonic() + seconds
-        while self._in.poll(0 if found else max(0.0, until - time.monotonic()) * 1_000):
+        for _ in range(_MOST):
+            if not self._in.poll(0 if found else max(0.0, until - time.monotonic()) * 1_000):
+                break
             frames = self._in.recv_multipart()
             if len(frames) == 3:
                 found += self._take(_unpacked(frames))
@@ -90,7 +94,6 @@ class Reader:
             return found
         with self._context.socket(self._zmq.DEALER) as asking:  # a new one: nothing of an earlier answer comes late
             asking.linger = 0
-            asking.rcvhwm = 0
             asking.connect(self._replay)
             asking.send_multipart((b"", start.to_bytes(8, "big")))
             while asking.poll(_PATIENCE):
