@@ -23,16 +23,16 @@ from inlay.runtime.kv.events import Log
 from inlay.runtime.kv.manager import Manager
 from inlay.runtime.kv.memory import Memory, bytes_per_token
 from inlay.runtime.pieces import Finish, Piece
+from inlay.runtime.prefixes import Prefixes, Sequence
 from inlay.runtime.request import Answer, Closed, Full
 from inlay.runtime.schedule import Ask, Limits, Running, schedule
 from inlay.runtime.writing import Writer
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Sequence as Several
 
     from inlay.compile.execute import Executable
-    from inlay.runtime.kv.blocks import Block
     from inlay.runtime.request import Request
     from inlay.runtime.text import Text
 
@@ -65,26 +65,6 @@ class Observer(Protocol):
         ...
 
 
-class _Sequence:
-    """A request on its way through the engine."""
-
-    def __init__(self, answer: Answer, writer: Writer) -> None:
-        self.answer, self.writer = answer, writer
-        self.slot = -1
-        self.rows = 0
-        """Tokens whose keys and values are in the slot."""
-        self.blocks: list[Block] = []
-        """Those of the cache that its rows are equal to, from the first on."""
-        self.looked = self.full = False
-        """Whether the cache was asked for its prompt; whether the cache had no room for its blocks."""
-        self.told = answer.asked
-        """When its last token came."""
-
-    @property
-    def left(self) -> int:
-        return max(0, len(self.answer.request.prompt) - self.rows)
-
-
 class Engine:
     """Answers requests on a package, in a thread of its own."""
 
@@ -105,16 +85,17 @@ class Engine:
         self.cache = Manager(places if places[1] else places[:1], settings.block, self.log.add) if places[0] else None
         self._memory = Memory(states, settings.block, places if places[0] else (), self.slots)
         self._memory.populate()
+        self._counts: Counter[str] = Counter()
+        self._prefixes = Prefixes(self.cache, self._memory, self._counts)
         self._package = package
         fixed = {
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
         self._limits = Limits(self.slots, settings.chunk, settings.alone, batches)
-        self._waiting: dict[int, _Sequence] = {}
-        self._running: dict[int, _Sequence] = {}
+        self._waiting: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
         self._out: dict[asyncio.AbstractEventLoop | None, list[tuple[Answer, Piece | InlayError]]] = defaultdict(list)
-        self._counts: Counter[str] = Counter()
         self._observers: list[Observer] = []
         self._changed = threading.Condition()
         self._next, self._closing, self._stop, self._forget = 0, False, False, False
@@ -149,7 +130,7 @@ class Engine:
                 self._counts["refused"] += 1
                 raise Full(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
             answer = Answer(self._next, request, loop)
-            self._waiting[answer.id] = _Sequence(answer, Writer(request, self.text, self.room))
+            self._waiting[answer.id] = Sequence(answer, Writer(request, self.text, self.room))
             self._next += 1
             self._counts["accepted"] += 1
             self._changed.notify_all()
@@ -253,7 +234,7 @@ class Engine:
         sequence.slot = slot
         self._observe("queue_seconds", now - sequence.answer.asked)
 
-    def _answer(self, sequences: Sequence[_Sequence], padding: Sequence[int]) -> None:
+    def _answer(self, sequences: Several[Sequence], padding: Several[int]) -> None:
         """The next token of all that answer."""
         tokens = [[each.writer.history[-1]] for each in sequences] + [[0]] * len(padding)
         slots, rows = [each.slot for each in sequences], [each.rows for each in sequences]
@@ -263,10 +244,10 @@ class Engine:
         if scores is not None:
             self._take(sequences, scores, 1)
 
-    def _read(self, sequence: _Sequence, count: int) -> None:
+    def _read(self, sequence: Sequence, count: int) -> None:
         """The next part of a prompt; the first token, when that was the last part."""
         if not sequence.looked:
-            self._reuse(sequence)
+            self._prefixes.reuse(sequence)
         prompt = sequence.answer.request.prompt
         # What follows the last whole block is read by a call of its own, as it will be when that block comes from the
         # cache: the same call on the same rows gives the same bits, so a hit does not change an answer.
@@ -280,10 +261,10 @@ class Engine:
                 self._take([sequence], scores, len(part))
             else:
                 sequence.rows += len(part)
-                self._keep(sequence)
+                self._prefixes.keep(sequence)
 
     def _call(
-        self, sequences: Sequence[_Sequence], tokens: list[list[int]], slots: list[int], rows: list[int]
+        self, sequences: Several[Sequence], tokens: list[list[int]], slots: list[int], rows: list[int]
     ) -> torch.Tensor | None:
         """Scores after the last token of each; None if the package failed, which those sequences are told."""
         given = {"input_ids": _numbers(tokens), "slots": _numbers(slots), "lengths": _numbers(rows)}
@@ -303,7 +284,7 @@ class Engine:
         scores: torch.Tensor = results["logits"][: len(sequences), -1]
         return scores.float()
 
-    def _take(self, sequences: Sequence[_Sequence], scores: torch.Tensor, rows: int) -> None:
+    def _take(self, sequences: Several[Sequence], scores: torch.Tensor, rows: int) -> None:
         """Draw a token for each, and hand it out."""
         numbers = scores.numpy()
         likeliest = numbers.argmax(-1).tolist()
@@ -334,63 +315,23 @@ class Engine:
                 self._leave(sequence, finish)
         self._hand_out()
         for sequence in sequences:
-            self._keep(sequence)
+            self._prefixes.keep(sequence)
             if sequence.answer.id not in self._running:
-                self._drop(sequence)
+                self._prefixes.drop(sequence)
 
-    def _reuse(self, sequence: _Sequence) -> None:
-        """Begin with what the cache holds of a prompt: all but its last token may come from there."""
-        sequence.looked = True
-        if self.cache is None:
-            return
-        request = sequence.answer.request
-        sequence.blocks = self.cache.lookup(request.prompt[:-1], request.salt)
-        self.cache.hold(sequence.blocks)
-        for block in sequence.blocks:
-            moves = self.cache.raise_up(block)
-            if moves is None:
-                self._counts["fallback.read_from_second_level"] += 1
-            else:
-                self._memory.move(moves)
-            self._memory.load(sequence.slot, sequence.rows, block.level, block.place)
-            sequence.rows += self.cache.block_size
-        sequence.answer.cached_tokens = sequence.rows
-        self._counts["cached_tokens"] += sequence.rows
-        self._counts["hits" if sequence.rows else "misses"] += 1
-
-    def _keep(self, sequence: _Sequence) -> None:
-        """Put what has become a whole block into the cache."""
-        cache, request = self.cache, sequence.answer.request
-        while cache is not None and not sequence.full:
-            start = len(sequence.blocks) * cache.block_size
-            stop = start + cache.block_size
-            if stop > sequence.rows:
-                return
-            parent = sequence.blocks[-1] if sequence.blocks else None
-            placed = cache.store(parent, tuple(sequence.writer.history[start:stop]), request.salt, request.priority)
-            if placed is None:
-                self._counts["fallback.cache_full"] += 1
-                sequence.full = True
-                return
-            cache.hold([placed.block])
-            sequence.blocks.append(placed.block)
-            if placed.new:
-                self._memory.move(placed.moves)
-                self._memory.save(sequence.slot, start, placed.block.place)
-
-    def _break_off(self, sequence: _Sequence, finish: Finish) -> None:
+    def _break_off(self, sequence: Sequence, finish: Finish) -> None:
         token = sequence.writer.history[-1]
         piece = Piece(sequence.writer.rest(), token, monotonic() - sequence.answer.asked, finish)
         self._out[sequence.answer.loop].append((sequence.answer, piece))
         self._leave(sequence, finish)
-        self._drop(sequence)
+        self._prefixes.drop(sequence)
 
-    def _fail(self, sequence: _Sequence, error: InlayError) -> None:
+    def _fail(self, sequence: Sequence, error: InlayError) -> None:
         self._out[sequence.answer.loop].append((sequence.answer, error))
         self._leave(sequence, "failed")
-        self._drop(sequence)
+        self._prefixes.drop(sequence)
 
-    def _leave(self, sequence: _Sequence, how: str) -> None:
+    def _leave(self, sequence: Sequence, how: str) -> None:
         """It needs its slot no longer."""
         self._counts[f"ended.{how}"] += 1
         now = monotonic()
@@ -400,12 +341,6 @@ class Engine:
             self._waiting.pop(sequence.answer.id, None)
             self._running.pop(sequence.answer.id, None)
             self._changed.notify_all()
-
-    def _drop(self, sequence: _Sequence) -> None:
-        """It relies on its blocks no longer."""
-        if self.cache is not None:
-            self.cache.drop(sequence.blocks)
-        sequence.blocks, sequence.full = [], True
 
     def _hand_out(self) -> None:
         """Give all that was made to those who asked: at once to threads, by one call to each event loop."""
