@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.bench.load import Told, ask, at
 from inlay.bench.worker import Contestant, Worker
+from inlay.runtime.engine import Engine
+from inlay.runtime.request import Request
 from inlay.runtime.text import Text
 
 if TYPE_CHECKING:
@@ -165,6 +167,24 @@ def starts(package: Path, rounds: int) -> dict[str, Any]:
     return {name: spread(values) for name, values in {**found, "serve_over_run": ratios}.items()}
 
 
+def overhead(package: Path, clients: int, made: int) -> list[float]:
+    """What a step of the engine takes beyond the package's own call, as shares of that call; several rounds."""
+    engine = Engine.open(package)
+    shares = []
+    for seed in range(6):
+        before = engine.counts()
+        for number in range(clients):
+            prompt_ = tuple(engine.text.encode(prompt(20, 100 * seed + number)))
+            engine.submit(Request(prompt_, max_tokens=made, ignore_eos=True))
+        while engine.step():
+            pass
+        after = engine.counts()
+        step, call = (after[name] - before[name] for name in ("step_microseconds", "call_microseconds"))
+        shares.append(step / call - 1)
+    engine.close()
+    return shares[1:]
+
+
 def main() -> None:
     """Measure, and print JSON."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -195,6 +215,7 @@ def main() -> None:
         gaps = [gap for told in asyncio.run(interrupted(port, text, 4, given.seconds)) for gap in told.gaps]
         made["between_tokens"] = {"p50": at(gaps, 0.5), "p99": at(gaps, 0.99), "most": max(gaps), "count": len(gaps)}
         made["between_tokens"]["p99_over_p50"] = made["between_tokens"]["p99"] / made["between_tokens"]["p50"]
+    made["overhead"] = {count: spread(overhead(given.package, count, given.tokens)) for count in (1, given.clients)}
     made["starts"] = starts(given.package, given.rounds)
     print(json.dumps(made, indent=1))
 
