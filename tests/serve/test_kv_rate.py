@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
-from wire_content import Held, apply, expected
 
 from inlay.runtime.kv.events import Log
 from inlay.runtime.kv.manager import Manager
 from inlay.serve.kv_reader import Reader
 from inlay.serve.kv_wire import Publisher
+from serve.wire_content import Held, apply, expected
 
 
 class Reading(threading.Thread):

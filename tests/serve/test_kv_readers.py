@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from wire_content import Held, apply, expected, follow, publishing, reading, use
 
 from inlay.runtime.kv.events import Log, Removed, Stored
 from inlay.serve.kv_wire import Publisher
+from serve.wire_content import Held, apply, expected, follow, publishing, reading, use
 
 pytestmark = pytest.mark.fast
 READING = """

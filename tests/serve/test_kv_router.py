@@ -8,13 +8,16 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from router import routing
 
+from inlay.runtime.engine import Engine, Settings
 from inlay.runtime.kv.events import Log
 from inlay.runtime.kv.manager import Manager
+from inlay.runtime.request import Request
+from serve.router import routing
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from pathlib import Path
 
 if not os.environ.get("CI"):
     pytest.importorskip("dynamo.llm", reason="pip install 'inlay[dev]'")
@@ -64,6 +67,32 @@ def test_a_hundred_of_a_hundred(encoding: str) -> None:
             assert sum(each == home for each, home in zip(chosen, homes, strict=True)) == 100
 
     _run(main())
+
+
+def test_two_engines(package: Path) -> None:
+    """The same with engines that have answered the prompts: what the router reads is what was really computed."""
+    engines = [Engine.open(package, Settings(block=SIZE, cache_bytes=1 << 24)) for _ in range(2)]
+    rng = random.Random(9)
+    prompts = [[rng.randrange(3, 256) for _ in range(SIZE * 3 + 5)] for _ in range(100)]
+    homes = [rng.randrange(2) for _ in prompts]
+
+    async def main() -> None:
+        async with routing([engine.log for engine in engines], SIZE) as router:
+            for prompt, home in zip(prompts, homes, strict=True):
+                engines[home].submit(Request(tuple(prompt), max_tokens=1))
+                while engines[home].step():
+                    pass
+            for home in (0, 1):
+                last = max(at for at, each in enumerate(homes) if each == home)
+                await router.until_known(prompts[last][: 3 * SIZE], [(3 * (home == each), 0) for each in (0, 1)])
+            chosen = [await router.choice(prompt) for prompt in prompts]
+            assert sum(each == home for each, home in zip(chosen, homes, strict=True)) == 100
+
+    try:
+        _run(main())
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_what_is_removed_moved_raised_and_cleared() -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import zmq
-from wire_content import SIZE, Held, apply, expected, follow, publishing, reading, use
 
 from inlay.errors import UsageError
 from inlay.runtime.kv.events import Log, Removed, Stored
@@ -19,6 +18,7 @@ from inlay.runtime.kv.manager import Manager
 from inlay.serve.kv_form import LAST
 from inlay.serve.kv_reader import Reader
 from inlay.serve.kv_wire import Publisher
+from serve.wire_content import SIZE, Held, apply, expected, follow, publishing, reading, use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

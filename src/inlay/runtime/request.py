@@ -13,9 +13,9 @@ from inlay.errors import UsageError
 from inlay.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from inlay.runtime.generate import Piece
+    from inlay.runtime.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     """Go on when the model says it is done."""
     logprobs: int | None = None
@@ -38,7 +38,7 @@ class Request:
     """Seconds from being asked until the answer ends, complete or not."""
 
 
-class Full(UsageError):
+class Full(UsageError):  # noqa: N818 - a state of affairs, not a mistake
     """There is no room for another request now."""
 
     def __init__(self, waiting: int, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Full(UsageError):
         self.seconds = seconds
 
 
-class Closed(UsageError):
+class Closed(UsageError):  # noqa: N818 - the same
     """The engine takes no requests any more."""
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class Answer:
         return None if self.request.timeout is None else self.asked + self.request.timeout
 
     def cancel(self) -> None:
-        """Nobody wants the rest: it ends before the engine's next step. May be called from any thread, any number of times."""
+        """Nobody wants the rest: it ends before the engine's next step. Any thread may call it, any number of times."""
         self.cancelled = True
 
     def put(self, pieces: list[Piece], error: BaseException | None = None) -> None:
-        """For the engine: more of the answer. Called in the event loop if there is one, and in the engine's thread if not."""
+        """For the engine: more of the answer. Called in the event loop if there is one, else in the engine's thread."""
         with self._new:
             self._pieces.extend(pieces)
             self.error = error or self.error
@@ -97,11 +97,17 @@ class Answer:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for batch in self.batches():
+            for piece in batch:
+                yield piece
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """All pieces that are ready, whenever there are some; for an event loop."""
         self._woken = asyncio.Event()
         while True:
             ready, ended = self._take()
-            for piece in ready:
-                yield piece
+            if ready:
+                yield ready
             if ended:
                 return
             await self._woken.wait()

@@ -1,16 +1,17 @@
 """The scheduler: which sequences compute what in the next step. A pure function of what it is given.
 
-Every sequence that has begun to answer gets its next token in every step. Beside that, one prompt is read on by at most a
+Every sequence that has begun to answer gets its next token in every step. Beside that, prompts are read on by at most a
 chunk, so a long prompt delays nobody by more than a chunk. Requests join when there is a slot and leave at any step.
+What it is given and what it gives are tuples: they are made at every step, and those are made quickly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,14 @@ class Limits:
     slots: int
     """Sequences that can be in the cache at once."""
     chunk: int
-    """Tokens of a prompt that are read in one step."""
+    """Tokens of prompts that are read in one step while others wait for their next token."""
+    alone: int
+    """The same when nobody waits."""
+    batches: tuple[int, ...] = ()
+    """Sizes of batches for which there is code of its own: others are filled up to the next of them."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A request that waits for a slot."""
 
     id: int
@@ -34,8 +38,7 @@ class Ask:
     """Higher ones are taken first."""
 
 
-@dataclass(frozen=True)
-class Sequence_:  # noqa: N801 - `Sequence` is another word
+class Running(NamedTuple):
     """A sequence that has a slot."""
 
     id: int
@@ -46,41 +49,52 @@ class Sequence_:  # noqa: N801 - `Sequence` is another word
     priority: int = 0
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What happens next."""
 
     join: tuple[tuple[int, int], ...] = ()
     """Requests that get a slot: id, slot."""
     answer: tuple[int, ...] = ()
     """Sequences that get a token each, in the order of their slots."""
-    read: tuple[int, int] | None = None
-    """The sequence whose prompt is read on, and by how many tokens."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.join or self.answer or self.read)
+    padding: tuple[int, ...] = ()
+    """Free slots that fill up the batch."""
+    read: tuple[tuple[int, int], ...] = ()
+    """Sequences whose prompts are read on, and by how many tokens."""
 
 
-def schedule(waiting: Sequence[Ask], running: Sequence[Sequence_], limits: Limits) -> Step:
+def schedule(waiting: Iterable[Ask], running: Sequence[Running], limits: Limits) -> Step:
     """The next step.
 
-    >>> limits = Limits(slots=2, chunk=64)
+    >>> limits = Limits(slots=2, chunk=64, alone=512)
     >>> schedule([Ask(7, 0), Ask(8, 1), Ask(9, 2)], [], limits).join
     ((7, 0), (8, 1))
-    >>> long, short = Sequence_(7, 0, slot=0, left=500), Sequence_(8, 1, slot=1, left=0)
+    >>> long, short = Running(7, 0, slot=0, left=500), Running(8, 1, slot=1, left=0)
     >>> schedule([], [long, short], limits)
-    Step(join=(), answer=(8,), read=(7, 64))
+    Step(join=(), answer=(8,), padding=(), read=((7, 64),))
+    >>> schedule([], [long], limits).read
+    ((7, 500),)
     """
     taken = {each.slot for each in running}
     free = [slot for slot in range(limits.slots) if slot not in taken]
     joining = sorted(waiting, key=lambda each: (-each.priority, each.arrived))[: len(free)]
     answer = sorted((each for each in running if not each.left), key=lambda each: each.slot)
-    reading = sorted((each for each in running if each.left), key=lambda each: (-each.priority, each.arrived))
-    first = reading[0] if reading else None
     return Step(
         tuple((each.id, slot) for each, slot in zip(joining, free, strict=False)),
         tuple(each.id for each in answer),
-        (first.id, min(first.left, limits.chunk)) if first else None,
+        tuple(_padding(len(answer), free[len(joining) :], limits.batches)),
+        tuple(_reading(running, limits.chunk if answer else limits.alone)),
     )
+
+
+def _reading(running: Sequence[Running], most: int) -> Iterable[tuple[int, int]]:
+    for each in sorted(running, key=lambda each: (-each.priority, each.arrived)):
+        if each.left and most:
+            count = min(each.left, most)
+            most -= count
+            yield each.id, count
+
+
+def _padding(count: int, free: Sequence[int], batches: Sequence[int]) -> Sequence[int]:
+    """Slots to fill a batch up to a size that there is code for; none where that cannot be done."""
+    wanted = min((size for size in batches if size >= count), default=count) - count if count else 0
+    return free[:wanted] if wanted <= len(free) else ()
