@@ -52,7 +52,8 @@ def _pass(seconds: float, rate: float, kept: int = 10_000) -> tuple[float, int]:
         reading.join(60)
         assert reading.numbers == list(range(len(reading.numbers)))
         assert (reading.gaps, publisher.counts["gaps"], publisher.counts["replays"]) == (0, 0, 1)
-        assert reading.held == expected(manager)
+        same = reading.held == expected(manager)
+        assert same, f"{len(reading.held)} blocks are known after {len(reading.numbers)} batches"
     return found, lag
 
 

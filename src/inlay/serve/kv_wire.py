@@ -151,10 +151,10 @@ class Publisher:
             return True
         if not found:
             return False
-        self._counts["events"] += len(found)
         told = self._told.of(event for _, event in found)
         if told:
             self._publish(told)
+        self._counts["events"] += len(found)
         return True
 
     def _publish_all(self) -> None:
