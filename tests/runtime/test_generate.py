@@ -12,7 +12,8 @@ import torch
 from eager import EagerStepper, byte_tokenizer, fallback_tokenizer, small_model, text_of
 from inlay.errors import UsageError
 from inlay.runtime import Finish, LanguageModel, Sampling
-from inlay.runtime.generate import collect, generate
+from inlay.runtime.generate import generate
+from inlay.runtime.pieces import collect
 from inlay.runtime.stops import StopStrings
 from inlay.runtime.text import UNFINISHED, Text, TextFacts
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from streams import START, stock_model, without_cache
+from stock_tokens import START, stock_model, without_cache
 
 from inlay.capture import Example, capture, with_static_cache
 from inlay.errors import UsageError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from decoders import Parts
-from streams import stock_model, without_cache
+from stock_tokens import stock_model, without_cache
 
 from architectures import ARCHITECTURES
 from inlay.capture import capture

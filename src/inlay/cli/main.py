@@ -24,6 +24,7 @@ from inlay.cli import (
     report,
     review,
     run,
+    serve,
     show,
     verify,
 )
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command("build")(build.build)
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.command("prove")(prove.prove)
 app.command("refit")(refit.refit)
 app.command("bench")(bench.bench)

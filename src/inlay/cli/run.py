@@ -59,7 +59,7 @@ def run(
         if raw and system is not None:
             raise UsageError("--system needs the chat template, which --raw leaves out.", "Leave one of them out.")
         import inlay
-        from inlay.runtime.generate import collect
+        from inlay.runtime.pieces import collect
 
         sampling = inlay.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         asked: str | Messages = prompt
@@ -79,7 +79,7 @@ def run(
 
 
 def _print_stream(pieces: Iterable[Piece]) -> Completion:
-    from inlay.runtime.generate import collect
+    from inlay.runtime.pieces import collect
 
     made = []
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Running packages: sampling, text, sessions."""
 
-from inlay.runtime.generate import Completion, Finish, Piece
 from inlay.runtime.model import LanguageModel, load
+from inlay.runtime.pieces import Completion, Finish, Piece
 from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import Session
 

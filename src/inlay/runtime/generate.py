@@ -2,71 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from inlay.errors import UsageError
-from inlay.runtime.sampling import draw
-from inlay.runtime.stops import StopStrings
+from inlay.runtime.pieces import Piece
+from inlay.runtime.request import Request
+from inlay.runtime.writing import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from inlay.runtime.protocol import Stepper
     from inlay.runtime.sampling import Sampling
     from inlay.runtime.text import Text
-
-
-class Finish(StrEnum):
-    """Why an answer ended."""
-
-    STOP = "stop"
-    """A stop string came; it is not part of the text."""
-    EOS = "eos"
-    """The model said it is done."""
-    LENGTH = "length"
-    """As many tokens as were asked for, or as the package can hold."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token and the text that became certain with it.
-
-    The text is empty while a character or what may be a stop string is incomplete.
-    """
-
-    text: str
-    token: int
-    seconds: float
-    """Time spent since the beginning, without the time the reader of the pieces took."""
-    finish: Finish | None = None
-    """Set in the last piece only."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer."""
-
-    text: str
-    tokens: tuple[int, ...]
-    """All tokens that were drawn, an end token included."""
-    finish: Finish
-    first_token_s: float
-    """From the tokens of the prompt to the first token of the answer."""
-    tokens_per_second: float | None
-    """After the first token; None when there is no second."""
-
-    def summary(self) -> str:
-        """How much and how fast, in a line.
-
-        >>> Completion("Hi", (5, 7, 2), Finish.EOS, 0.123, 31.24).summary()
-        '3 tokens, 31.2 tokens/s, first token after 0.12 s'
-        """
-        count = f"{len(self.tokens)} token{'s' if len(self.tokens) > 1 else ''}"
-        rate = f"{self.tokens_per_second:.1f} tokens/s, " if self.tokens_per_second is not None else ""
-        return f"{count}, {rate}first token after {self.first_token_s:.2f} s"
 
 
 def generate(
@@ -83,58 +31,15 @@ def generate(
     The tokens after the first are timed without what happens between two pieces.
     """
     started, aside = perf_counter(), 0.0
-    _check_room(len(prompt), stepper.room, max_tokens)
-    left = min(max_tokens, stepper.room - len(prompt) + 1)  # the last token is drawn, but need not go in
-    stops, stream, generator = StopStrings(stop), text.decoder(), sampling.generator()
-    history, given = list(prompt), list(prompt)
+    writer = Writer(Request(tuple(prompt), sampling, max_tokens, stop), text, stepper.room)
+    given = list(prompt)
     stepper.restart()
     while True:
-        token = draw(stepper.advance(given), history, sampling, generator)
+        token = writer.draw(stepper.advance(given))
         given = [token]
-        history.append(token)
-        left -= 1
-        ended = Finish.EOS if token in text.eos else Finish.LENGTH if left == 0 else None
-        shown = stops.add("" if ended is Finish.EOS else stream.add(token))
-        if ended and not stops.found:
-            shown += stops.add(stream.finish())
-        if stops.found:
-            ended = Finish.STOP
-        elif ended:
-            shown += stops.finish()
+        shown, ended = writer.add(token)
         paused = perf_counter()
         yield Piece(shown, token, paused - started - aside, ended)
         if ended:
             return
         aside += perf_counter() - paused
-
-
-def collect(pieces: Iterable[Piece]) -> Completion:
-    """All pieces of an answer in one.
-
-    >>> collect([Piece("Hel", 4, 0.5), Piece("lo", 5, 0.6), Piece("", 2, 0.7, Finish.EOS)]).text
-    'Hello'
-    """
-    made = list(pieces)
-    finish = made[-1].finish if made else None
-    if finish is None:
-        raise UsageError("The last piece of this answer is missing.", "Read it to the end before collecting it.")
-    first, last = made[0].seconds, made[-1].seconds
-    return Completion(
-        text="".join(piece.text for piece in made),
-        tokens=tuple(piece.token for piece in made),
-        finish=finish,
-        first_token_s=first,
-        tokens_per_second=(len(made) - 1) / (last - first) if last > first else None,
-    )
-
-
-def _check_room(prompt: int, room: int, max_tokens: int) -> None:
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}, but at least one token has to be made.", "Ask for 1 or more.")
-    if prompt == 0:
-        raise UsageError("The prompt is empty, and this model has no begin token.", "Write something.")
-    if prompt > room:
-        raise UsageError(
-            f"The prompt has {prompt} tokens, but the package holds {room}.",
-            "Shorten the prompt, or build the package for longer texts.",
-        )

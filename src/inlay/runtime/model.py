@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from inlay.errors import UsageError
-from inlay.runtime.generate import collect, generate
+from inlay.runtime.generate import generate
+from inlay.runtime.pieces import collect
 from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import OneSequence
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from inlay.runtime.chat import Messages
-    from inlay.runtime.generate import Completion, Piece
+    from inlay.runtime.pieces import Completion, Piece
     from inlay.runtime.protocol import Stepper
     from inlay.runtime.text import Text
 

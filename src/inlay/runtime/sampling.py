@@ -72,7 +72,7 @@ class Sampling:
         return generator
 
 
-def draw(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator) -> int:
+def draw(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> int:
     """The next token after `history` (the prompt and what was generated), given its logits.
 
     >>> draw(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())

@@ -1,4 +1,4 @@
-"""Streams of greedy tokens: what a stock model says without any cache, and what a compiled step says."""
+"""Greedy tokens: what a stock model says without any cache, and what a compiled step says."""
 
 from __future__ import annotations
 
