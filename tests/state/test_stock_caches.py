@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stock_tokens import BATCH, ROOM, START, STOCK, TOKENS, WINDOW, WINDOWED, decode, paged_zeros, stock_model, without_cache
+from stock_tokens import (
+    BATCH,
+    ROOM,
+    START,
+    STOCK,
+    TOKENS,
+    WINDOW,
+    WINDOWED,
+    decode,
+    paged_zeros,
+    stock_model,
+    without_cache,
+)
 
 from inlay.capture import capture, open_model, with_static_cache
 from inlay.compile.program import compile_program

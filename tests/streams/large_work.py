@@ -50,7 +50,9 @@ def tangled(tasks: int, seed: int = 0) -> Work:
     made, storages = list[Task](), [Storage(f"state{place}", Life.STATE) for place in range(64)]
     unread, recent = list[str](), ["state0"]
     for place in range(tasks):
-        reads = {rng.choice(recent)} | ({unread.pop(0)} if len(unread) > 20 or rng.random() < 0.3 and unread else set())
+        reads = {rng.choice(recent)}
+        if len(unread) > 20 or (rng.random() < 0.3 and unread):
+            reads.add(unread.pop(0))
         unread = [each for each in unread if each not in reads]
         storages.append(Storage(f"value{place}"))
         state = (f"state{rng.randrange(64)}",) if rng.random() < 0.1 else ()

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from brute import all_orders, races
-from large_work import decoder
 from generated import random_program
+from large_work import decoder
 
 from inlay.errors import PackageError, ProgramError, UsageError
 from inlay.streams import (
