@@ -5,7 +5,7 @@
 
 Lanes are streams where there is an accelerator, and threads otherwise. Nothing about the overlap is said by hand: the
 layer is captured, its operators are measured one by one with one intra-op thread, put together to pieces that pay for
-an event, scheduled, and the schedule is checked for races. What is printed is the schedule, that the numbers are those
+an event, scheduled, what a lane runs between two events made one, and the schedule checked for races. What is printed is the schedule, that the numbers are those
 of one lane, bit for bit, and three times of interleaved rounds: one lane, two lanes, and one lane with two intra-op
 threads. The last line is JSON; its trace opens in https://ui.perfetto.dev.
 """
@@ -35,6 +35,7 @@ from inlay.streams import (
     bound_program,
     grouped,
     in_order,
+    joined,
     measured_calls,
     measured_event,
     open_lanes,
@@ -126,7 +127,8 @@ def planned(example: Example, event: float) -> tuple[Bound, Schedule, dict[str, 
     program = in_place(capture(example)).program
     given = dict(zip((row.name for row in program.bindings.of(Role.INPUT)), example.args, strict=True))
     work = grouped(work_of_program(program, measured_calls(program, given)), WORTH * event)
-    return bound_program(program, work), schedule(work, lanes=2, event_seconds=event), given
+    work, made = joined(work, schedule(work, lanes=2, event_seconds=event))
+    return bound_program(program, work), made, given
 
 
 def bits(values: list[Tensor]) -> list[bytes]:

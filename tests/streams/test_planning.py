@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from brute import all_orders, races
@@ -24,6 +25,7 @@ from inlay.streams import (
     edges_across,
     grouped,
     in_order,
+    joined,
     predicted,
     reduced,
     schedule,
@@ -159,14 +161,29 @@ def test_pieces_mean_the_same() -> None:
         assert pieces.seconds == pytest.approx(work.seconds)
         assert check(work, _in_calls(pieces, in_order(pieces))).ok
         made = schedule(pieces, lanes=2, event_seconds=0.0)
-        assert check(pieces, made).ok
-        owner = {call: piece for piece in pieces.tasks for call in piece.calls}
-        for race in check(work, _in_calls(pieces, made)).races:
-            piece = owner[race.second]
-            assert race.kind is Conflict.REUSE
-            assert race.storage in (*piece.reads, *piece.writes)
+        for each, lanes in ((pieces, made), joined(pieces, made)):
+            assert check(each, lanes).ok
+            assert sorted(call for piece in each.tasks for call in piece.calls) == sorted(names)
+            owner = {call: piece for piece in each.tasks for call in piece.calls}
+            for race in check(work, _in_calls(each, lanes)).races:
+                piece = owner[race.second]
+                assert race.kind is Conflict.REUSE
+                assert race.storage in (*piece.reads, *piece.writes)
         spread += len(made.lanes) > 1
     assert spread > 100
+
+
+def test_lanes_in_the_fewest_tasks() -> None:
+    work = decoder(300)
+    made = schedule(work, lanes=3, event_seconds=1e-6)
+    fewer, lanes = joined(work, made)
+    assert len(fewer) < 0.6 * len(work)
+    assert len(lanes.events) == len(made.events)
+    for tasks in lanes.lanes:
+        assert all(one in lanes.records or two in lanes.waits for one, two in pairwise(tasks))
+    assert joined(fewer, lanes) == (fewer, lanes)
+    fixed = replace(work, tasks=tuple(replace(task, fixed=True) for task in work.tasks))
+    assert joined(fixed, in_order(fixed)) == (fixed, in_order(fixed))
 
 
 def _in_calls(pieces: Work, made: Schedule) -> Schedule:

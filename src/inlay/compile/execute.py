@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from inlay.program.bindings import Binding, Bindings
 
     Run = Callable[[list[Any]], Sequence[Any]]
+    Runs = Callable[[Mapping[str, Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Executable:
     def __init__(
         self,
         bindings: Bindings,
-        buckets: Sequence[tuple[Bucket, Execution]],
+        buckets: Sequence[tuple[Bucket, Runs]],
         initial: Mapping[str, torch.Tensor],
     ) -> None:
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)

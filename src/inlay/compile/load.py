@@ -55,15 +55,19 @@ class LoadedPackage(Executable):
         code = [{piece.name: self._code(piece) for piece in bucket.pieces} for bucket in manifest.buckets]
         # All that can be found wrong was found by now: from here on native code is loaded.
         self.kernels = native.load(folder / native.NAME) if native.NAME in manifest.files else None
-        buckets = [(bucket, self._execution(bucket, made)) for bucket, made in zip(manifest.buckets, code, strict=True)]
+        self.steps = [self._bound(bucket, made) for bucket, made in zip(manifest.buckets, code, strict=True)]
+        """For each bucket its steps, one by one."""
+        buckets = [
+            (bucket, Execution(chained(steps, bucket.results), bucket.results))
+            for bucket, steps in zip(manifest.buckets, self.steps, strict=True)
+        ]
         super().__init__(manifest.bindings, buckets, {name: self.weights[of] for name, of in manifest.initial.items()})
 
-    def _execution(self, bucket: Bucket, code: dict[str, Code]) -> Execution:
-        steps = [
+    def _bound(self, bucket: Bucket, code: dict[str, Code]) -> list[BoundStep]:
+        return [
             BoundStep(code[step.piece]([self.weights[name] for name in step.constants]), step.ins, step.outs)
             for step in bucket.steps
         ]
-        return Execution(chained(steps, bucket.results), bucket.results)
 
     def _code(self, piece: PieceFile) -> Code:
         """Something that makes a call of a piece from its constants."""

@@ -11,7 +11,7 @@ import torch
 
 from inlay import host
 from inlay.compile import manifest as manifests
-from inlay.compile import store, weights_file
+from inlay.compile import store, verify, weights_file
 from inlay.compile.aoti import build_library
 from inlay.compile.calls import encode
 from inlay.compile.kernels import choose
@@ -138,11 +138,30 @@ def completed(
         (folder / "tokenizer").mkdir()
         contents.save_tokenizer(folder / "tokenizer")
     files = {
-        file.relative_to(folder).as_posix(): FileRow(file.stat().st_size, manifests.sha256(file))
+        file.relative_to(folder).as_posix(): _file_row(file)
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != weights_file.NAME
     }
     return replace(draft, model=contents.model, weights_file=written, files=files)
+
+
+def add_texts(path: Path, texts: Mapping[str, str]) -> Manifest:
+    """A package with these files too, by name; those of the same names are replaced. All else stays as it is."""
+    folder = store.locate(path)
+    manifest = verify.read(folder)
+    verify.check(manifest, folder)
+    with store.staged(path) as staging:
+        store.carry([name for name in (*manifest.files, weights_file.NAME) if name not in texts], folder, staging)
+        for name, text in texts.items():
+            (staging / name).write_text(text)
+        rows = {name: _file_row(staging / name) for name in texts}
+        made = replace(manifest, files=manifest.files | rows)
+        store.publish(path, staging, made.text())
+    return made
+
+
+def _file_row(file: Path) -> FileRow:
+    return FileRow(file.stat().st_size, manifests.sha256(file))
 
 
 def _compiled(lowered: Lowered, folder: Path, on_step: Callable[[str], None], level: str) -> tuple[Bucket, ...]:

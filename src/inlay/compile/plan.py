@@ -68,17 +68,23 @@ class Plan:
     """The values that the program returns, states left out."""
 
 
-def plan(program: Program, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> Plan:
+def plan(
+    program: Program,
+    ranges: Mapping[str, tuple[int, int | None]] | None = None,
+    cuts: Sequence[Sequence[str]] | None = None,
+) -> Plan:
     """Cut a program into pieces, for sizes in these ranges (by the names people know; one number: fixed).
 
-    A program whose state cannot be written in place, or that does not fold, is a plan of one piece.
+    The pieces are blocks that repeat and what lies between them, or these `cuts`: all calls by name, piece by piece, in
+    an order in which the pieces can be run. A program whose state cannot be written in place, or that does not fold, is
+    a plan of one piece.
     """
     ranges = {raw: (ranges or {}).get(each.name, (each.low, each.high)) for raw, each in program.symbols.items()}
     program = _with_all_items(program)
     if any(not state.eligible for state in recognise(program)) or any(True for _ in subgraphs(program.graph)):
         segments = [_Segment(_calls(program))]
     else:
-        segments = list(_segments(program))
+        segments = list(_segments(program)) if cuts is None else _cut(program, cuts)
     try:
         return _Cutter(program, segments, ranges).plan()
     except _CannotCut:
@@ -134,6 +140,20 @@ def _segments(program: Program) -> Iterator[_Segment]:
         done = each.start + len(each.nodes)
     if done < len(nodes):
         yield _Segment(nodes[done:])
+
+
+def _cut(program: Program, cuts: Sequence[Sequence[str]]) -> list[_Segment]:
+    """Segments of these calls; parts of a result that have no name there go with the call."""
+    home = {name: place for place, names in enumerate(cuts) for name in names}
+    segments = [_Segment([]) for _ in cuts]
+    for node in _calls(program):
+        at: Any = node
+        while at.name not in home and at.target is operator.getitem:
+            at = at.args[0]
+        if at.name not in home:
+            raise ProgramError(f"{at.name} is in none of the pieces.")
+        segments[home[at.name]].nodes.append(node)
+    return [each for each in segments if each.nodes]
 
 
 @dataclass(frozen=True)
@@ -287,7 +307,7 @@ class _Cutter:
         name = f"block{number}" if segment.kind is not None else f"part{number}"
         program = retyped(builder.program(name, states, self._outputs(index)), self.ranges)
         touched = tuple(f"x{place}" for place, value in enumerate(shape.ins) if value in self.states)
-        few = len(self.segments) > 1 and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
+        few = bool(self.of_kind) and segment.kind is None and not touched and len(segment.nodes) <= FEW_CALLS
         plain = few and not any(node.target in SHIMS for node in segment.nodes)
         return Piece(name, program, plain, touched, segment.kind is not None or len(self.segments) == 1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +39,7 @@ def refit(
     old = weights_file.mapped(folder / weights_file.NAME, manifest.weights)
     home = output or Path(path)
     with store.staged(home) as staging:
-        for name in manifest.files:
-            _link(folder / name, staging / name)
+        store.carry(manifest.files, folder, staging)
         on_step("writing weights")
 
         def read(name: str) -> torch.Tensor:
@@ -88,12 +85,3 @@ def _check_model(manifest: Manifest, model: Model, tensors: Mapping[str, TensorR
 
 def _derived(row: WeightRow, tensors: Mapping[str, TensorRef]) -> Derived:
     return Derived({source: tensors[source] for source in row.sources}, row.map)
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the disk cannot do that."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -21,7 +21,7 @@ from inlay.compile.files import ALONE, AT_ONCE, lock, locked, sync
 from inlay.errors import PackageError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 LINK, VERSIONS, STAGING = "current", "versions", ".building-"
 _HASH = re.compile("[0-9a-f]{64}")
@@ -76,6 +76,17 @@ def staged(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def carry(names: Iterable[str], version: Path, staging: Path) -> None:
+    """Files of a version in a new one too: under another name, or copied where the disk cannot do that."""
+    for name in names:
+        target = staging / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(version / name, target)
+        except OSError:
+            shutil.copyfile(version / name, target)
 
 
 def publish(path: Path, folder: Path, text: str) -> Path:

@@ -8,7 +8,7 @@ from inlay.streams.execute import Overlapped, open_lanes, run
 from inlay.streams.from_program import work_of_plan, work_of_program
 from inlay.streams.lanes import Lanes
 from inlay.streams.measuring import measured_calls, measured_event, measured_steps
-from inlay.streams.pieces import grouped
+from inlay.streams.pieces import grouped, joined
 from inlay.streams.planning import edges_across, predicted, reduced, schedule
 from inlay.streams.races import Conflict, Fault, Flaw, Race, Verdict
 from inlay.streams.schedules import Event, Schedule, differences, in_order
@@ -42,6 +42,7 @@ __all__ = [
     "edges_across",
     "grouped",
     "in_order",
+    "joined",
     "measured_calls",
     "measured_event",
     "measured_steps",

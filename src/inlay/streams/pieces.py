@@ -1,13 +1,16 @@
-"""Pieces: tasks put together until each is large enough to pay for an event."""
+"""Pieces: tasks put together until each is large enough to pay for an event, or until the next event."""
 
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from inlay.errors import UsageError
 from inlay.program.pause import collector_paused
-from inlay.streams.order import predecessors, successors
+from inlay.streams.checking import reused
+from inlay.streams.order import order_of, predecessors, successors
+from inlay.streams.schedules import Event, Schedule
 from inlay.streams.work import Life, Task, Work
 
 if TYPE_CHECKING:
@@ -43,12 +46,40 @@ def grouped(work: Work, at_least: float) -> Work:
     return work
 
 
+@collector_paused()
+def joined(work: Work, schedule: Schedule) -> tuple[Work, Schedule]:
+    """The same lanes in the fewest tasks: what a lane runs between two events becomes one. Fixed tasks stay alone.
+
+    The schedule must have no race. Others cannot tell the difference: they wait for the last task of such a run, and
+    its first one waits for all that any of them does.
+
+    >>> from inlay.streams import Event, Schedule, Storage
+    >>> tasks = [Task(name, (), (name,), 1e-6) for name in "abc"] + [Task("d", ("b", "c"), ("d",), 1e-6)]
+    >>> work = Work(tuple(tasks), tuple(Storage(name, Life.RESULT) for name in "abcd"))
+    >>> print(joined(work, Schedule((("a", "b", "d"), ("c",)), (Event("c", "d"),)))[1])
+    lane 0: a+1 [c] d
+    lane 1: c
+    """
+    heads = list(range(len(work)))
+    for tasks in schedule.lanes:
+        for one, two in pairwise(tasks):
+            together = one not in schedule.records and two not in schedule.waits
+            if together and not work[one].fixed and not work[two].fixed:
+                heads[work.place[two]] = heads[work.place[one]]
+    made, home = _merged(work, predecessors(work), heads)
+    lanes = tuple(tuple(dict.fromkeys(home[name] for name in tasks)) for tasks in schedule.lanes)
+    events = tuple(Event(home[event.after], home[event.before]) for event in schedule.events)
+    order = order_of(Schedule(lanes, events), made.place)
+    recorded = tuple(made.storages[storage].name for storage, _, _ in reused(made, order))
+    return made, Schedule(lanes, events, recorded)
+
+
 def _round(work: Work, at_least: float, join: Callable[..., list[int]]) -> Work:
     before = predecessors(work)
     joined = join(work, before, successors(before), at_least)
     if all(each == place for place, each in enumerate(joined)):
         return work
-    return _merged(work, before, joined)
+    return _merged(work, before, joined)[0]
 
 
 def _joined(work: Work, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], at_least: float) -> list[int]:
@@ -95,8 +126,8 @@ def _direct(needs: Sequence[int], before: Sequence[Sequence[int]]) -> Sequence[i
     return [each for each in needs if each == latest or each not in seen]
 
 
-def _merged(work: Work, before: Sequence[Sequence[int]], joined: Sequence[int]) -> Work:
-    """One task for each group of tasks, groups in an order that keeps all needs."""
+def _merged(work: Work, before: Sequence[Sequence[int]], joined: Sequence[int]) -> tuple[Work, dict[str, str]]:
+    """One task for each group of tasks, groups in an order that keeps all needs; task → that of its group."""
     groups: dict[int, list[int]] = {}
     for place, group in enumerate(joined):
         groups.setdefault(group, []).append(place)
@@ -104,8 +135,10 @@ def _merged(work: Work, before: Sequence[Sequence[int]], joined: Sequence[int]) 
     for place, group in enumerate(joined):
         needs[group].update(joined[each] for each in before[place] if joined[each] != group)
     inside = _inside(work, joined)
-    tasks = [_together([work.tasks[place] for place in groups[group]], inside) for group in _sorted(needs)]
-    return Work(tuple(tasks), tuple(each for each in work.storages if each.name not in inside))
+    members = {group: [work.tasks[place] for place in places] for group, places in groups.items()}
+    tasks = {group: _together(members[group], inside) for group in _sorted(needs)}
+    made = Work(tuple(tasks.values()), tuple(each for each in work.storages if each.name not in inside))
+    return made, {each.name: tasks[group].name for group, every in members.items() for each in every}
 
 
 def _sorted(needs: dict[int, set[int]]) -> list[int]:
