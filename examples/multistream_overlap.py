@@ -5,9 +5,10 @@
 
 Lanes are streams where there is an accelerator, and threads otherwise. Nothing about the overlap is said by hand: the
 layer is captured, its operators are measured one by one with one intra-op thread, put together to pieces that pay for
-an event, scheduled, what a lane runs between two events made one, and the schedule checked for races. What is printed is the schedule, that the numbers are those
-of one lane, bit for bit, and three times of interleaved rounds: one lane, two lanes, and one lane with two intra-op
-threads. The last line is JSON; its trace opens in https://ui.perfetto.dev.
+an event, and scheduled; what a lane runs between two events becomes one piece, and the schedule is checked for races.
+What is printed is the schedule, that the numbers are those of one lane, bit for bit, and three times of interleaved
+rounds: one lane, two lanes, and one lane with two intra-op threads. The last line is JSON; its trace opens in
+https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
