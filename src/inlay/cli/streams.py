@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from inlay.program.program import Program
-    from inlay.streams import Compared, Planned
-
-WORK, SCHEDULE = "work.json", "schedule.json"
 
 
 def streams(
@@ -35,11 +32,7 @@ def streams(
     ] = None,
     checked: Annotated[
         Path | None,
-        typer.Option(
-            "--check",
-            metavar="FILE|DIR",
-            help=f"Only say what is wrong with a schedule that lies beside its {WORK}; no MODEL.",
-        ),
+        typer.Option("--check", metavar="FILE|DIR", help="Only check a schedule; work.json lies beside it. No MODEL."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     dtype: DTypeOption = None,
@@ -48,7 +41,7 @@ def streams(
     """Plan which operators of a model may run beside each other, check the plan for races, run it and say if it pays.
 
     Operators are measured one by one on random inputs and put together to pieces. Lanes are threads. Exit code 1: there
-    is a race, or results are not those of one lane, bit for bit.
+    is a race, or numbers are not those of one lane.
 
     Example: [bold]inlay streams ./SmolLM2-135M --length 256 -o lanes[/]
 
@@ -56,6 +49,8 @@ def streams(
     """
     with failing_kindly():
         if model is not None and checked is None:
+            if output is not None:
+                _make(output)
             fine = _run(read_program(model, dtype, trust), lanes, length, rounds, output, as_json)
         elif checked is not None and model is None:
             fine = _check(checked, as_json)
@@ -68,9 +63,9 @@ def streams(
 def _check(path: Path, as_json: bool) -> bool:
     from inlay.streams import Schedule, Work, check
 
-    file = path / SCHEDULE if path.is_dir() else path
+    file = path / "schedule.json" if path.is_dir() else path
     try:
-        verdict = check(Work.parse((file.parent / WORK).read_bytes()), Schedule.parse(file.read_bytes()))
+        verdict = check(Work.parse((file.parent / "work.json").read_bytes()), Schedule.parse(file.read_bytes()))
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {one_line(error)}.", "Make it with --output.") from error
     if as_json:
@@ -83,17 +78,25 @@ def _check(path: Path, as_json: bool) -> bool:
 def _run(program: Program, lanes: int, length: int, rounds: int, output: Path | None, as_json: bool) -> bool:
     from inlay.state import in_place, lift_mutated_buffers
     from inlay.streams import compare, planned
+    from inlay.streams.comparing import files_of
     from inlay.streams.starting import starting_sizes, starting_values
 
-    with progress({"measuring": rounds} | {f"round {number}": 1 for number in range(rounds + 1)}) as step:
+    names = {number: f"round {number} of {rounds}" for number in range(1, rounds + 1)}
+    with progress({"measuring": rounds, "warming": 2} | dict.fromkeys(names.values(), 1)) as step:
         step("measuring operators")
         program = in_place(lift_mutated_buffers(program)).program
         sizes = starting_sizes(program, length)
         given = starting_values(program, sizes)
         plan = planned(program, given, lanes)
-        compared = compare(plan, given, threads=lanes, rounds=rounds, on_round=lambda number: step(f"round {number}"))
+        step("warming up")
+        compared = compare(
+            plan, given, threads=lanes, rounds=rounds, on_round=lambda number: step(names.get(number, ""))
+        )
     if output is not None:
-        _write(plan, compared, f"{program.name}, {compared.lanes}", output)
+        files = files_of(plan, compared, f"{program.name}, {compared.lanes}")
+        for name, text in files.items():
+            (output / name).write_text(text)
+        err.print(f"wrote {', '.join(files)} to {output}", markup=False, soft_wrap=True)
     facts = {
         **{"model": program.name, "sizes": sizes, "event_seconds": plan.event, "plan": plan.figures()},
         **{"bit_for_bit": compared.same, "seconds": compared.figures(), "pays": compared.pays, "says": str(compared)},
@@ -102,20 +105,11 @@ def _run(program: Program, lanes: int, length: int, rounds: int, output: Path | 
     return compared.same
 
 
-def _write(plan: Planned, compared: Compared, title: str, folder: Path) -> None:
-    from inlay.streams.picture import draw
-
-    files = {
-        WORK: plan.work.text(),
-        SCHEDULE: plan.schedule.text(),
-        "trace.json": compared.timeline.trace(),
-        "timeline.json": compared.timeline.text(),
-        "lanes.svg": draw(compared.timeline, title),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    err.print(f"wrote {', '.join(files)} to {folder}", markup=False, soft_wrap=True)
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {one_line(error)}.", "Name another folder.") from error
 
 
 def _print(facts: Mapping[str, Any]) -> None:
@@ -128,8 +122,8 @@ def _print(facts: Mapping[str, Any]) -> None:
         for each in facts["plan"].values()
     ]
     _table(facts["plan"], [figures])
-    same = "are those" if facts["bit_for_bit"] else "are not those"
-    out.print(f"\nThe schedule has no race. Results and states {same} of one lane, bit for bit.\n")
+    same = "are exactly those" if facts["bit_for_bit"] else "are not those"
+    out.print(f"\nThe schedule has no race. Results and states {same} of one lane.\n")
     rows = []
     for way, each in facts["seconds"].items():
         *times, over = each.values()

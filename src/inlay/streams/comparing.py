@@ -15,6 +15,7 @@ from inlay.streams.bound import bound_program
 from inlay.streams.execute import Overlapped, open_lanes
 from inlay.streams.from_program import work_of_program
 from inlay.streams.measuring import measured_calls, measured_event
+from inlay.streams.picture import draw
 from inlay.streams.pieces import grouped
 from inlay.streams.planning import edges_across, predicted, schedule
 from inlay.streams.schedules import in_order
@@ -68,7 +69,7 @@ class Planned:
     schedule: Schedule
     operators: int
     event: float
-    """Seconds of an event, as measured before."""
+    """Seconds that an event was planned with."""
 
     @property
     def work(self) -> Work:
@@ -96,12 +97,13 @@ class Planned:
         }
 
 
-def planned(program: Program, given: Mapping[str, Any], lanes: int = 2) -> Planned:
+def planned(program: Program, given: Mapping[str, Any], lanes: int = 2, event: float | None = None) -> Planned:
     """Measure the operators of a program with one intra-op thread, put them together to pieces, and schedule these.
 
     The program must write its states itself (`inlay.state.in_place`); `given` are its inputs and states by name.
+    `event` is how many seconds an event takes; if it is not given, it is measured.
     """
-    event = measured_event()
+    event = measured_event() if event is None else event
     with intra_op(1) as call:
         operators = work_of_program(program, call(measured_calls, program, given))
     work = grouped(operators, WORTH * event)
@@ -114,7 +116,7 @@ class Compared:
     """What rounds of several ways took, and whether lanes gave what one lane gives."""
 
     same: bool
-    """Results and states of lanes are those of one lane, bit for bit."""
+    """Results and states of lanes are exactly those of one lane."""
     seconds: Mapping[str, list[float]]
     """Way → its seconds, round by round."""
     lanes: str
@@ -194,9 +196,22 @@ def compare(
     return Compared(same, times, name, min(timelines, key=lambda each: each.seconds))
 
 
+def files_of(plan: Planned, compared: Compared, title: str) -> dict[str, str]:
+    """File name → text of all that is to be kept. Pieces depend on times: a schedule belongs to the work beside it."""
+    return {
+        "work.json": plan.work.text(),
+        "schedule.json": plan.schedule.text(),
+        "trace.json": compared.timeline.trace(),
+        "timeline.json": compared.timeline.text(),
+        "lanes.svg": draw(compared.timeline, title),
+    }
+
+
 def _run(way: Way, values: dict[str, Any]) -> list[Any]:
-    """What a way returns, and what it was given as it is then."""
-    return [*_finish(way, values), *values.values()]
+    """What a way returns, and what it was given as it is then; random numbers are the same for all ways."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return [*_finish(way, values), *values.values()]
 
 
 def _finish(way: Way, values: dict[str, Any]) -> Any:
