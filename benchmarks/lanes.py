@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,66 +19,49 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from multistream_overlap import LAYERS, WORTH, rounds, threaded, with_two_threads
+from multistream_overlap import LAYERS, opened
 
-from inlay.capture import capture
 from inlay.compile.load import load_package
 from inlay.compile.pack import Contents, lower, pack
-from inlay.program.bindings import Role
-from inlay.state import in_place
-from inlay.streams import (
-    Overlapped,
-    bound_program,
-    check,
-    grouped,
-    in_order,
-    joined,
-    measured_calls,
-    measured_event,
-    open_lanes,
-    schedule,
-    work_of_program,
-)
-from inlay.streams.packed import cut, in_lanes, planned, save
+from inlay.streams import Overlapped, in_order, open_lanes, planned
+from inlay.streams.comparing import in_rounds, intra_op
+from inlay.streams.packed import cut, in_lanes, plan_lanes, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inlay.streams import Lanes
+    from inlay.streams.comparing import Way
+    from inlay.streams.course import Runner
 
 WIDTH, TOKENS, ROUNDS = 512, (1, 16, 256), 40
 ONE, TWO, THREADS = "one lane", "two lanes", "two intra-op threads"
 COMPILED, COMPILED_LANES = "compiled, two threads", "compiled, two lanes"
 
 
-def ways(layer: str, tokens: int, lanes: Lanes, folder: Path) -> tuple[dict[str, Callable[[], Any]], str]:
-    """The five ways to run a layer, and what was planned."""
-    example = LAYERS[layer](WIDTH, tokens)
-    program = capture(example)
-    given = dict(zip((row.name for row in program.bindings.of(Role.INPUT)), example.args, strict=True))
-    event = measured_event()
-    work = grouped(work_of_program(program, measured_calls(program, given)), WORTH * event)
-    work, made = joined(work, schedule(work, lanes=2, event_seconds=event))
-    assert check(work, made).ok
-    bound = bound_program(in_place(program).program, work)
-    pack(cut(program, work), folder / "lanes", Contents(layer))
+def ways(
+    layer: str, tokens: int, lanes: Runner, on_two: Callable[..., Any], folder: Path
+) -> tuple[dict[str, Way], dict[str, Any], str]:
+    """The five ways to run a layer, what it is given, and what was planned."""
+    program, given = opened(LAYERS[layer](WIDTH, tokens))
+    plan = planned(program, given)
+    lowered = cut(program, plan.work)
+    pack(lowered, folder / "lanes", Contents(layer))
     package = load_package(folder / "lanes")
-    laned = planned(package, cut(program, work), given, event_seconds=event)
+    laned = plan_lanes(package, lowered, given, event_seconds=plan.event)
     save(folder / "lanes", laned)
-    threaded(2, lambda: pack(lower(program), folder / "whole", Contents(layer)))
+    on_two(pack, lower(program), folder / "whole", Contents(layer))
     whole = load_package(folder / "whole")
     beside = in_lanes(load_package(folder / "lanes"), lanes)
     (expected,), (found,) = package(given).values(), beside(given).values()
     assert torch.equal(expected, found)
     found_ways = {
-        ONE: Overlapped(bound, in_order(work), lanes),
-        TWO: Overlapped(bound, made, lanes),
-        THREADS: with_two_threads(bound),
-        COMPILED: with_two_threads(whole),
+        ONE: Overlapped(plan.bound, in_order(plan.work), lanes),
+        TWO: Overlapped(plan.bound, plan.schedule, lanes),
+        THREADS: lambda values: on_two(plan.bound, values),
+        COMPILED: lambda values: on_two(whole, values),
         COMPILED_LANES: beside,
     }
-    plans = f"{len(made.lanes)} lanes, {len(laned.schedule.lanes)} compiled"
-    return {name: partial(way, given) for name, way in found_ways.items()}, plans
+    return found_ways, given, f"{len(plan.schedule.lanes)} lanes, {len(laned.schedule.lanes)} compiled"
 
 
 def against(times: dict[str, list[float]], one: str, two: str) -> str:
@@ -92,18 +75,21 @@ def main() -> None:
     """Print the table of docs/streams.md."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    lanes = open_lanes(2, "cpu")
     print(f"| layer | tokens | planned | {ONE} | {TWO} ÷ {ONE} | {TWO} ÷ {THREADS} | {COMPILED_LANES} ÷ {COMPILED} |")
     print("|---|---|---|---|---|---|---|")
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    with (
+        torch.no_grad(),
+        tempfile.TemporaryDirectory() as folder,
+        closing(open_lanes(2, "cpu")) as lanes,
+        intra_op(2) as on_two,
+    ):
         for layer in LAYERS:
             for tokens in TOKENS:
-                found, plans = ways(layer, tokens, lanes, Path(folder) / f"{layer}{tokens}")
-                times = rounds(found, ROUNDS)
+                found, given, plans = ways(layer, tokens, lanes, on_two, Path(folder) / f"{layer}{tokens}")
+                times = in_rounds(found, lambda values=given: values, ROUNDS)
                 cells = [against(times, *pair) for pair in ((TWO, ONE), (TWO, THREADS), (COMPILED_LANES, COMPILED))]
                 first = f"{1e3 * median(times[ONE]):.2f} ms"
                 print(f"| {layer} | {tokens} | {plans} | {first} | {' | '.join(cells)} |", flush=True)
-    lanes.close()
 
 
 if __name__ == "__main__":

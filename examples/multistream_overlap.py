@@ -16,12 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from showing import check
@@ -31,28 +27,15 @@ from inlay import Example
 from inlay.capture import capture
 from inlay.program.bindings import Role
 from inlay.state import in_place
-from inlay.streams import (
-    Overlapped,
-    bound_program,
-    grouped,
-    in_order,
-    joined,
-    measured_calls,
-    measured_event,
-    open_lanes,
-    schedule,
-    work_of_program,
-)
 from inlay.streams import check as checked
+from inlay.streams import compare, planned
 from inlay.streams.picture import draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inlay.streams import Bound, Schedule
-
-WORTH = 4
-"""A piece takes at least so many times as long as an event."""
+    from inlay.program import Program
+    from inlay.streams import Compared
 
 
 class Branches(nn.Module):
@@ -123,85 +106,34 @@ def parallel(width: int, tokens: int) -> Example:
 LAYERS: dict[str, Callable[[int, int], Example]] = {"branches": branches, "experts": experts, "parallel": parallel}
 
 
-def planned(example: Example, event: float) -> tuple[Bound, Schedule, dict[str, Any]]:
-    """From a layer to work that can be run, a schedule of it where an event takes so long, and what it is given."""
+def opened(example: Example) -> tuple[Program, dict[str, Tensor]]:
+    """A layer as a program, and what it is given."""
     program = in_place(capture(example)).program
-    given = dict(zip((row.name for row in program.bindings.of(Role.INPUT)), example.args, strict=True))
-    work = grouped(work_of_program(program, measured_calls(program, given)), WORTH * event)
-    work, made = joined(work, schedule(work, lanes=2, event_seconds=event))
-    return bound_program(program, work), made, given
+    return program, dict(zip((row.name for row in program.bindings.of(Role.INPUT)), example.args, strict=True))
 
 
-def bits(values: list[Tensor]) -> list[bytes]:
-    return [value.cpu().contiguous().view(torch.uint8).numpy().tobytes() for value in values]
-
-
-def rounds(ways: dict[str, Callable[[], Any]], count: int) -> dict[str, list[float]]:
-    """Seconds of each way, in rounds: whatever else the machine does, it does to all of them."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for place in range(count + 2):
-        for name, way in ways.items():
-            start = perf_counter()
-            way()
-            if place >= 2:
-                times[name].append(perf_counter() - start)
-    return times
-
-
-def threaded(threads: int, call: Callable[[], Any]) -> Any:
-    """A call with so many intra-op threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return call()
-    finally:
-        torch.set_num_threads(before)
-
-
-def with_two_threads(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A call in a thread that keeps two intra-op threads: to change their number costs more than a call."""
-    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,))
-    return lambda given: thread.submit(call, given).result()
-
-
-def finished(call: Callable[[Any], Any], given: Any) -> Any:
-    """A call and all it launched on a device."""
-    made = call(given)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return made
-
-
-def show(times: dict[str, list[float]]) -> float:
-    """Print medians and spreads; the median of overlapped over serial, round by round."""
-    print(f"{'':<24} {'median':>9} {'lowest':>9} {'highest':>9}")
-    for name, each in times.items():
-        row = (median(each), min(each), max(each))
-        print(f"{name:<24} " + " ".join(f"{1e3 * value:>6.2f} ms" for value in row))
-    pairs = zip(times["two lanes"], times["one lane"], strict=True)
-    return median(two / one for two, one in pairs)
+def show(compared: Compared) -> None:
+    """Medians and spreads."""
+    print(f"{'':<34} {'median':>9} {'lowest':>9} {'highest':>9}")
+    for way, figures in compared.figures().items():
+        row = (figures["median"], figures["lowest"], figures["highest"])
+        print(f"{way:<34} " + " ".join(f"{1e3 * value:>6.2f} ms" for value in row))
 
 
 def overlap(options: argparse.Namespace) -> int:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     example = LAYERS[options.layer](options.width, options.tokens)
     example.module.to(device)
-    example = Example(example.module, tuple(each.to(device) for each in example.args))
-    bound, made, given = threaded(1, partial(planned, example, measured_event()))
-    print(f"{len(bound.work)} pieces, {len(made.lanes)} lanes, {len(made.events)} events\n{made}")
-    right = check("the schedule has no race", checked(bound.work, made).ok)
-    lanes = open_lanes(2, device)
-    two, one = Overlapped(bound, made, lanes), Overlapped(bound, in_order(bound.work), lanes)
-    equal = bits(finished(two, given)) == bits(finished(one, given))
-    same = check("the numbers are those of one lane, bit for bit", equal)
-    ways = {"one lane": partial(finished, one, given), "two lanes": partial(finished, two, given)}
-    if device.type == "cpu":
-        ways["one, two intra-op threads"] = partial(with_two_threads(bound), given)
-    times = rounds(ways, options.rounds)
-    ratio = show(times)
-    timeline = min((two.timed(given)[1] for _ in range(options.rounds)), key=lambda each: each.seconds)
+    program, given = opened(Example(example.module, tuple(each.to(device) for each in example.args)))
+    plan = planned(program, given)
+    made = plan.schedule
+    print(f"{len(plan.work)} pieces, {len(made.lanes)} lanes, {len(made.events)} events\n{made}")
+    right = check("the schedule has no race", checked(plan.work, made).ok)
+    compared = compare(plan, given, rounds=options.rounds, device=device)
+    same = check("the numbers are those of one lane, bit for bit", compared.same)
+    show(compared)
+    timeline, ratio = compared.timeline, compared.ratio
     print(timeline)
-    lanes.close()
     options.trace.write_text(timeline.trace())
     if options.timeline:
         options.timeline.write_text(timeline.text())

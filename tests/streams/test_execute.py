@@ -38,6 +38,7 @@ from inlay.streams import (
     grouped,
     in_order,
     open_lanes,
+    planned,
     run,
     schedule,
     work_of_plan,
@@ -147,7 +148,9 @@ def test_a_missing_event_is_seen_in_the_numbers(monkeypatch: pytest.MonkeyPatch)
 def test_layers_with_branches(layer: str) -> None:
     """Scheduled automatically, in two lanes: a mixture of experts with a shared one, attention beside an MLP."""
     torch.manual_seed(0)
-    bound, made, given = EXAMPLE.planned(EXAMPLE.LAYERS[layer](64, 8), 1e-7)
+    program, given = EXAMPLE.opened(EXAMPLE.LAYERS[layer](64, 8))
+    plan = planned(program, given, event=1e-7)
+    bound, made = plan.bound, plan.schedule
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -168,9 +171,10 @@ def test_layers_with_branches(layer: str) -> None:
 def test_the_numbers_are_those_of_the_model() -> None:
     torch.manual_seed(0)
     example = EXAMPLE.parallel(64, 8)
-    bound, made, given = EXAMPLE.planned(example, 1e-7)
+    program, given = EXAMPLE.opened(example)
+    plan = planned(program, given, event=1e-7)
     with torch.no_grad():
-        torch.testing.assert_close(run(bound, made, given)[0], example.module(*example.args))
+        torch.testing.assert_close(run(plan.bound, plan.schedule, given)[0], example.module(*example.args))
 
 
 @pytest.mark.fast

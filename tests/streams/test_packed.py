@@ -16,7 +16,7 @@ from inlay.compile.pack import Contents, add_texts, pack
 from inlay.compile.plan import plan
 from inlay.errors import ProgramError, UsageError
 from inlay.streams import check, grouped, joined, open_lanes, schedule, work_of_program
-from inlay.streams.packed import NAME, Planned, cut, in_lanes, planned, save, saved
+from inlay.streams.packed import NAME, Laned, cut, in_lanes, plan_lanes, save, saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ def lowered() -> Iterator[Lowered]:
 def package(lowered: Lowered, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("lanes") / "package"
     pack(lowered, path, Contents("both"))
-    save(path, planned(load_package(path), lowered, _given(), event_seconds=0.0))
+    save(path, plan_lanes(load_package(path), lowered, _given(), event_seconds=0.0))
     return path
 
 
@@ -94,7 +94,7 @@ def test_it_is_saved_and_checked_when_it_is_run(package: Path, lowered: Lowered)
     loaded = load_package(package, verify=True)
     made = saved(loaded)
     assert made is not None
-    assert made == Planned.parse(made.text())
+    assert made == Laned.parse(made.text())
     assert check(made.work, made.schedule).ok
     assert [step for task in made.work.tasks for step in task.steps] == list(range(len(made.work)))
     lanes = open_lanes(2, "cpu")
@@ -113,7 +113,7 @@ def test_a_schedule_with_a_race_is_not_run(package: Path, lowered: Lowered) -> N
     made = saved(load_package(package))
     assert made is not None
     apart = replace(made.schedule, lanes=tuple((task.name,) for task in made.work.tasks), events=())
-    save(package, Planned(made.work, apart))
+    save(package, Laned(made.work, apart))
     lanes = open_lanes(len(made.work), "cpu")
     try:
         with pytest.raises(UsageError, match="must not be run"):

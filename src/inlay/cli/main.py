@@ -26,6 +26,7 @@ from inlay.cli import (
     run,
     serve,
     show,
+    streams,
     verify,
 )
 from inlay.cli.console import settings
@@ -56,6 +57,7 @@ app.command("diff")(diff.diff)
 app.command("bisect")(bisect.bisect)
 app.command("lock")(lock.lock)
 app.command("check")(lock.check)
+app.command("streams")(streams.streams)
 app.command("verify")(verify.verify)
 app.command("review")(review.review)
 app.command("passes")(passes.passes)

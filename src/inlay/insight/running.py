@@ -94,17 +94,19 @@ def _cast(value: Any, precise: torch.dtype | None) -> Any:
     return value.to(precise)
 
 
-def random_inputs(program: Program, seed: int = 0) -> dict[str, Any]:
-    """Inputs of the sizes a program was captured with: whole numbers below the vocabulary, numbers around 0."""
+def random_inputs(program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Inputs of the sizes a program was captured with, or of others by the name of a symbol: whole numbers below the
+    vocabulary, numbers around 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     limit = program.facts.vocabulary.value if program.facts.vocabulary else 2
-    sizes = {symbol.name: symbol.example for symbol in program.symbols.values()}
+    known = {symbol.name: symbol.example for symbol in program.symbols.values()} | dict(sizes or {})
     made: dict[str, Any] = {}
     for row in program.bindings.of(Role.INPUT):
         if not row.is_tensor:
             made[row.name] = row.value
             continue
-        shape = [size if isinstance(size, int) else sizes[size] for size in row.shape]
+        shape = [size if isinstance(size, int) else known[size] for size in row.shape]
         dtype: torch.dtype = getattr(torch, row.dtype)
         if dtype.is_floating_point:
             made[row.name] = torch.randn(shape, generator=generator).to(dtype)

@@ -3,6 +3,7 @@
 from inlay.streams.bound import Bound, bound_program, bound_steps
 from inlay.streams.capture import Captured, Replays
 from inlay.streams.checking import check
+from inlay.streams.comparing import Compared, Planned, compare, planned
 from inlay.streams.devices import Streams
 from inlay.streams.execute import Overlapped, open_lanes, run
 from inlay.streams.from_program import work_of_plan, work_of_program
@@ -18,6 +19,7 @@ from inlay.streams.work import Life, Storage, Task, Work
 __all__ = [
     "Bound",
     "Captured",
+    "Compared",
     "Conflict",
     "Event",
     "Fault",
@@ -25,6 +27,7 @@ __all__ = [
     "Lanes",
     "Life",
     "Overlapped",
+    "Planned",
     "Race",
     "Ran",
     "Replays",
@@ -38,6 +41,7 @@ __all__ = [
     "bound_program",
     "bound_steps",
     "check",
+    "compare",
     "differences",
     "edges_across",
     "grouped",
@@ -47,6 +51,7 @@ __all__ = [
     "measured_event",
     "measured_steps",
     "open_lanes",
+    "planned",
     "predicted",
     "reduced",
     "run",

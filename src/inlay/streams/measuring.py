@@ -25,7 +25,7 @@ def measured_calls(program: Program, given: Mapping[str, Any], rounds: int = 5) 
     """Seconds of each operator of a program, run one after the other with these inputs and states, by name of binding.
 
     The median of several rounds, after one that is not counted. An operator's several results count as part of it.
-    What operators write in place is written to.
+    States are copied: each round begins with what was given, and a cache does not fill up.
 
     >>> from inlay.testing import program_of
     >>> program = program_of(lambda x: x.relu() + 1, [torch.ones(2)])
@@ -37,9 +37,13 @@ def measured_calls(program: Program, given: Mapping[str, Any], rounds: int = 5) 
         if name not in rows or name not in given:
             raise UsageError(f"{name} is not given, or is no input.", nearest(name, rows if name in given else given))
     values = {name: ref.read() for name, ref in program.tensors.items() if name not in rows} | dict(given)
-    return _medians(
-        lambda note: _TimedCalls(program, note).run(*(values[row.name] for row in program.bindings.ins)), rounds
-    )
+    written = {row.name for row in program.bindings.state}
+
+    def run(note: Callable[[str, float], None]) -> None:
+        fresh = {name: value.clone() if name in written else value for name, value in values.items()}
+        _TimedCalls(program, note).run(*(fresh[row.name] for row in program.bindings.ins))
+
+    return _medians(run, rounds)
 
 
 def measured_steps(execution: Execution, given: Mapping[str, Any], rounds: int = 5) -> list[float]:

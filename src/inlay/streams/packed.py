@@ -33,7 +33,7 @@ NAME = "lanes.json"
 
 
 @dataclass(frozen=True)
-class Planned:
+class Laned:
     """Which lanes run the steps of a package, and what these steps touch: both are needed to check it."""
 
     work: Work
@@ -44,7 +44,7 @@ class Planned:
         return dumped(asdict(self))
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Planned:
+    def parse(cls, text: str | bytes) -> Laned:
         """Both from their JSON."""
         return loaded(cls, text)
 
@@ -58,24 +58,24 @@ def cut(program: Program, pieces: Work) -> Lowered:
     return Lowered(program, (("all", sizes, plan(program, sizes, [task.calls for task in pieces.tasks])),))
 
 
-def planned(
+def plan_lanes(
     package: LoadedPackage, lowered: Lowered, given: Mapping[str, Any], *, lanes: int = 2, event_seconds: float
-) -> Planned:
+) -> Laned:
     """A schedule of the steps of a package, by what they take with these inputs and states. States are written to."""
     steps = measured_steps(_execution(package), given)
     work = work_of_plan(lowered.buckets[-1][2], steps)
-    return Planned(work, schedule(work, lanes=lanes, event_seconds=event_seconds))
+    return Laned(work, schedule(work, lanes=lanes, event_seconds=event_seconds))
 
 
-def save(path: Path, made: Planned) -> Manifest:
+def save(path: Path, made: Laned) -> Manifest:
     """Put a schedule into a package, in the place of one that may be there."""
     return add_texts(path, {NAME: made.text()})
 
 
-def saved(package: LoadedPackage) -> Planned | None:
+def saved(package: LoadedPackage) -> Laned | None:
     """The schedule that a package holds, if it does."""
     file = package.folder / NAME
-    return Planned.parse(file.read_bytes()) if NAME in package.manifest.files else None
+    return Laned.parse(file.read_bytes()) if NAME in package.manifest.files else None
 
 
 def in_lanes(package: LoadedPackage, lanes: Runner) -> Executable:

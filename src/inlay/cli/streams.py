@@ -1,0 +1,141 @@
+"""`inlay streams`"""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from inlay.cli.console import err, failing_kindly, out, print_json, progress
+from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.errors import ExitCode, UsageError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from inlay.program.program import Program
+
+
+def streams(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model, as for `inlay show`.", show_default=False)
+    ] = None,
+    lanes: Annotated[int, typer.Option("--lanes", min=2, help="How many lanes to plan for.")] = 2,
+    length: Annotated[
+        int, typer.Option("--length", min=1, help="Tokens of the input; batch is 1. Sizes with a limit stay below it.")
+    ] = 128,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="How often each way is measured.")] = 10,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="For work, schedule, timeline and picture.")
+    ] = None,
+    checked: Annotated[
+        Path | None,
+        typer.Option("--check", metavar="FILE|DIR", help="Only check a schedule; work.json lies beside it. No MODEL."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    dtype: DTypeOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Plan which operators of a model may run beside each other, check the plan for races, run it and say if it pays.
+
+    Operators are measured one by one on random inputs and put together to pieces. Lanes are threads. Exit code 1: there
+    is a race, or numbers are not those of one lane.
+
+    Example: [bold]inlay streams ./SmolLM2-135M --length 256 -o lanes[/]
+
+    Example: [bold]inlay streams --check lanes/schedule.json[/]
+    """
+    with failing_kindly():
+        if model is not None and checked is None:
+            if output is not None:
+                _make(output)
+            fine = _run(read_program(model, dtype, trust), lanes, length, rounds, output, as_json)
+        elif checked is not None and model is None:
+            fine = _check(checked, as_json)
+        else:
+            raise UsageError("Either MODEL or --check has to be given.", "See `inlay streams --help`.")
+        if not fine:
+            raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _check(path: Path, as_json: bool) -> bool:
+    from inlay.streams import Schedule, Work, check
+
+    file = path / "schedule.json" if path.is_dir() else path
+    try:
+        verdict = check(Work.parse((file.parent / "work.json").read_bytes()), Schedule.parse(file.read_bytes()))
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {one_line(error)}.", "Make it with --output.") from error
+    if as_json:
+        print_json({"ok": verdict.ok, "flaws": list(map(str, verdict.flaws)), "races": list(map(str, verdict.races))})
+    else:
+        typer.echo(verdict)
+    return verdict.ok
+
+
+def _run(program: Program, lanes: int, length: int, rounds: int, output: Path | None, as_json: bool) -> bool:
+    from inlay.state import in_place, lift_mutated_buffers
+    from inlay.streams import compare, planned
+    from inlay.streams.comparing import files_of
+    from inlay.streams.starting import starting_sizes, starting_values
+
+    names = {number: f"round {number} of {rounds}" for number in range(1, rounds + 1)}
+    with progress({"measuring": rounds, "warming": 2} | dict.fromkeys(names.values(), 1)) as step:
+        step("measuring operators")
+        program = in_place(lift_mutated_buffers(program)).program
+        sizes = starting_sizes(program, length)
+        given = starting_values(program, sizes)
+        plan = planned(program, given, lanes)
+        step("warming up")
+        compared = compare(
+            plan, given, threads=lanes, rounds=rounds, on_round=lambda number: step(names.get(number, ""))
+        )
+    if output is not None:
+        files = files_of(plan, compared, f"{program.name}, {compared.lanes}")
+        for name, text in files.items():
+            (output / name).write_text(text)
+        err.print(f"wrote {', '.join(files)} to {output}", markup=False, soft_wrap=True)
+    facts = {
+        **{"model": program.name, "sizes": sizes, "event_seconds": plan.event, "plan": plan.figures()},
+        **{"bit_for_bit": compared.same, "seconds": compared.figures(), "pays": compared.pays, "says": str(compared)},
+    }
+    print_json(facts) if as_json else _print(facts)
+    return compared.same
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {one_line(error)}.", "Name another folder.") from error
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    from inlay.streams.timeline import time_text
+
+    sizes = ", ".join(f"{name} {size}" for name, size in facts["sizes"].items()) or "of fixed sizes"
+    out.print(f"{facts['model']}; inputs: {sizes}\n", markup=False, soft_wrap=True)
+    figures = [
+        "—" if each is None else f"{each:.2f}" if isinstance(each, float) else str(each)
+        for each in facts["plan"].values()
+    ]
+    _table(facts["plan"], [figures])
+    same = "are exactly those" if facts["bit_for_bit"] else "are not those"
+    out.print(f"\nThe schedule has no race. Results and states {same} of one lane.\n")
+    rows = []
+    for way, each in facts["seconds"].items():
+        *times, over = each.values()
+        rows.append([way, *map(time_text, times), f"{over:.2f}"])
+    _table(["", *each], rows)
+    out.print(f"\n{facts['says']}", soft_wrap=True)
+
+
+def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name.replace("over_", "÷ ").replace("_", " "), justify="right" if name else "left")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table, markup=False)
