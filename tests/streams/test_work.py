@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
@@ -15,7 +16,7 @@ from inlay.capture import capture
 from inlay.compile.execute import BoundStep, Execution
 from inlay.compile.manifest import Step
 from inlay.compile.plan import Piece, Plan, plan
-from inlay.errors import UsageError
+from inlay.errors import ProgramError, UsageError
 from inlay.program import Binding, Bindings, Facts, Program, Role
 from inlay.program.program import Calling
 from inlay.streams import (
@@ -118,6 +119,54 @@ def test_several_results_are_several_storages() -> None:
     assert task.calls == ("topk", "getitem", "getitem_1")
     assert {"getitem", "getitem_1"} <= set(task.writes)
     assert work.storage["getitem"].life is work.storage["getitem_1"].life is Life.RESULT
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        lambda graph, x: graph.call_function(operator.setitem, (x, 0, 1.0)),
+        lambda graph, x: graph.call_function(aten.native_batch_norm.default, (x, None, None, x, x, True, 0.1, 1e-5)),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor, (graph.call_function(aten.dropout.default, (x, 0.5, False)), 1)
+        ),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor,
+            (graph.call_function(operator.getitem, (graph.call_function(aten.unsafe_split.Tensor, (x, 2)), 0)), 1),
+        ),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor,
+            (
+                graph.call_function(
+                    aten.set_.source_Tensor, (graph.call_function(aten.empty.memory_format, ([4],)), x)
+                ),
+                1,
+            ),
+        ),
+    ],
+    ids=["no schema, no result", "batch norm", "dropout of nothing", "unsafe split", "set_"],
+)
+def test_calls_that_do_not_say_what_they_write(silent: Any) -> None:
+    graph, (x,) = _graph("x")
+    made = graph.call_function(aten.relu.default, (x,))
+    last = silent(graph, made)
+    last.meta["val"] = None if last.target is operator.setitem else torch.ones(4)
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (made,))))
+    assert set(work["neg_default"].reads) & set(work[last.name].writes)
+
+
+def test_a_constant_that_is_fetched_twice_is_one() -> None:
+    graph, (x,) = _graph("x")
+    one, two = graph.get_attr("constant"), graph.get_attr("constant")
+    over = graph.call_function(aten.add_.Tensor, (one, x))
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (two,))))
+    assert set(work["neg_default"].reads) & set(work[over.name].writes)
+
+
+def test_calls_that_are_no_operators_are_refused() -> None:
+    graph, (x,) = _graph("x")
+    read = graph.call_function(aten.neg.default, (graph.call_method("relu_", (x,)),))
+    with pytest.raises(ProgramError, match=r"relu_ is a call_method: nobody knows what it touches"):
+        work_of_program(_program(graph, read))
 
 
 def test_random_numbers_come_in_order() -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.program.graphs import is_view, operands, target_text, written
+from inlay.errors import ProgramError
+from inlay.program.graphs import is_view, operands, subgraphs, target_text, written
 from inlay.state.aliases import SIZES_ONLY, Aliases, bound, is_tensor, storage_of
 from inlay.state.updates import recognise
 from inlay.state.wrapped import is_wrapper, read
@@ -25,6 +26,8 @@ GENERATOR = "default generator"
 _COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_"))
 """Operators that write to what they do not read."""
+_SILENT = frozenset(("broadcast_tensors", "meshgrid", "native_batch_norm", "set_", "sum_to_size", "type_as"))
+"""Operators that write to their operands or hand them on, and neither their schemas nor their tags say so."""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -76,6 +79,8 @@ class Touched:
     def _note(self, node: fx.Node) -> None:
         if node.op == "output":
             return
+        if node.op not in ("placeholder", "get_attr", "call_function"):
+            raise ProgramError(f"{node.name} is a {node.op}: nobody knows what it touches.", "Give a captured program.")
         self._values.setdefault(self.name(node), []).append(node.name)
         if node.op != "call_function":
             self._keep(node, Life.GIVEN)
@@ -156,7 +161,7 @@ class Touched:
 
     def _note_write(self, node: fx.Node) -> None:
         """A call that makes a new value, or writes into old ones, or may."""
-        over = [each for each in self._all_held(written(node)) if self.storages[each].bytes != 0]
+        over = [each for each in self._all_held((*written(node), *_unsaid(node))) if self.storages[each].bytes != 0]
         self._keep(node, Life.INTERMEDIATE)
         carried = self._all_held(self._shared(node))
         self._held[node] = tuple(dict.fromkeys((self.name(node), *carried)))
@@ -206,15 +211,37 @@ def _aliases(program: Program) -> Aliases:
         for value in (*versions, values[state.position]):
             if hasattr(value, "op"):
                 aliases.merge(value, base)
+    constants: dict[Any, fx.Node] = {}
+    inner = {name for name, _ in subgraphs(program.graph)}
     for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target not in inner:
+            aliases.merge(node, constants.setdefault(node.target, node))
         if is_collective(node) and "wait_tensor" in target_text(node.target):
             aliases.merge(node, operands(node)[0])  # it hands on its operand, which its schema does not say
+        for each in _unsaid(node) if is_tensor(node) else ():
+            for value in (node, *filter(is_part, node.users)):
+                aliases.merge(value, each)
     return aliases
 
 
 def _opaque(node: fx.Node) -> bool:
     """Whether a call may write to what it hands on without saying so."""
-    return getattr(node.target, "_schema", None) is None or is_collective(node)
+    return getattr(node.target, "_schema", None) is None or is_collective(node) or bool(_unsaid(node))
+
+
+def _unsaid(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a call may write to or hand on without saying so: all of them, where its schema says too little.
+
+    A wrapper has no schema, and is known to write to copies.
+    """
+    if node.op != "call_function" or is_part(node) or is_wrapper(node):
+        return []
+    name = target_text(node.target).split(".")
+    silent = name[0] == "aten" and (name[1] in _SILENT or name[1].startswith("unsafe_"))
+    tagged = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
+    if getattr(node.target, "_schema", None) is not None and not silent and not tagged:
+        return []
+    return [each for each in operands(node) if is_tensor(each)]
 
 
 def _draws(node: fx.Node) -> bool:
