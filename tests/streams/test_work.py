@@ -20,7 +20,9 @@ from inlay.errors import ProgramError, UsageError
 from inlay.program import Binding, Bindings, Facts, Program, Role
 from inlay.program.program import Calling
 from inlay.streams import (
+    Event,
     Life,
+    Schedule,
     Work,
     check,
     in_order,
@@ -110,6 +112,34 @@ def test_a_view_that_may_be_a_copy_has_memory_of_its_own() -> None:
     work = work_of_program(_program(graph, read))
     assert _touched(work)["neg_default"][0] == ("relu_default", "reshape_default")
     assert work.storage["reshape_default"].bytes is None
+
+
+def test_a_view_when_it_was_traced_may_be_a_copy_when_it_is_run() -> None:
+    """What is given may lie otherwise than the example did: the copy reads it, and a write must wait for that."""
+    graph, (x,) = _graph("x")
+    x.meta["val"] = torch.ones(2, 2)
+    shaped = graph.call_function(aten.reshape.default, (x, [4]))
+    shaped.meta["val"] = x.meta["val"].reshape(4)
+    over = graph.call_function(aten.mul_.Scalar, (x, 2))
+    read = graph.call_function(aten.neg.default, (shaped,))
+    work = work_of_program(_program(graph, read))
+    assert "x" in work[shaped.name].reads
+    made = Schedule(((shaped.name,), (over.name, read.name)), (Event(shaped.name, read.name),))
+    assert [(race.first, race.second) for race in check(work, made).races] == [(shaped.name, over.name)]
+
+
+@pytest.mark.parametrize("look", [aten.select.int, aten.sym_size.int])
+def test_who_looks_at_a_tensor_waits_for_what_changes_its_sizes(look: Any) -> None:
+    graph, (x,) = _graph("x")
+    x.meta["val"] = torch.ones(4, 2)
+    made = graph.call_function(aten.relu.default, (x,))
+    made.meta["val"] = torch.ones(4, 2)
+    turned = graph.call_function(aten.t_.default, (made,))
+    turned.meta["val"] = made.meta["val"].t()
+    seen = graph.call_function(look, (made, 0, 0)[: len(look._schema.arguments)])
+    seen.meta["val"] = look(turned.meta["val"], 0, *(0,) * (look is aten.select.int))
+    work = work_of_program(_program(graph, seen))
+    assert set(work[seen.name].reads) & set(work[turned.name].writes)
 
 
 def test_several_results_are_several_storages() -> None:

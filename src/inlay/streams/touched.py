@@ -28,6 +28,8 @@ _OVERWRITE = frozenset(("copy_", "fill_", "zero_"))
 """Operators that write to what they do not read."""
 _SILENT = frozenset(("broadcast_tensors", "meshgrid", "native_batch_norm", "set_", "sum_to_size", "type_as"))
 """Operators that write to their operands or hand them on, and neither their schemas nor their tags say so."""
+_MAY_COPY = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "to"))
+"""Views of some tensors and copies of others: what they were when the program was traced is not what they will be."""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -59,6 +61,8 @@ class Touched:
         self._values: dict[str, list[str]] = {}
         self._written: set[str] = set()
         self._place = {node: index for index, node in enumerate(program.graph.nodes)}
+        self._reshaped = {self.name(each) for node in program.graph.nodes if _reshapes(node) for each in written(node)}
+        """Storages of tensors whose sizes or memory are changed in place: to look at them is to read."""
         self.reads: dict[fx.Node, tuple[str, ...]] = {}
         self.writes: dict[fx.Node, tuple[str, ...]] = {}
         for node in program.graph.nodes:
@@ -96,7 +100,7 @@ class Touched:
                 self._note_copy(node) if looks else self._note_write(node)
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        if node.target in SIZES_ONLY:
+        if node.target in SIZES_ONLY and not any(self.name(each) in self._reshaped for each in operands(node)):
             return self._handles(operands(node))
         over = written(node) if target_text(node.target).split(".")[1] in _OVERWRITE else ()
         reads = self._all_held(each for each in operands(node) if each not in over)
@@ -116,7 +120,9 @@ class Touched:
         self._wrote(whole, [*self.writes[whole], storage])  # type: ignore[arg-type,index]
 
     def _seen_to_share(self, node: fx.Node) -> bool:
-        """Whether the values of a view and of what it looks at were in one storage when the program was traced."""
+        """Whether the values of a view and of what it looks at are in one storage, as they were when it was traced."""
+        if self.name(node) in self._reshaped or target_text(node.target).split(".")[1] in _MAY_COPY:
+            return False
         known = storage_of(node.meta.get("val")) or storage_of(_first(node.meta.get("val")))
         return known is not None and all(storage_of(each.meta.get("val")) == known for each in self._shared(node))
 
@@ -242,6 +248,11 @@ def _unsaid(node: fx.Node) -> list[fx.Node]:
     if getattr(node.target, "_schema", None) is not None and not silent and not tagged:
         return []
     return [each for each in operands(node) if is_tensor(each)]
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """Whether a call changes sizes, strides or memory of a tensor that stays the same tensor."""
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
 
 def _draws(node: fx.Node) -> bool:
