@@ -18,6 +18,7 @@ from inlay.compile.manifest import Step
 from inlay.compile.plan import Piece, Plan, plan
 from inlay.errors import ProgramError, UsageError
 from inlay.program import Binding, Bindings, Facts, Program, Role
+from inlay.program.graphs import adopt
 from inlay.program.program import Calling
 from inlay.streams import (
     Event,
@@ -227,6 +228,24 @@ def test_nested_graphs() -> None:
     (cond,) = [task for task in work.tasks if task.name.startswith("cond")]
     together = {value for name in cond.writes for value in work.storage[name].values}
     assert together >= {"x", "p_weight", cond.name}
+
+
+def test_nested_graphs_draw_and_talk_to_others() -> None:
+    """What a branch does counts as if the call did it."""
+    graph, (x, which) = _graph("x", "which")
+    talks, draws = _graph("y")[0], _graph("y")[0]
+    for inner, target, more in (
+        (talks, torch.ops._c10d_functional.all_reduce.default, ("sum", "0")),
+        (draws, aten.rand_like.default, ()),
+    ):
+        inner.output((inner.call_function(target, (next(iter(inner.nodes)), *more)),))
+    adopt(graph, {name: fx.GraphModule({}, each) for name, each in (("talks", talks), ("draws", draws))})
+    first = graph.call_function(aten.rand_like.default, (x,))
+    branches = graph.get_attr("talks"), graph.get_attr("draws")
+    cond = graph.call_function(torch.ops.higher_order.cond, (which, *branches, [first]))
+    work = work_of_program(_program(graph, graph.call_function(operator.getitem, (cond, 0))))
+    assert work[cond.name].fixed
+    assert "default generator" in work[cond.name].writes
 
 
 def test_in_place_programs_give_the_same_in_any_order_of_their_lanes() -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import ProgramError
-from inlay.program.graphs import is_view, operands, subgraphs, target_text, written
+from inlay.program.graphs import all_nodes, is_view, operands, subgraphs, target_text, written
 from inlay.state.aliases import SIZES_ONLY, Aliases, bound, is_tensor, storage_of
 from inlay.state.updates import recognise
 from inlay.state.wrapped import is_wrapper, read
 from inlay.streams.work import Life, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import fx
 
@@ -33,8 +33,23 @@ _MAY_COPY = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as"
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a call talks to other processes."""
-    return node.op == "call_function" and target_text(node.target).startswith(_COLLECTIVES)
+    """Whether a call talks to other processes, or a graph that it runs does."""
+    return any(target_text(_operator(each)).startswith(_COLLECTIVES) for each in _calls(node))
+
+
+def _calls(node: fx.Node) -> Iterator[fx.Node]:
+    """A call, and all calls of the graphs that it runs."""
+    if node.op == "call_function":
+        yield node
+    named = {each.target for each in node.all_input_nodes if each.op == "get_attr"}
+    for name, module in subgraphs(node.graph) if named else ():
+        if name in named:
+            yield from (each for each in all_nodes(module.graph) if each.op == "call_function")
+
+
+def _operator(node: fx.Node) -> Any:
+    """What a call calls; of a wrapper, what it wraps."""
+    return node.args[0] if is_wrapper(node) else node.target
 
 
 def is_part(node: fx.Node) -> bool:
@@ -256,9 +271,17 @@ def _reshapes(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers: attention has the tag, and draws none where nothing is dropped."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
+    """Whether a call draws random numbers, or a graph that it runs does.
+
+    Attention has the tag, and draws none where nothing is dropped.
+    """
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(
+        seeded in getattr(_operator(each), "tags", ()) and (is_wrapper(each) or _drops(each)) for each in _calls(node)
+    )
+
+
+def _drops(node: fx.Node) -> bool:
     rates = [argument for argument in node.target._schema.arguments if argument.name == "dropout_p"]  # type: ignore[union-attr]
     given = {argument.name: value for argument, value in bound(node)}
     return not rates or given.get("dropout_p", rates[0].default_value) != 0
