@@ -299,6 +299,36 @@ def test_steps_of_a_plan() -> None:
         work_of_plan(Plan(whole, (look, change), steps, ("c",)), [1e-3, 0.0])
 
 
+def test_results_of_a_step_may_lie_in_the_same_memory() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x + 1
+        return made, made.t()
+
+    def over(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sum()
+
+    whole = program_of(lambda x: x, [torch.ones(2, 2)])
+    pieces = _piece("both", both, torch.ones(2, 2)), _piece("over", over, torch.ones(2, 2))
+    steps = (
+        Step("both", (), ("values_0",), ("a", "b")),
+        Step("over", (), ("a",), ("c",)),
+        Step("over", (), ("b",), ("d",)),
+    )
+    work = work_of_plan(Plan(whole, pieces, steps, ("c", "d")))
+    assert work.storage["a"].values == ("a", "b")
+    apart = Schedule((("0:both", "1:over"), ("2:over",)), (Event("0:both", "2:over"),), ("a", "b"))
+    assert [(race.first, race.second, race.storage) for race in check(work, apart).races] == [("1:over", "2:over", "a")]
+
+
+def test_steps_draw_random_numbers_in_order() -> None:
+    draw = _piece("draw", lambda x: torch.rand_like(x), torch.ones(2, 2))
+    whole = program_of(lambda x: x, [torch.ones(2, 2)])
+    steps = Step("draw", (), ("values_0",), ("a",)), Step("draw", (), ("values_0",), ("b",))
+    work = work_of_plan(Plan(whole, (draw,), steps, ("a", "b")))
+    (race,) = check(work, Schedule((("0:draw",), ("1:draw",)))).races
+    assert race.storage == "default generator"
+
+
 def test_a_plan_that_writes_state() -> None:
     def step(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         cache.index_copy_(0, torch.tensor([1]), x)

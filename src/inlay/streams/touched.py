@@ -73,7 +73,6 @@ class Touched:
         self.storages: dict[str, Storage] = {}
         self._held: dict[fx.Node, tuple[str, ...]] = {}
         self._names: dict[fx.Node, str] = {}
-        self._values: dict[str, list[str]] = {}
         self._written: set[str] = set()
         self._place = {node: index for index, node in enumerate(program.graph.nodes)}
         self._reshaped = {self.name(each) for node in program.graph.nodes if _reshapes(node) for each in written(node)}
@@ -100,7 +99,6 @@ class Touched:
             return
         if node.op not in ("placeholder", "get_attr", "call_function"):
             raise ProgramError(f"{node.name} is a {node.op}: nobody knows what it touches.", "Give a captured program.")
-        self._values.setdefault(self.name(node), []).append(node.name)
         if node.op != "call_function":
             self._keep(node, Life.GIVEN)
             self._held[node] = (self.name(node),)
@@ -207,13 +205,17 @@ class Touched:
         values: Any = self.program.graph.output_node().args[0]
         for value in values:
             results.update(self._held.get(value, ()))
+        lie: dict[str, list[str]] = {}
+        for node, names in self._held.items():
+            for name in names:
+                lie.setdefault(name, []).append(node.name)
         for name, each in self.storages.items():
             life = each.life
             if life is Life.GIVEN and name in self._written:
                 life = Life.STATE
             elif life is Life.INTERMEDIATE and name in results:
                 life = Life.RESULT
-            self.storages[name] = Storage(name, life, tuple(self._values.get(name, each.values)), each.bytes)
+            self.storages[name] = Storage(name, life, tuple(lie.get(name, each.values)), each.bytes)
 
 
 def _aliases(program: Program) -> Aliases:
