@@ -86,6 +86,39 @@ def test_inputs_can_be_written_where_they_are_read() -> None:
     assert state[0, 0] == 6
 
 
+def test_inputs_may_lie_in_the_captured_inputs() -> None:
+    """Another look at a captured input, or two of them exchanged, is what it was before anything is copied."""
+    replays = Replays(lambda given: {"y": given["x"] - 2 * given["z"]}, {})
+    example = {"x": torch.zeros(2, 2), "z": torch.zeros(2, 2)}
+    replays.capture(example)
+    mine = replays.bucket(example).inputs
+    for make in (lambda: {"x": mine["x"].t(), "z": mine["z"]}, lambda: {"x": mine["z"], "z": mine["x"]}):
+        mine["x"].copy_(torch.arange(4.0).view(2, 2))
+        mine["z"].copy_(torch.arange(4.0).view(2, 2) * 10)
+        given = make()
+        wanted = given["x"] - 2 * given["z"]
+        assert torch.equal(replays(given)["y"], wanted)
+
+
+def test_inputs_that_need_gradients_leave_no_trace() -> None:
+    replays = Replays(lambda given: {"y": given["x"] * 2}, {})
+    x = torch.ones(2, requires_grad=True)
+    replays.capture({"x": x})
+    assert replays({"x": x})["y"].tolist() == [2, 2]
+    assert not replays.bucket({"x": x}).inputs["x"].requires_grad
+
+
+def test_a_capture_that_fails_leaves_the_state_as_it_was() -> None:
+    def fails(given: Mapping[str, Any]) -> dict[str, Any]:
+        given["state"].add_(1)
+        raise ValueError("this step fails")
+
+    state = torch.zeros(2)
+    with pytest.raises(ValueError, match="this step fails"):
+        Replays(fails, {"state": state}).capture({})
+    assert not state.any()
+
+
 def test_state_is_written_through() -> None:
     """Only the pages of the new row are written, nothing as large as a cache is allocated: no copy, no copy-back."""
     keys, values = paged(CACHE), paged(CACHE)
@@ -171,6 +204,9 @@ def test_a_number_is_part_of_what_is_captured() -> None:
     assert replays({"x": torch.ones(2), "by": 3})["y"].tolist() == [3, 3]
     with pytest.raises(UsageError, match=r"Nothing was captured for by 4, x f32\[2\]\. Captured: by 3, x f32"):
         replays({"x": torch.ones(2), "by": 4})
+    for alike in (3.0, torch.tensor(3)):
+        with pytest.raises(UsageError, match="Nothing was captured for by"):
+            replays({"x": torch.ones(2), "by": alike})
 
 
 def test_state_at_another_address_is_refused() -> None:
@@ -179,6 +215,8 @@ def test_state_at_another_address_is_refused() -> None:
     replays({**given, "state": state})
     with pytest.raises(UsageError, match="state is at another address"):
         replays({**given, "state": state.clone()})
+    with pytest.raises(UsageError, match="state is at another address, or lies there otherwise"):
+        replays({**given, "state": state.view(3, 2)})
     state.set_(torch.zeros(2, 3))
     with pytest.raises(UsageError, match="state is at another address"):
         replays(given)

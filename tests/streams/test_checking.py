@@ -167,6 +167,10 @@ def test_schedules_that_are_none(made: Schedule, fault: Fault, says: str) -> Non
     assert str(found) == says
 
 
+def test_no_lanes_are_enough_for_no_tasks() -> None:
+    assert check(Work((), ()), Schedule(())).ok
+
+
 def test_fixed_tasks_stay() -> None:
     first, second = Task("first", fixed=True), Task("second", fixed=True)
     work = Work((first, Task("other"), second), ())

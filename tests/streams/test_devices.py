@@ -11,10 +11,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from generated import random_program
+from torch import fx
 
 from inlay.compile.execute import BoundStep
 from inlay.errors import UsageError
-from inlay.streams import Bound, Event, Life, Schedule, Storage, Streams, Task, Work, schedule, work_of_program
+from inlay.program import Binding, Bindings, Facts, Program, Role
+from inlay.program.program import Calling
+from inlay.streams import (
+    Bound,
+    Event,
+    Life,
+    Schedule,
+    Storage,
+    Streams,
+    Task,
+    Work,
+    bound_program,
+    schedule,
+    work_of_program,
+)
 from inlay.streams.course import Values, course
 from inlay.streams.devices import launch
 from inlay.streams.order import conflicts
@@ -23,6 +38,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 pytestmark = pytest.mark.fast
+aten = torch.ops.aten
 
 
 class WrittenDown:
@@ -135,6 +151,26 @@ def test_memory_is_recorded_where_another_lane_uses_it() -> None:
     caller, other = launched(noting(work, ("y",)), lanes)
     assert [kind for kind, _ in other.told] == ["wait", "wait", "run", "keep", "run"]
     assert [kind for kind, _ in caller.told] == ["run", "run", "wait", "keep"]
+
+
+def test_a_value_that_may_lie_in_the_memory_of_another_is_recorded_for_it() -> None:
+    """The memory of x is lane 0's, and y may be a view of it or a copy that is lane 1's own."""
+    graph = fx.Graph()
+    x = graph.call_function(aten.relu.default, (graph.placeholder("given"),))
+    y = graph.call_function(aten.reshape.default, (x, [4]))
+    z = graph.call_function(aten.neg.default, (graph.call_function(aten.t.default, (y,)),))
+    graph.output((z,))
+    rows = Binding("given", Role.INPUT, "given", "float32", (4,)), Binding("z", Role.OUTPUT, "", "float32", (4,))
+    program = Program("made", graph, Bindings(rows), {}, {}, Calling(None, None, ()), Facts())
+    bound = bound_program(program, work_of_program(program))
+    apart = Schedule(
+        ((x.name, z.name), (y.name, "t_default")),
+        (Event(x.name, y.name), Event("t_default", z.name)),
+        (x.name, y.name, "t_default"),
+    )
+    recorded = {turn.task: turn.recorded for turn in course(bound, apart).launches}
+    views = {y.name: (x.name, y.name), "t_default": (y.name, "t_default")}
+    assert recorded == {x.name: (), **views, z.name: ("t_default",)}
 
 
 def test_an_error_while_launching_leaves_the_caller_after_all_that_was_launched() -> None:

@@ -44,6 +44,7 @@ from inlay.streams import (
     work_of_plan,
     work_of_program,
 )
+from inlay.testing import program_of
 from models import Branch
 from test_examples import load
 
@@ -279,6 +280,18 @@ def test_modes_of_the_caller() -> None:
         run(bound, in_order(work), own)
     assert torch.is_inference(own["state_0"])
     assert not torch.equal(own["state_0"], torch.ones(2, 8))
+
+
+@pytest.mark.fast
+def test_lanes_cast_where_the_caller_does() -> None:
+    program = program_of(lambda x: x @ x, [torch.ones(4, 4)])
+    bound = bound_program(program, work_of_program(program))
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.float16):
+        wanted = bound({"values_0": x})[0]
+        made = run(bound, in_order(bound.work), {"values_0": x})[0]
+    assert wanted.dtype is made.dtype is torch.float16
+    assert torch.equal(made, wanted)
 
 
 @pytest.mark.fast

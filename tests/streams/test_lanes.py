@@ -282,6 +282,7 @@ def test_mistakes_are_sentences() -> None:
         def nested(values: list[Any]) -> list[Any]:
             return Overlapped(bound, Schedule((("a", "b"),)), lanes)({"x": 2})
 
-        within = bound_of({"a": ()}, {"a": nested}, ("a",))
-        with pytest.raises(UsageError, match="lanes of its own"):
-            Overlapped(within, Schedule((("a",),)), lanes)({})
+        for call, says in ((nested, "lanes of its own"), (lambda values: lanes.close(), "cannot close the lanes")):
+            within = bound_of({"a": ()}, {"a": call}, ("a",))
+            with pytest.raises(UsageError, match=says):
+                Overlapped(within, Schedule((("a",),)), lanes)({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
@@ -15,11 +16,14 @@ from inlay.capture import capture
 from inlay.compile.execute import BoundStep, Execution
 from inlay.compile.manifest import Step
 from inlay.compile.plan import Piece, Plan, plan
-from inlay.errors import UsageError
+from inlay.errors import ProgramError, UsageError
 from inlay.program import Binding, Bindings, Facts, Program, Role
+from inlay.program.graphs import adopt
 from inlay.program.program import Calling
 from inlay.streams import (
+    Event,
     Life,
+    Schedule,
     Work,
     check,
     in_order,
@@ -111,6 +115,34 @@ def test_a_view_that_may_be_a_copy_has_memory_of_its_own() -> None:
     assert work.storage["reshape_default"].bytes is None
 
 
+def test_a_view_when_it_was_traced_may_be_a_copy_when_it_is_run() -> None:
+    """What is given may lie otherwise than the example did: the copy reads it, and a write must wait for that."""
+    graph, (x,) = _graph("x")
+    x.meta["val"] = torch.ones(2, 2)
+    shaped = graph.call_function(aten.reshape.default, (x, [4]))
+    shaped.meta["val"] = x.meta["val"].reshape(4)
+    over = graph.call_function(aten.mul_.Scalar, (x, 2))
+    read = graph.call_function(aten.neg.default, (shaped,))
+    work = work_of_program(_program(graph, read))
+    assert "x" in work[shaped.name].reads
+    made = Schedule(((shaped.name,), (over.name, read.name)), (Event(shaped.name, read.name),))
+    assert [(race.first, race.second) for race in check(work, made).races] == [(shaped.name, over.name)]
+
+
+@pytest.mark.parametrize("look", [aten.select.int, aten.sym_size.int])
+def test_who_looks_at_a_tensor_waits_for_what_changes_its_sizes(look: Any) -> None:
+    graph, (x,) = _graph("x")
+    x.meta["val"] = torch.ones(4, 2)
+    made = graph.call_function(aten.relu.default, (x,))
+    made.meta["val"] = torch.ones(4, 2)
+    turned = graph.call_function(aten.t_.default, (made,))
+    turned.meta["val"] = made.meta["val"].t()
+    seen = graph.call_function(look, (made, 0, 0)[: len(look._schema.arguments)])
+    seen.meta["val"] = look(turned.meta["val"], 0, *(0,) * (look is aten.select.int))
+    work = work_of_program(_program(graph, seen))
+    assert set(work[seen.name].reads) & set(work[turned.name].writes)
+
+
 def test_several_results_are_several_storages() -> None:
     program = program_of(lambda x: x.topk(2), [torch.ones(2, 4)])
     work = work_of_program(program)
@@ -118,6 +150,54 @@ def test_several_results_are_several_storages() -> None:
     assert task.calls == ("topk", "getitem", "getitem_1")
     assert {"getitem", "getitem_1"} <= set(task.writes)
     assert work.storage["getitem"].life is work.storage["getitem_1"].life is Life.RESULT
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        lambda graph, x: graph.call_function(operator.setitem, (x, 0, 1.0)),
+        lambda graph, x: graph.call_function(aten.native_batch_norm.default, (x, None, None, x, x, True, 0.1, 1e-5)),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor, (graph.call_function(aten.dropout.default, (x, 0.5, False)), 1)
+        ),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor,
+            (graph.call_function(operator.getitem, (graph.call_function(aten.unsafe_split.Tensor, (x, 2)), 0)), 1),
+        ),
+        lambda graph, x: graph.call_function(
+            aten.add_.Tensor,
+            (
+                graph.call_function(
+                    aten.set_.source_Tensor, (graph.call_function(aten.empty.memory_format, ([4],)), x)
+                ),
+                1,
+            ),
+        ),
+    ],
+    ids=["no schema, no result", "batch norm", "dropout of nothing", "unsafe split", "set_"],
+)
+def test_calls_that_do_not_say_what_they_write(silent: Any) -> None:
+    graph, (x,) = _graph("x")
+    made = graph.call_function(aten.relu.default, (x,))
+    last = silent(graph, made)
+    last.meta["val"] = None if last.target is operator.setitem else torch.ones(4)
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (made,))))
+    assert set(work["neg_default"].reads) & set(work[last.name].writes)
+
+
+def test_a_constant_that_is_fetched_twice_is_one() -> None:
+    graph, (x,) = _graph("x")
+    one, two = graph.get_attr("constant"), graph.get_attr("constant")
+    over = graph.call_function(aten.add_.Tensor, (one, x))
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (two,))))
+    assert set(work["neg_default"].reads) & set(work[over.name].writes)
+
+
+def test_calls_that_are_no_operators_are_refused() -> None:
+    graph, (x,) = _graph("x")
+    read = graph.call_function(aten.neg.default, (graph.call_method("relu_", (x,)),))
+    with pytest.raises(ProgramError, match=r"relu_ is a call_method: nobody knows what it touches"):
+        work_of_program(_program(graph, read))
 
 
 def test_random_numbers_come_in_order() -> None:
@@ -148,6 +228,24 @@ def test_nested_graphs() -> None:
     (cond,) = [task for task in work.tasks if task.name.startswith("cond")]
     together = {value for name in cond.writes for value in work.storage[name].values}
     assert together >= {"x", "p_weight", cond.name}
+
+
+def test_nested_graphs_draw_and_talk_to_others() -> None:
+    """What a branch does counts as if the call did it."""
+    graph, (x, which) = _graph("x", "which")
+    talks, draws = _graph("y")[0], _graph("y")[0]
+    for inner, target, more in (
+        (talks, torch.ops._c10d_functional.all_reduce.default, ("sum", "0")),
+        (draws, aten.rand_like.default, ()),
+    ):
+        inner.output((inner.call_function(target, (next(iter(inner.nodes)), *more)),))
+    adopt(graph, {name: fx.GraphModule({}, each) for name, each in (("talks", talks), ("draws", draws))})
+    first = graph.call_function(aten.rand_like.default, (x,))
+    branches = graph.get_attr("talks"), graph.get_attr("draws")
+    cond = graph.call_function(torch.ops.higher_order.cond, (which, *branches, [first]))
+    work = work_of_program(_program(graph, graph.call_function(operator.getitem, (cond, 0))))
+    assert work[cond.name].fixed
+    assert "default generator" in work[cond.name].writes
 
 
 def test_in_place_programs_give_the_same_in_any_order_of_their_lanes() -> None:
@@ -199,6 +297,36 @@ def test_steps_of_a_plan() -> None:
     }
     with pytest.raises(UsageError, match="2 times were given for 3 steps"):
         work_of_plan(Plan(whole, (look, change), steps, ("c",)), [1e-3, 0.0])
+
+
+def test_results_of_a_step_may_lie_in_the_same_memory() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x + 1
+        return made, made.t()
+
+    def over(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sum()
+
+    whole = program_of(lambda x: x, [torch.ones(2, 2)])
+    pieces = _piece("both", both, torch.ones(2, 2)), _piece("over", over, torch.ones(2, 2))
+    steps = (
+        Step("both", (), ("values_0",), ("a", "b")),
+        Step("over", (), ("a",), ("c",)),
+        Step("over", (), ("b",), ("d",)),
+    )
+    work = work_of_plan(Plan(whole, pieces, steps, ("c", "d")))
+    assert work.storage["a"].values == ("a", "b")
+    apart = Schedule((("0:both", "1:over"), ("2:over",)), (Event("0:both", "2:over"),), ("a", "b"))
+    assert [(race.first, race.second, race.storage) for race in check(work, apart).races] == [("1:over", "2:over", "a")]
+
+
+def test_steps_draw_random_numbers_in_order() -> None:
+    draw = _piece("draw", lambda x: torch.rand_like(x), torch.ones(2, 2))
+    whole = program_of(lambda x: x, [torch.ones(2, 2)])
+    steps = Step("draw", (), ("values_0",), ("a",)), Step("draw", (), ("values_0",), ("b",))
+    work = work_of_plan(Plan(whole, (draw,), steps, ("a", "b")))
+    (race,) = check(work, Schedule((("0:draw",), ("1:draw",)))).races
+    assert race.storage == "default generator"
 
 
 def test_a_plan_that_writes_state() -> None:

@@ -42,7 +42,7 @@ class Replays:
 
     def __init__(self, code: Code, state: Mapping[str, torch.Tensor]) -> None:
         self._code, self._state = code, dict(state)
-        self._places = {name: value.data_ptr() for name, value in state.items()}
+        self._places = {name: _place(value) for name, value in state.items()}
         self._buckets: dict[Shape, Captured] = {}
 
     def capture(self, example: Mapping[str, Any]) -> None:
@@ -75,9 +75,10 @@ class Replays:
     def _inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given but for the state, which may be given too, if it is where it was."""
         for name, value in self._state.items():
-            if value.data_ptr() != self._places[name] or given.get(name, value).data_ptr() != self._places[name]:
+            if _place(value) != self._places[name] or _place(given.get(name, value)) != self._places[name]:
                 raise UsageError(
-                    f"{name} is at another address than when it was captured.", "Write to that tensor, or capture anew."
+                    f"{name} is at another address, or lies there otherwise, than when it was captured.",
+                    "Write to that tensor, or capture anew.",
                 )
         return {name: value for name, value in given.items() if name not in self._state}
 
@@ -88,7 +89,9 @@ class Captured:
     def __init__(self, code: Code, example: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> None:
         self._code, self._state = code, dict(state)
         self.inputs = {
-            name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+            name: value.detach().clone(memory_format=torch.contiguous_format)
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in example.items()
         }
         """What the step reads. Who writes here spares the copy: give these tensors."""
@@ -102,21 +105,32 @@ class Captured:
     def __call__(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Copy the inputs in, run the step, hand the outputs out."""
         self._refuse_held()
-        for name, value in given.items():
-            mine = self.inputs[name]
-            if isinstance(mine, torch.Tensor) and value.data_ptr() != mine.data_ptr():
-                mine.copy_(value)
+        self._copy_in(given)
         self._replay()
         return {name: self._hand_out(name, value) for name, value in self._outputs.items()}
+
+    @torch.no_grad()
+    def _copy_in(self, given: Mapping[str, Any]) -> None:
+        """Copy what is not there yet. What lies in memory that this writes, in another way or place, is saved first."""
+        mine = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+        places = {value.untyped_storage().data_ptr() for value in mine.values()}
+        new = {name: given[name] for name, value in mine.items() if given[name] is not value}
+        for name, value in new.items():
+            if value.untyped_storage().data_ptr() in places:
+                new[name] = value.clone()
+        for name, value in new.items():
+            mine[name].copy_(value)
 
     def _warmed_up(self) -> dict[str, torch.Tensor]:
         """Run the step to learn what comes out, and let a device get ready; state is put back."""
         before = {name: value.clone() for name, value in self._state.items()}
         with torch.no_grad():
             for _ in range(WARM_UPS):
-                made = self._code({**self.inputs, **self._state})
-                for name, value in before.items():
-                    self._state[name].copy_(value)
+                try:
+                    made = self._code({**self.inputs, **self._state})
+                finally:
+                    for name, value in before.items():
+                        self._state[name].copy_(value)
         for name, value in made.items():
             if not isinstance(value, torch.Tensor):
                 raise UsageError(f"{name} is no tensor, and has no address.", "Return tensors only.")
@@ -158,18 +172,22 @@ class Captured:
                 )
 
 
+def _place(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.shape, value.stride()
+
+
 def _shape(inputs: Mapping[str, Any]) -> Shape:
     return tuple(sorted((name, _type(value)) for name, value in inputs.items()))
 
 
 def _type(value: Any) -> Any:
-    """The type of a tensor, or a number as it is: both are part of what is captured."""
-    return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else ("", value)
+    """The type of a tensor, or a number as it is written, for 1, 1.0 and True are equal: all are part of a capture."""
+    return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else ("", repr(value))
 
 
 def _text(shape: Shape) -> str:
     """
-    >>> _text((("n", ("", 3)), ("x", ("torch.float32", (1, 8)))))
+    >>> _text((("n", ("", "3")), ("x", ("torch.float32", (1, 8)))))
     'n 3, x f32[1, 8]'
     """
     return ", ".join(

@@ -78,7 +78,7 @@ def _moved(work: Work, schedule: Schedule) -> Iterator[Flaw]:
         if schedule.lane[name] != 0:
             yield Flaw(Fault.FIXED, (name,), f"{name} is fixed and must be in lane 0.")
     known = set(fixed)
-    found = [name for name in schedule.lanes[0] if name in known]
+    found = [name for tasks in schedule.lanes[:1] for name in tasks if name in known]
     for one, two in pairwise(found):
         if work.place[one] > work.place[two]:
             yield Flaw(Fault.FIXED, (one, two), f"{two} and {one} are fixed and have changed places.")

@@ -127,7 +127,10 @@ def course(bound: Bound, schedule: Schedule) -> Course:
 
 def _recorded(bound: Bound, schedule: Schedule) -> dict[str, tuple[str, ...]]:
     """Task → the values it touches that lie in recorded storages whose home is another lane."""
-    places = {name: storage for storage in schedule.recorded for name in bound.work.storage[storage].values}
+    places: dict[str, list[str]] = {}
+    for storage in schedule.recorded:
+        for name in bound.work.storage[storage].values:
+            places.setdefault(name, []).append(storage)
     home: dict[str, int] = {}
     found: dict[str, tuple[str, ...]] = {}
     for task in bound.work.tasks:
@@ -135,5 +138,7 @@ def _recorded(bound: Bound, schedule: Schedule) -> dict[str, tuple[str, ...]]:
         for name in task.writes:
             home.setdefault(name, lane)
         touched = dict.fromkeys((*step.ins, *step.outs))
-        found[task.name] = tuple(name for name in touched if name in places and home.get(places[name], lane) != lane)
+        found[task.name] = tuple(
+            name for name in touched if any(home.get(each, lane) != lane for each in places.get(name, ()))
+        )
     return found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inlay.errors import UsageError
 from inlay.program.bindings import Role
 from inlay.program.pause import collector_paused
-from inlay.streams.touched import Touched, is_collective, is_part
+from inlay.streams.touched import GENERATOR, Touched, is_collective, is_part
 from inlay.streams.work import Life, Storage, Task, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -64,45 +65,74 @@ def work_of_plan(plan: Plan, seconds: Sequence[float] | None = None) -> Work:
     if seconds is not None and len(seconds) != len(plan.steps):
         raise UsageError(f"{len(seconds)} times were given for {len(plan.steps)} steps.")
     looks = {piece.name: _look(piece) for piece in plan.pieces}
+    drawn = (GENERATOR,) if any(look.draws for look in looks.values()) else ()
     states = {row.name for row in plan.program.bindings.state}
     held: dict[str, tuple[str, ...]] = {}
-    storages: dict[str, Storage] = {}
+    storages = {name: Storage(name, Life.STATE, (), 0) for name in drawn}
     for row in plan.program.bindings.ins:
         life = Life.STATE if row.name in states else Life.GIVEN
         size = row.nbytes if all(isinstance(each, int) for each in row.shape) else None
         storages[row.name], held[row.name] = Storage(row.name, life, (row.name,), size), (row.name,)
     tasks = []
     for place, step in enumerate(plan.steps):
-        written, shared, collective = looks[step.piece]
-        taken = (*step.constants, *step.ins)
-        reads = dict.fromkeys(each for value in taken for each in held[value])
-        writes = {each: None for index in written for each in held[taken[index]]}
-        for value, sources in zip(step.outs, shared, strict=True):
-            storages[value] = Storage(value, Life.INTERMEDIATE, (value,))
-            held[value] = tuple(dict.fromkeys((value, *(each for index in sources for each in held[taken[index]]))))
+        look = looks[step.piece]
+        operands = (*step.constants, *step.ins)
+        reads = dict.fromkeys(each for value in operands for each in held[value])
+        writes = {each: None for index in look.written for each in held[operands[index]]}
+        if look.draws:
+            reads[GENERATOR] = writes[GENERATOR] = None
+        known = (*operands, *step.outs)
+        for value, sources in zip(step.outs, look.shared, strict=True):
+            storages[value] = Storage(value, Life.INTERMEDIATE)
+            held[value] = tuple(dict.fromkeys((value, *(each for index in sources for each in held[known[index]]))))
             writes[value] = None
         time = None if seconds is None else seconds[place]
-        tasks.append(Task(f"{place}:{step.piece}", tuple(reads), tuple(writes), time, collective, (), (place,)))
-    for name in {each for value in plan.results for each in held[value]}:
-        if storages[name].life is Life.INTERMEDIATE:
-            storages[name] = Storage(name, Life.RESULT, storages[name].values)
-    return Work(tuple(tasks), tuple(storages.values()))
+        tasks.append(Task(f"{place}:{step.piece}", tuple(reads), tuple(writes), time, look.collective, (), (place,)))
+    return Work(tuple(tasks), tuple(_lived(storages, held, plan.results)))
 
 
-def _look(piece: Piece) -> tuple[list[int], list[list[int]], bool]:
-    """Of a piece: which of its operands it writes, in which of them each result may lie, whether it is a collective.
+def _lived(
+    storages: Mapping[str, Storage], held: Mapping[str, tuple[str, ...]], results: Sequence[str]
+) -> Iterator[Storage]:
+    """The storages with the values that lie in them, or may; what is handed to the caller outlives the run."""
+    values: dict[str, list[str]] = {}
+    for value, names in held.items():
+        for name in names:
+            values.setdefault(name, []).append(value)
+    kept = {name for value in results for name in held[value]}
+    for name, each in storages.items():
+        life = Life.RESULT if each.life is Life.INTERMEDIATE and name in kept else each.life
+        yield replace(each, life=life, values=tuple(values.get(name, ())))
 
-    Operands are its weights, then its inputs, by place.
-    """
+
+class _Look(NamedTuple):
+    """What is seen of a piece. Its operands are its weights, then its inputs; after them come its results, by place."""
+
+    written: list[int]
+    """Operands that it writes to."""
+    shared: list[list[int]]
+    """For each result the operands and the results before it whose memory it may lie in."""
+    draws: bool
+    collective: bool
+
+
+def _look(piece: Piece) -> _Look:
     touched = Touched(piece.program)
     nodes = {node.name: node for node in piece.program.graph.nodes}
     rows = [*piece.program.bindings.of(Role.PARAMETER), *piece.program.bindings.of(Role.INPUT)]
     written = {name for each in touched.writes.values() for name in each}
     values: Any = piece.program.graph.output_node().args[0]
     made = [value for row, value in zip(piece.program.bindings.outs, values, strict=True) if row.alias is None]
+    names = [touched.name(nodes[row.name]) for row in rows]
+    memory = [{each for each in touched.held(value) if touched.storages[each].bytes != 0} for value in made]
     shared = [
-        [index for index, row in enumerate(rows) if touched.name(nodes[row.name]) in touched.held(value)]
-        for value in made
+        [index for index, name in enumerate(names) if name in touched.held(value)]
+        + [len(rows) + index for index in range(place) if memory[index] & memory[place]]
+        for place, value in enumerate(made)
     ]
-    over = [index for index, row in enumerate(rows) if touched.name(nodes[row.name]) in written]
-    return over, shared, any(is_collective(node) for node in piece.program.graph.nodes)
+    return _Look(
+        [index for index, name in enumerate(names) if name in written],
+        shared,
+        GENERATOR in touched.storages,
+        any(is_collective(node) for node in piece.program.graph.nodes),
+    )

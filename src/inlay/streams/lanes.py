@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any, Self
@@ -59,6 +59,8 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads; what runs is run to its end."""
+        if threading.current_thread() in self._threads:
+            raise UsageError("A task cannot close the lanes it runs in.", "Close them when the run is over.")
         with self._busy:
             self._end()
             for thread in self._threads:
@@ -128,12 +130,14 @@ class _Run:
         self.stopped = False
         self.failures: list[tuple[Turn, BaseException]] = []
         self.inference = torch.is_inference_mode_enabled()
+        self.cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
     def lane(self, lane: int) -> None:
         """Run one lane to its end, or until something goes wrong anywhere."""
         turn = None
         try:
-            with torch.inference_mode(self.inference), torch.no_grad():
+            cast = torch.autocast("cpu", self.cast) if self.cast else nullcontext()
+            with torch.inference_mode(self.inference), torch.no_grad(), cast:
                 for turn in () if self.stopped else self.course.lanes[lane]:
                     if not self._take(turn):
                         break

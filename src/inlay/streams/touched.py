@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.program.graphs import is_view, operands, target_text, written
+from inlay.errors import ProgramError
+from inlay.program.graphs import all_nodes, is_view, operands, subgraphs, target_text, written
 from inlay.state.aliases import SIZES_ONLY, Aliases, bound, is_tensor, storage_of
 from inlay.state.updates import recognise
 from inlay.state.wrapped import is_wrapper, read
 from inlay.streams.work import Life, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import fx
 
@@ -25,11 +26,30 @@ GENERATOR = "default generator"
 _COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_"))
 """Operators that write to what they do not read."""
+_SILENT = frozenset(("broadcast_tensors", "meshgrid", "native_batch_norm", "set_", "sum_to_size", "type_as"))
+"""Operators that write to their operands or hand them on, and neither their schemas nor their tags say so."""
+_MAY_COPY = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "to"))
+"""Views of some tensors and copies of others: what they were when the program was traced is not what they will be."""
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a call talks to other processes."""
-    return node.op == "call_function" and target_text(node.target).startswith(_COLLECTIVES)
+    """Whether a call talks to other processes, or a graph that it runs does."""
+    return any(target_text(_operator(each)).startswith(_COLLECTIVES) for each in _calls(node))
+
+
+def _calls(node: fx.Node) -> Iterator[fx.Node]:
+    """A call, and all calls of the graphs that it runs."""
+    if node.op == "call_function":
+        yield node
+    named = {each.target for each in node.all_input_nodes if each.op == "get_attr"}
+    for name, module in subgraphs(node.graph) if named else ():
+        if name in named:
+            yield from (each for each in all_nodes(module.graph) if each.op == "call_function")
+
+
+def _operator(node: fx.Node) -> Any:
+    """What a call calls; of a wrapper, what it wraps."""
+    return node.args[0] if is_wrapper(node) else node.target
 
 
 def is_part(node: fx.Node) -> bool:
@@ -53,9 +73,10 @@ class Touched:
         self.storages: dict[str, Storage] = {}
         self._held: dict[fx.Node, tuple[str, ...]] = {}
         self._names: dict[fx.Node, str] = {}
-        self._values: dict[str, list[str]] = {}
         self._written: set[str] = set()
         self._place = {node: index for index, node in enumerate(program.graph.nodes)}
+        self._reshaped = {self.name(each) for node in program.graph.nodes if _reshapes(node) for each in written(node)}
+        """Storages of tensors whose sizes or memory are changed in place: to look at them is to read."""
         self.reads: dict[fx.Node, tuple[str, ...]] = {}
         self.writes: dict[fx.Node, tuple[str, ...]] = {}
         for node in program.graph.nodes:
@@ -76,7 +97,8 @@ class Touched:
     def _note(self, node: fx.Node) -> None:
         if node.op == "output":
             return
-        self._values.setdefault(self.name(node), []).append(node.name)
+        if node.op not in ("placeholder", "get_attr", "call_function"):
+            raise ProgramError(f"{node.name} is a {node.op}: nobody knows what it touches.", "Give a captured program.")
         if node.op != "call_function":
             self._keep(node, Life.GIVEN)
             self._held[node] = (self.name(node),)
@@ -91,7 +113,7 @@ class Touched:
                 self._note_copy(node) if looks else self._note_write(node)
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        if node.target in SIZES_ONLY:
+        if node.target in SIZES_ONLY and not any(self.name(each) in self._reshaped for each in operands(node)):
             return self._handles(operands(node))
         over = written(node) if target_text(node.target).split(".")[1] in _OVERWRITE else ()
         reads = self._all_held(each for each in operands(node) if each not in over)
@@ -111,7 +133,9 @@ class Touched:
         self._wrote(whole, [*self.writes[whole], storage])  # type: ignore[arg-type,index]
 
     def _seen_to_share(self, node: fx.Node) -> bool:
-        """Whether the values of a view and of what it looks at were in one storage when the program was traced."""
+        """Whether the values of a view and of what it looks at are in one storage, as they were when it was traced."""
+        if self.name(node) in self._reshaped or target_text(node.target).split(".")[1] in _MAY_COPY:
+            return False
         known = storage_of(node.meta.get("val")) or storage_of(_first(node.meta.get("val")))
         return known is not None and all(storage_of(each.meta.get("val")) == known for each in self._shared(node))
 
@@ -156,7 +180,7 @@ class Touched:
 
     def _note_write(self, node: fx.Node) -> None:
         """A call that makes a new value, or writes into old ones, or may."""
-        over = [each for each in self._all_held(written(node)) if self.storages[each].bytes != 0]
+        over = [each for each in self._all_held((*written(node), *_unsaid(node))) if self.storages[each].bytes != 0]
         self._keep(node, Life.INTERMEDIATE)
         carried = self._all_held(self._shared(node))
         self._held[node] = tuple(dict.fromkeys((self.name(node), *carried)))
@@ -181,13 +205,17 @@ class Touched:
         values: Any = self.program.graph.output_node().args[0]
         for value in values:
             results.update(self._held.get(value, ()))
+        lie: dict[str, list[str]] = {}
+        for node, names in self._held.items():
+            for name in names:
+                lie.setdefault(name, []).append(node.name)
         for name, each in self.storages.items():
             life = each.life
             if life is Life.GIVEN and name in self._written:
                 life = Life.STATE
             elif life is Life.INTERMEDIATE and name in results:
                 life = Life.RESULT
-            self.storages[name] = Storage(name, life, tuple(self._values.get(name, each.values)), each.bytes)
+            self.storages[name] = Storage(name, life, tuple(lie.get(name, each.values)), each.bytes)
 
 
 def _aliases(program: Program) -> Aliases:
@@ -206,21 +234,56 @@ def _aliases(program: Program) -> Aliases:
         for value in (*versions, values[state.position]):
             if hasattr(value, "op"):
                 aliases.merge(value, base)
+    constants: dict[Any, fx.Node] = {}
+    inner = {name for name, _ in subgraphs(program.graph)}
     for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target not in inner:
+            aliases.merge(node, constants.setdefault(node.target, node))
         if is_collective(node) and "wait_tensor" in target_text(node.target):
             aliases.merge(node, operands(node)[0])  # it hands on its operand, which its schema does not say
+        for each in _unsaid(node) if is_tensor(node) else ():
+            for value in (node, *filter(is_part, node.users)):
+                aliases.merge(value, each)
     return aliases
 
 
 def _opaque(node: fx.Node) -> bool:
     """Whether a call may write to what it hands on without saying so."""
-    return getattr(node.target, "_schema", None) is None or is_collective(node)
+    return getattr(node.target, "_schema", None) is None or is_collective(node) or bool(_unsaid(node))
+
+
+def _unsaid(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a call may write to or hand on without saying so: all of them, where its schema says too little.
+
+    A wrapper has no schema, and is known to write to copies.
+    """
+    if node.op != "call_function" or is_part(node) or is_wrapper(node):
+        return []
+    name = target_text(node.target).split(".")
+    silent = name[0] == "aten" and (name[1] in _SILENT or name[1].startswith("unsafe_"))
+    tagged = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
+    if getattr(node.target, "_schema", None) is not None and not silent and not tagged:
+        return []
+    return [each for each in operands(node) if is_tensor(each)]
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """Whether a call changes sizes, strides or memory of a tensor that stays the same tensor."""
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers: attention has the tag, and draws none where nothing is dropped."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
+    """Whether a call draws random numbers, or a graph that it runs does.
+
+    Attention has the tag, and draws none where nothing is dropped.
+    """
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(
+        seeded in getattr(_operator(each), "tags", ()) and (is_wrapper(each) or _drops(each)) for each in _calls(node)
+    )
+
+
+def _drops(node: fx.Node) -> bool:
     rates = [argument for argument in node.target._schema.arguments if argument.name == "dropout_p"]  # type: ignore[union-attr]
     given = {argument.name: value for argument, value in bound(node)}
     return not rates or given.get("dropout_p", rates[0].default_value) != 0
