@@ -190,7 +190,7 @@ def test_rounds_that_disagree() -> None:
     [
         ((), 2, "Either MODEL or --check"),
         (("models:convolutions", "--check", "schedule.json"), 2, "Either MODEL or --check"),
-        (("--check", "no/such/schedule.json"), 2, "cannot be read"),
+        (("--check", "no/such/schedule.json"), 2, "no/such/schedule.json cannot be read: No such file"),
         (("--check", "models.py"), 2, "work.json cannot be read"),
         (("models:convolutions", "--output", "models.py"), 2, "models.py cannot be made"),
         (("no/such/model.gguf",), 3, "There is no file or folder"),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from inlay.cli.console import err, failing_kindly, out, print_json, progress
 from inlay.cli.models import DTypeOption, TrustOption, read_program
-from inlay.errors import ExitCode, UsageError, one_line
+from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -65,9 +65,10 @@ def _check(path: Path, as_json: bool) -> bool:
 
     file = path / "schedule.json" if path.is_dir() else path
     try:
-        verdict = check(Work.parse((file.parent / "work.json").read_bytes()), Schedule.parse(file.read_bytes()))
+        made, work = file.read_bytes(), (file.parent / "work.json").read_bytes()
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read: {one_line(error)}.", "Make it with --output.") from error
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Make it with --output.") from error
+    verdict = check(Work.parse(work), Schedule.parse(made))
     if as_json:
         print_json({"ok": verdict.ok, "flaws": list(map(str, verdict.flaws)), "races": list(map(str, verdict.races))})
     else:
@@ -109,7 +110,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {one_line(error)}.", "Name another folder.") from error
+        raise UsageError(f"{folder} cannot be made: {error.strerror}.", "Name another folder.") from error
 
 
 def _print(facts: Mapping[str, Any]) -> None:
