@@ -229,6 +229,15 @@ def test_calls_that_are_no_operators_are_refused() -> None:
         work_of_program(_program(graph, read))
 
 
+def test_what_is_empty_at_first_has_memory_once_it_is_written() -> None:
+    graph, (x,) = _graph("x")
+    empty = graph.call_function(aten.empty.memory_format, ([0],))
+    empty.meta["val"] = torch.empty(0)
+    graph.call_function(aten.add.out, (x, x), {"out": empty})
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (empty,))))
+    assert work.storage[empty.name].bytes is None, "its memory may be given back, and must not be too early"
+
+
 def test_random_numbers_come_in_order() -> None:
     graph, (x,) = _graph("x")
     drawn = [graph.call_function(aten.rand_like.default, (x,)) for _ in range(2)]

@@ -318,10 +318,13 @@ def _first(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> int | None:
-    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown."""
+    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown.
+
+    Of a tensor of no elements nothing is known: who writes to it may give it some.
+    """
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, value.element_size())
-        return int(value.nbytes) if all(type(size) is int for size in sizes) else None
+        return int(value.nbytes) or None if all(type(size) is int for size in sizes) else None
     if isinstance(value, (list, tuple)) or value is None:
         return None
     return 0
