@@ -108,6 +108,17 @@ def test_inputs_that_need_gradients_leave_no_trace() -> None:
     assert not replays.bucket({"x": x}).inputs["x"].requires_grad
 
 
+@pytest.mark.parametrize("captured_in", [False, True])
+@pytest.mark.parametrize("called_in", [False, True])
+def test_inference_mode_may_begin_and_end_between_calls(captured_in: bool, called_in: bool) -> None:
+    replays = Replays(lambda given: {"y": given["x"] * 2}, {})
+    with torch.inference_mode(captured_in):
+        replays.capture({"x": torch.ones(2)})
+    with torch.inference_mode(called_in):
+        assert replays({"x": torch.full((2,), 3.0)})["y"].tolist() == [6, 6]
+    assert replays({"x": torch.full((2,), 4.0)})["y"].tolist() == [8, 8]
+
+
 def test_a_capture_that_fails_leaves_the_state_as_it_was() -> None:
     def fails(given: Mapping[str, Any]) -> dict[str, Any]:
         given["state"].add_(1)
