@@ -84,6 +84,8 @@ def test_inputs_can_be_written_where_they_are_read() -> None:
     replays({"x": other})
     assert mine[0, 0] == 1
     assert state[0, 0] == 6
+    replays.bucket({"x": mine})({})
+    assert state[0, 0] == 7, "a bucket that is given nothing runs on what is there"
 
 
 def test_inputs_may_lie_in_the_captured_inputs() -> None:

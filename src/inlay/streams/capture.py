@@ -113,7 +113,7 @@ class Captured:
         """Copy what is not there yet. What lies in memory that this writes, in another way or place, is saved first."""
         mine = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
         places = {value.untyped_storage().data_ptr() for value in mine.values()}
-        new = {name: given[name] for name, value in mine.items() if given[name] is not value}
+        new = {name: value for name, value in given.items() if name in mine and value is not mine[name]}
         for name, value in new.items():
             if value.untyped_storage().data_ptr() in places:
                 new[name] = value.clone()
