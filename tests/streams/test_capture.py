@@ -84,6 +84,8 @@ def test_inputs_can_be_written_where_they_are_read() -> None:
     replays({"x": other})
     assert mine[0, 0] == 1
     assert state[0, 0] == 6
+    replays.bucket({"x": mine})({})
+    assert state[0, 0] == 7, "a bucket that is given nothing runs on what is there"
 
 
 def test_inputs_may_lie_in_the_captured_inputs() -> None:
@@ -106,6 +108,17 @@ def test_inputs_that_need_gradients_leave_no_trace() -> None:
     replays.capture({"x": x})
     assert replays({"x": x})["y"].tolist() == [2, 2]
     assert not replays.bucket({"x": x}).inputs["x"].requires_grad
+
+
+@pytest.mark.parametrize("captured_in", [False, True])
+@pytest.mark.parametrize("called_in", [False, True])
+def test_inference_mode_may_begin_and_end_between_calls(captured_in: bool, called_in: bool) -> None:
+    replays = Replays(lambda given: {"y": given["x"] * 2}, {})
+    with torch.inference_mode(captured_in):
+        replays.capture({"x": torch.ones(2)})
+    with torch.inference_mode(called_in):
+        assert replays({"x": torch.full((2,), 3.0)})["y"].tolist() == [6, 6]
+    assert replays({"x": torch.full((2,), 4.0)})["y"].tolist() == [8, 8]
 
 
 def test_a_capture_that_fails_leaves_the_state_as_it_was() -> None:

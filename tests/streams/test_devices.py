@@ -153,6 +153,18 @@ def test_memory_is_recorded_where_another_lane_uses_it() -> None:
     assert [kind for kind, _ in caller.told] == ["run", "run", "wait", "keep"]
 
 
+def test_every_tensor_of_a_list_is_recorded() -> None:
+    work = Work((Task("make", (), ("x",)), Task("use", ("x",)), Task("next")), (Storage("x", values=("x",)),))
+    bound = noting(work)
+
+    def make(values: list[Any]) -> list[Any]:
+        return [[torch.empty(1, device="meta").as_subclass(Recorded) for _ in range(3)]]
+
+    listed = Bound(work, {**bound.steps, "make": BoundStep(make, (), ("x",))}, ())
+    _, other = launched(listed, Schedule((("make", "next"), ("use",)), (Event("make", "use"),), ("x",)))
+    assert [kind for kind, _ in other.told] == ["wait", "wait", "run", "keep", "keep", "keep"]
+
+
 def test_a_value_that_may_lie_in_the_memory_of_another_is_recorded_for_it() -> None:
     """The memory of x is lane 0's, and y may be a view of it or a copy that is lane 1's own."""
     graph = fx.Graph()

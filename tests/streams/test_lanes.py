@@ -216,16 +216,18 @@ def test_an_error_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
 @pytest.mark.parametrize("early", [False, True], ids=["while it waits", "before it waits"])
-def test_an_interrupt_stops_the_lanes_before_it_comes_out(early: bool) -> None:
+def test_an_interrupt_stops_the_lanes_before_it_comes_out(early: bool, times: int) -> None:
     running: set[int] = set()
     done = []
 
     def interrupt(values: list[Any]) -> list[Any]:
         running.add(1)
         time.sleep(0 if early else 0.05)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.1)
+        for _ in range(times):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.1)
         running.clear()
         return [None]
 

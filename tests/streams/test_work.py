@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from inlay.program import Binding, Bindings, Facts, Program, Role
 from inlay.program.graphs import adopt
 from inlay.program.program import Calling
 from inlay.streams import (
+    Conflict,
     Event,
     Life,
     Schedule,
@@ -143,6 +145,33 @@ def test_who_looks_at_a_tensor_waits_for_what_changes_its_sizes(look: Any) -> No
     assert set(work[seen.name].reads) & set(work[turned.name].writes)
 
 
+def _nobody_knows(*values: Any) -> Any:
+    """A call of no schema."""
+
+
+@pytest.mark.parametrize("with_input", [False, True])
+@pytest.mark.parametrize("last", ["reads", "is returned"])
+@pytest.mark.parametrize("target", [aten.reshape.default, _nobody_knows])
+@pytest.mark.parametrize("maker", [aten.relu.default, aten.topk.default])
+def test_what_may_be_a_copy_keeps_nothing_alive(maker: Any, target: Any, last: str, with_input: bool) -> None:
+    """The memory of what was copied may be given to another task while it is copied."""
+    graph, (x,) = _graph("x")
+    made = task = graph.call_function(maker, (x, 4)[: 1 + (maker is aten.topk.default)])
+    if task.target is aten.topk.default:
+        made = graph.call_function(operator.getitem, (task, 0))
+    more = ([4],) if target is aten.reshape.default else (x,) * with_input
+    kept = graph.call_function(target, (made, *more))
+    other = graph.call_function(aten.ones.default, ([4],))
+    end = graph.call_function(aten.neg.default, (kept,)) if last == "reads" else kept
+    work = work_of_program(_program(graph, end, other))
+    events = {Event(task.name, kept.name), Event(kept.name, end.name)} - {Event(kept.name, kept.name)}
+    lane = (task.name, other.name, end.name)[: 3 if last == "reads" else 2]
+    apart = Schedule((lane, (kept.name,)), tuple(events))
+    found = [(race.kind, race.first, race.second, race.storage) for race in check(work, apart).races]
+    assert found == [(Conflict.REUSE, kept.name, other.name, made.name)]
+    assert check(work, replace(apart, recorded=(made.name,))).ok
+
+
 def test_several_results_are_several_storages() -> None:
     program = program_of(lambda x: x.topk(2), [torch.ones(2, 4)])
     work = work_of_program(program)
@@ -198,6 +227,15 @@ def test_calls_that_are_no_operators_are_refused() -> None:
     read = graph.call_function(aten.neg.default, (graph.call_method("relu_", (x,)),))
     with pytest.raises(ProgramError, match=r"relu_ is a call_method: nobody knows what it touches"):
         work_of_program(_program(graph, read))
+
+
+def test_what_is_empty_at_first_has_memory_once_it_is_written() -> None:
+    graph, (x,) = _graph("x")
+    empty = graph.call_function(aten.empty.memory_format, ([0],))
+    empty.meta["val"] = torch.empty(0)
+    graph.call_function(aten.add.out, (x, x), {"out": empty})
+    work = work_of_program(_program(graph, graph.call_function(aten.neg.default, (empty,))))
+    assert work.storage[empty.name].bytes is None, "its memory may be given back, and must not be too early"
 
 
 def test_random_numbers_come_in_order() -> None:

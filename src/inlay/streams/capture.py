@@ -88,12 +88,11 @@ class Captured:
 
     def __init__(self, code: Code, example: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> None:
         self._code, self._state = code, dict(state)
-        self.inputs = {
-            name: value.detach().clone(memory_format=torch.contiguous_format)
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in example.items()
-        }
+        with torch.inference_mode(False), torch.no_grad():  # or nobody could write here when that mode is over
+            self.inputs = {
+                name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+                for name, value in example.items()
+            }
         """What the step reads. Who writes here spares the copy: give these tensors."""
         self._outputs = self._warmed_up()
         self._handed: dict[str, Callable[[], Any]] = {}
@@ -114,7 +113,7 @@ class Captured:
         """Copy what is not there yet. What lies in memory that this writes, in another way or place, is saved first."""
         mine = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
         places = {value.untyped_storage().data_ptr() for value in mine.values()}
-        new = {name: given[name] for name, value in mine.items() if given[name] is not value}
+        new = {name: value for name, value in given.items() if name in mine and value is not mine[name]}
         for name, value in new.items():
             if value.untyped_storage().data_ptr() in places:
                 new[name] = value.clone()
@@ -134,7 +133,10 @@ class Captured:
         for name, value in made.items():
             if not isinstance(value, torch.Tensor):
                 raise UsageError(f"{name} is no tensor, and has no address.", "Return tensors only.")
-        return {name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in made.items()}
+        with torch.inference_mode(False):
+            return {
+                name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in made.items()
+            }
 
     def _step(self) -> None:
         with torch.no_grad():

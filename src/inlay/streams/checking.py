@@ -13,7 +13,7 @@ from inlay.streams.schedules import Event
 from inlay.streams.work import Life
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from inlay.streams.order import Order
     from inlay.streams.schedules import Schedule
@@ -105,27 +105,34 @@ def reused(work: Work, order: Order) -> Iterator[tuple[int, int, int]]:
 
     A storage is alive when a task is launched that happens before one of its uses. The first task of the home lane that
     happens before none of them is the first that may be given its memory. If all uses happen before that task, they
-    happen before all later ones. Of several uses in one lane the last is told.
+    happen before all later ones. Of several uses in one lane the last is told. A loose storage may be given back as
+    soon as any one of its uses has been launched: each has to be over by itself.
     """
     lane = order.lane
     for storage, maker, users in _users(work):
-        home = lane[maker]
-        away = [user for user in users if lane[user] != home]
-        if not away:
-            continue
-        alive = max([order.happened(user, home) for user in users])
-        if alive == len(order.lanes[home]):
-            continue
-        taker = order.lanes[home][alive]
-        late = [user for user in away if not order.before(user, taker)]
-        if len(late) > 1:
-            late = list({lane[user]: user for user in sorted(late, key=order.place.__getitem__)}.values())
-        for user in late:
-            yield storage, user, taker
+        away = [user for user in users if lane[user] != lane[maker]]
+        if work.storages[storage].loose:
+            for user in dict.fromkeys(away):
+                yield from ((storage, *each) for each in _late(order, lane[maker], (maker, user), (user,)))
+        elif away:
+            yield from ((storage, *each) for each in _late(order, lane[maker], users, away))
+
+
+def _late(order: Order, home: int, users: Sequence[int], away: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Uses that may not be over when the first task is launched that may be given the memory, and that task."""
+    alive = max([order.happened(user, home) for user in users])
+    if alive == len(order.lanes[home]):
+        return
+    taker = order.lanes[home][alive]
+    late = [user for user in away if not order.before(user, taker)]
+    if len(late) > 1:
+        late = list({order.lane[user]: user for user in sorted(late, key=order.place.__getitem__)}.values())
+    for user in late:
+        yield user, taker
 
 
 def _users(work: Work) -> Iterator[tuple[int, int, list[int]]]:
-    """Intermediate storages with bytes, the task that allocates each, and all that touch it."""
+    """Storages with bytes that may be given back, the task that allocates each, and all that touch it."""
     users: list[list[int]] = [[] for _ in work.storages]
     makers = [-1] * len(users)
     for task, (reads, writes) in enumerate(work.accesses):
@@ -136,5 +143,6 @@ def _users(work: Work) -> Iterator[tuple[int, int, list[int]]]:
             if makers[storage] < 0:
                 makers[storage] = task
     for storage, each in enumerate(work.storages):
-        if each.life is Life.INTERMEDIATE and each.bytes != 0 and makers[storage] >= 0:
+        given_back = each.life is Life.INTERMEDIATE or (each.life is Life.RESULT and each.loose)
+        if given_back and each.bytes != 0 and makers[storage] >= 0:
             yield storage, makers[storage], users[storage]

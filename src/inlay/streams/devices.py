@@ -94,8 +94,9 @@ def _launch(turn: Turn, values: Values, stream: Any, events: dict[int, Any], clo
 def _record(wanted: Sequence[str], names: Sequence[str], values: Sequence[Any], stream: Any) -> None:
     """Keep the memory of some of these values until the stream has got past what uses it."""
     for name, value in zip(names, values, strict=True):
-        if name in wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            value.record_stream(stream)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if name in wanted and isinstance(each, torch.Tensor) and each.device.type != "cpu":
+                each.record_stream(stream)
 
 
 class _Clock:

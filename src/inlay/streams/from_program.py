@@ -100,9 +100,10 @@ def _lived(
         for name in names:
             values.setdefault(name, []).append(value)
     kept = {name for value in results for name in held[value]}
+    loose = {name for value, names in held.items() for name in names if name != value}
     for name, each in storages.items():
         life = Life.RESULT if each.life is Life.INTERMEDIATE and name in kept else each.life
-        yield replace(each, life=life, values=tuple(values.get(name, ())))
+        yield replace(each, life=life, values=tuple(values.get(name, ())), loose=name in loose)
 
 
 class _Look(NamedTuple):

@@ -85,13 +85,19 @@ class Lanes:
                 self._begin(run)
                 run.done.acquire()
             except BaseException:  # somebody pressed Ctrl-C: nothing may write to the caller's tensors after this
-                run.stop()
-                self._begin(run)  # perhaps not all had begun; who is asked twice sees at once that it is over
-                while len(run.ended) < len(course.lanes):
-                    sleep(0.001)
+                self._wait_for_the_end(run)
                 raise
         run.raise_failure()
         return run.spans
+
+    def _wait_for_the_end(self, run: _Run) -> None:
+        """Stop a run, and wait until no task runs any more, however often somebody presses Ctrl-C meanwhile."""
+        while len(run.ended) < len(run.course.lanes):
+            with suppress(KeyboardInterrupt):
+                run.stop()
+                self._begin(run)  # perhaps not all had begun; who is asked twice sees at once that it is over
+                while len(run.ended) < len(run.course.lanes):
+                    sleep(0.001)
 
     def _begin(self, run: _Run) -> None:
         for lane, inbox in enumerate(self._inboxes[: len(run.course.lanes)]):

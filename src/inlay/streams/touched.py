@@ -69,11 +69,12 @@ class Touched:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.aliases = _aliases(program)
+        self.aliases, self._same = _aliases(program)
         self.storages: dict[str, Storage] = {}
         self._held: dict[fx.Node, tuple[str, ...]] = {}
         self._names: dict[fx.Node, str] = {}
         self._written: set[str] = set()
+        self._loose: set[str] = set()
         self._place = {node: index for index, node in enumerate(program.graph.nodes)}
         self._reshaped = {self.name(each) for node in program.graph.nodes if _reshapes(node) for each in written(node)}
         """Storages of tensors whose sizes or memory are changed in place: to look at them is to read."""
@@ -130,7 +131,8 @@ class Touched:
         self._held[node] = (storage,)
         while is_part(whole):  # type: ignore[arg-type]
             whole = whole.args[0]  # type: ignore[union-attr]
-        self._wrote(whole, [*self.writes[whole], storage])  # type: ignore[arg-type,index]
+        new = self._perhaps_new(node, whole)  # type: ignore[arg-type]
+        self._wrote(whole, [*self.writes[whole], storage, *new])  # type: ignore[arg-type,index]
 
     def _seen_to_share(self, node: fx.Node) -> bool:
         """Whether the values of a view and of what it looks at are in one storage, as they were when it was traced."""
@@ -150,10 +152,28 @@ class Touched:
 
     def _note_copy(self, node: fx.Node) -> None:
         """A view, or a copy after all, as only the run knows: it lies in new memory and in the old."""
-        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,))
         carried = [each for each in self._all_held(self._shared(node)) if self.storages[each].bytes != 0]
         self._held[node] = tuple(dict.fromkeys((self.name(node), *carried, node.name)))
         self._wrote(node, [node.name])
+        self._own(node)
+
+    def _own(self, node: fx.Node) -> None:
+        """A storage for the memory that a call may have made, though its value may also lie in others."""
+        self.storages[node.name] = Storage(node.name, Life.INTERMEDIATE, (node.name,))
+        self._loose.update(each for each in self._held[node] if each != node.name)
+
+    def _perhaps_new(self, node: fx.Node, call: fx.Node) -> tuple[str, ...]:
+        """A storage for the memory of a value that is put to others because nobody knows whether it lies there.
+
+        None is needed where the value was written in place, was seen to lie in an operand, or is a state.
+        """
+        known = storage_of(node.meta.get("val"))
+        seen = known is not None and any(storage_of(each.meta.get("val")) == known for each in operands(call))
+        if self.name(node) == node.name or seen or node in self._same or written(call):
+            return ()
+        self._held[node] += (node.name,)
+        self._own(node)
+        return (node.name,)
 
     def _shared(self, node: fx.Node) -> list[fx.Node]:
         return [each for each in operands(node) if self.aliases.share(each, node)]
@@ -188,7 +208,7 @@ class Touched:
             self.storages.setdefault(GENERATOR, Storage(GENERATOR, Life.STATE, (), 0))
             self.reads[node] += (GENERATOR,)
             over.append(GENERATOR)
-        self._wrote(node, [*over, self.name(node)])
+        self._wrote(node, [*over, self.name(node), *self._perhaps_new(node, node)])
 
     def _wrote(self, node: fx.Node, storages: list[str]) -> None:
         self.writes[node] = tuple(dict.fromkeys(storages))
@@ -202,8 +222,8 @@ class Touched:
     def _finish(self) -> None:
         """How long each storage lives, and which values lie in it."""
         results: set[str] = set()
-        values: Any = self.program.graph.output_node().args[0]
-        for value in values:
+        returned: Any = self.program.graph.output_node().args[0]
+        for value in returned:
             results.update(self._held.get(value, ()))
         lie: dict[str, list[str]] = {}
         for node, names in self._held.items():
@@ -215,11 +235,12 @@ class Touched:
                 life = Life.STATE
             elif life is Life.INTERMEDIATE and name in results:
                 life = Life.RESULT
-            self.storages[name] = Storage(name, life, tuple(lie.get(name, each.values)), each.bytes)
+            values = tuple(lie.get(name, each.values))
+            self.storages[name] = Storage(name, life, values, each.bytes, name in self._loose)
 
 
-def _aliases(program: Program) -> Aliases:
-    """Which nodes share storage, states and their new values included."""
+def _aliases(program: Program) -> tuple[Aliases, set[fx.Node]]:
+    """Which nodes share storage, states and their new values included; and which lie where others do for sure."""
     known = {node: read(node) for node in program.graph.nodes if is_wrapper(node)}
     aliases = Aliases(program.graph, {node: None if each is None else each.lists for node, each in known.items()})
     for wrapped in filter(None, known.values()):
@@ -228,12 +249,14 @@ def _aliases(program: Program) -> Aliases:
                 aliases.merge(value, base)
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     values: Any = program.graph.output_node().args[0]
+    same: set[fx.Node] = set()
     for state in recognise(program):
         base = placeholders[state.binding.name]
         versions = [each for each in state.versions if state.eligible]
         for value in (*versions, values[state.position]):
             if hasattr(value, "op"):
                 aliases.merge(value, base)
+                same.add(value)
     constants: dict[Any, fx.Node] = {}
     inner = {name for name, _ in subgraphs(program.graph)}
     for node in program.graph.nodes:
@@ -241,10 +264,11 @@ def _aliases(program: Program) -> Aliases:
             aliases.merge(node, constants.setdefault(node.target, node))
         if is_collective(node) and "wait_tensor" in target_text(node.target):
             aliases.merge(node, operands(node)[0])  # it hands on its operand, which its schema does not say
+            same.add(node)
         for each in _unsaid(node) if is_tensor(node) else ():
             for value in (node, *filter(is_part, node.users)):
                 aliases.merge(value, each)
-    return aliases
+    return aliases, same
 
 
 def _opaque(node: fx.Node) -> bool:
@@ -294,10 +318,13 @@ def _first(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> int | None:
-    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown."""
+    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown.
+
+    Of a tensor of no elements nothing is known: who writes to it may give it some.
+    """
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, value.element_size())
-        return int(value.nbytes) if all(type(size) is int for size in sizes) else None
+        return int(value.nbytes) or None if all(type(size) is int for size in sizes) else None
     if isinstance(value, (list, tuple)) or value is None:
         return None
     return 0

@@ -44,6 +44,9 @@ class Storage:
     """The values that lie in it: names of nodes of a program, or of values that the steps of a plan hand on."""
     bytes: int | None = None
     """Its size; None where it depends on symbols or is not known."""
+    loose: bool = False
+    """Some of its values may lie elsewhere after all, as only the run knows: it may be given back before they are used.
+    """
 
 
 @dataclass(frozen=True, slots=True)
