@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,8 @@ WORTH = 4
 """A piece takes at least so many times as long as an event."""
 UNCOUNTED = 2
 """Rounds that only warm up."""
+REST = 0.02
+"""Seconds between two ways: threads of OpenMP that have nothing left to do keep a core busy for a while."""
 TIMED = 5
 """Runs of which the quickest is the timeline."""
 ONE = "one lane"
@@ -197,11 +199,16 @@ def in_rounds(
     rounds: int,
     on_round: Callable[[int], None] = lambda number: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each way, round by round, each with inputs and states of its own."""
+    """Seconds of a call of each way, round by round, each with inputs and states of its own.
+
+    The call before it is not counted, and follows a rest: nothing of another way is still at work, and all is awake.
+    """
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(1 - UNCOUNTED, rounds + 1):
         on_round(number)
         for way, run in ways.items():
+            sleep(REST)
+            _finish(run, fresh())
             values = fresh()
             start = perf_counter()
             _finish(run, values)
