@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.optests import OpCheckError
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.ops.define import DECOMPOSITIONS
@@ -63,7 +64,7 @@ def test_a_wrong_fake_kernel_is_found() -> None:
         return x[::2].clone()
 
     halved.register_fake(torch.empty_like)
-    with pytest.raises(torch.testing._internal.optests.OpCheckError):
+    with pytest.raises(OpCheckError):
         torch.library.opcheck(torch.ops.inlay_test.halved.default, (torch.ones(4),))
 
 
