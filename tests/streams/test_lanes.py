@@ -216,6 +216,15 @@ def test_an_error_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is heard, also where whoever started the tests ignores it, as jobs in the background do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
 @pytest.mark.parametrize("early", [False, True], ids=["while it waits", "before it waits"])
 def test_an_interrupt_stops_the_lanes_before_it_comes_out(early: bool, times: int) -> None:
