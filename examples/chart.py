@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inlay.bench.svg import FAINT, INK, opening, text
+from inlay.insight.svg import FAINT, INK, opening, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

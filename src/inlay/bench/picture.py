@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from inlay.bench.figures import OURS, number_text
-from inlay.bench.svg import FAINT, INK, opening, text
+from inlay.insight.svg import FAINT, INK, opening, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

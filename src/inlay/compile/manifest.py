@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, is_dataclass
-from functools import cache
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from inlay.compile.files import sha256 as sha256
-from inlay.errors import PackageError, ProgramError
-from inlay.program.bindings import Binding, Bindings, Role
+from inlay.errors import PackageError
+from inlay.program.bindings import Binding, Bindings  # noqa: TC001 - `value_of` reads the annotations
+from inlay.program.from_json import REFUSED, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -175,41 +174,10 @@ def parse(text: str | bytes) -> Manifest:
                 f"The package has format {found.get('format')}, and this Inlay reads format {FORMAT}.",
                 f"It was built by Inlay {found.get('inlay') or 'of another version'}: build it again, or install that.",
             )
-        manifest: Manifest = _read(Manifest, found)
+        manifest: Manifest = value_of(Manifest, found)
         return manifest
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ProgramError) as error:
+    except REFUSED as error:
         raise PackageError("The manifest is not what its format says.", "Copy or build the package again.") from error
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """A value of this type from what JSON has for it; anything else is a TypeError or ValueError.
-
-    >>> _read(dict[str, tuple[int, int | None]], {"length": [1, None]})
-    {'length': (1, None)}
-    """
-    home: Any = get_origin(kind) or kind
-    inner = get_args(kind)
-    if is_dataclass(kind):
-        hints = _hints(home)
-        return home(**{name: _read(hints[name], each) for name, each in value.items()})
-    if home is UnionType:
-        fitting = [each for each in inner if type(value) is each or (is_dataclass(each) and isinstance(value, dict))]
-        return _read(fitting[0] if fitting else NoneType, value)
-    if home is tuple and isinstance(value, list):
-        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_read(each, item) for each, item in zip(kinds, value, strict=True))
-    if home is dict and isinstance(value, dict):
-        return {name: _read(inner[1], each) for name, each in value.items()}
-    if home is Role:
-        return Role(value)
-    if type(value) is not home:
-        raise TypeError(f"{value!r} is no {home}")
-    return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def identity(data: bytes) -> str:

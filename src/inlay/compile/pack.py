@@ -45,12 +45,16 @@ class Lowered:
         return [piece for _, _, each in self.buckets for piece in each.pieces if not piece.plain]
 
 
-def lower(program: Program, buckets: Sequence[str] = ()) -> Lowered:
-    """Plans for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for every size."""
+def lower(program: Program, buckets: Sequence[str] = (), cuts: Sequence[Sequence[str]] | None = None) -> Lowered:
+    """Plans for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for every size.
+
+    `cuts` are those of `plan`.
+    """
     every: Sizes = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
     wanted = [_sizes(text, every) for text in buckets]
     named = [(text.replace(" ", ""), sizes) for text, sizes in zip(buckets, wanted, strict=True)]
-    return Lowered(program, tuple((name, sizes, plan(program, sizes)) for name, sizes in (*named, ("all", every))))
+    plans = ((name, sizes, plan(program, sizes, cuts)) for name, sizes in (*named, ("all", every)))
+    return Lowered(program, tuple(plans))
 
 
 def _sizes(text: str, every: Sizes) -> Sizes:

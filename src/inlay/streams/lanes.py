@@ -69,7 +69,7 @@ class Lanes:
     def run(self, course: Course, values: Values, *, timed: bool = False) -> list[list[Span]]:
         """Run a course. An error in one lane stops the others after the task they are at, and is raised here.
 
-        One run at a time: others wait for it. Times are always taken: they cost less than a microsecond a task.
+        One run at a time: others wait for it. Times are always taken.
         """
         if threading.current_thread() in self._threads:
             raise UsageError("A task cannot run a course on the lanes it runs in.", "Give it lanes of its own.")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.compile.execute import Executable, Execution
 from inlay.compile.native import chained
-from inlay.compile.pack import Lowered, add_texts
-from inlay.compile.plan import plan
+from inlay.compile.pack import add_texts, lower
 from inlay.errors import UsageError
 from inlay.streams.bound import bound_steps
 from inlay.streams.execute import Overlapped
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from inlay.compile.execute import Runs
     from inlay.compile.load import LoadedPackage
     from inlay.compile.manifest import Bucket, Manifest
+    from inlay.compile.pack import Lowered
     from inlay.program.program import Program
     from inlay.streams.course import Runner
 
@@ -54,8 +54,7 @@ def cut(program: Program, pieces: Work) -> Lowered:
 
     Pack it with one intra-op thread (`torch.set_num_threads(1)`): code that starts more does so in every lane.
     """
-    sizes = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
-    return Lowered(program, (("all", sizes, plan(program, sizes, [task.calls for task in pieces.tasks])),))
+    return lower(program, cuts=[task.calls for task in pieces.tasks])
 
 
 def plan_lanes(

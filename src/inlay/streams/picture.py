@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from inlay.insight.svg import FAINT, INK, opening, text
 from inlay.streams.timeline import time_text
 
 if TYPE_CHECKING:
@@ -14,12 +15,9 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, WIDE, TOP = 960, 70, 860, 96
 BAR, ROW = 34, 64
-INK, FAINT = "#7a818b", "#7a818b40"
-"""A grey between black and white is read on light and on dark pages."""
 TASK, CRITICAL, ARROW = "#7b8fb5", "#2f8f6b", "#c8743a"
 LETTER = 6.4
 """How wide a letter of a task's name is, on average."""
-_FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def draw(timeline: Timeline, title: str) -> str:
@@ -28,13 +26,11 @@ def draw(timeline: Timeline, title: str) -> str:
     high = ROW * timeline.lanes
     about = ", ".join(f"{each.task} in lane {each.lane}" for each in timeline.ran)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + high + 40}" width="{WIDTH}"'
-        f' height="{TOP + high + 40}" role="img" font-family="{_FONT}" font-size="12" fill="{INK}">',
-        f"<title>{escape(title)}</title><desc>{escape(f'{timeline}: {about}.')}</desc>",
+        opening(title, f"{timeline}: {about}.", WIDTH, TOP + high + 40),
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
-        _text(LEFT, 28, title, size=18, weight=600),
-        _text(LEFT, 47, str(timeline)),
+        text(LEFT, 28, title, size=18, weight=600),
+        text(LEFT, 47, str(timeline)),
         *_legend(),
         f'<g transform="translate({LEFT} {TOP})">',
         *_axis(timeline.seconds, high),
@@ -70,25 +66,25 @@ def _legend() -> Iterator[str]:
     x = float(LEFT)
     for colour, words in ((CRITICAL, "on the critical path"), (TASK, "beside it")):
         yield f'<rect x="{x:.1f}" y="60" width="16" height="12" rx="2" fill="{colour}"/>'
-        yield _text(x + 22, 70, words)
+        yield text(x + 22, 70, words)
         x += 48 + LETTER * len(words)
     yield f'<path d="M{x:.1f} 66h16" stroke="{INK}" stroke-width="3" stroke-dasharray="2 3"/>'
-    yield _text(x + 22, 70, "waits")
+    yield text(x + 22, 70, "waits")
     yield f'<path d="M{x + 84:.1f} 66h26" stroke="{ARROW}" stroke-width="1.5" marker-end="url(#tip)"/>'
-    yield _text(x + 116, 70, "event")
+    yield text(x + 116, 70, "event")
 
 
 def _axis(seconds: float, high: int) -> Iterator[str]:
     for tenth in range(0, 11, 2):
         x = WIDE * tenth / 10
         yield f'<path d="M{x:.1f} 0V{high}" stroke="{FAINT}"/>'
-        yield _text(x, high + 18, time_text(seconds * tenth / 10) if tenth else "0", size=11, anchor="middle")
+        yield text(x, high + 18, time_text(seconds * tenth / 10) if tenth else "0", size=11, anchor="middle")
 
 
 def _lanes(timeline: Timeline, scale: float) -> Iterator[str]:
     critical = set(timeline.critical)
     for lane in range(timeline.lanes):
-        yield _text(-10, lane * ROW + 38, f"lane {lane}", anchor="end", weight=600)
+        yield text(-10, lane * ROW + 38, f"lane {lane}", anchor="end", weight=600)
     for each in timeline.ran:
         x, y, wide = each.begin * scale, each.lane * ROW + 16, max(each.seconds * scale - 1, 0.6)
         if each.waited * scale >= 1:
@@ -111,7 +107,7 @@ def _name(each: Ran, x: float, y: float, wide: float) -> Iterator[str]:
     fits = int((wide - 8) / LETTER)
     if fits >= 3:
         name = each.task if len(each.task) <= fits else each.task[: fits - 1] + "…"
-        yield _text(x + wide / 2, y + 21, name, size=11, anchor="middle", colour="#ffffff")
+        yield text(x + wide / 2, y + 21, name, size=11, anchor="middle", colour="#ffffff")
 
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[str]:
@@ -126,12 +122,3 @@ def _arrows(timeline: Timeline, scale: float) -> Iterator[str]:
             f'<path class="event" d="{path}" fill="none" stroke="{ARROW}" stroke-width="1.5" marker-end="url(#tip)">'
             f"<title>{escape(str(event))}</title></path>"
         )
-
-
-def _text(
-    x: float, y: float, words: str, *, size: int = 12, weight: int = 400, anchor: str = "start", colour: str = INK
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
-        f' fill="{colour}">{escape(words)}</text>'
-    )
