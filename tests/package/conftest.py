@@ -4,13 +4,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from conftest import own_cache
 from eager import byte_tokenizer
 from inlay.compile import native
+from inlay.compile.cache import BuildCache
 from models import random_model
 from package.packages import FIELDS, ROOM
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path / "cache"))
+    return BuildCache()
 
 
 @pytest.fixture(scope="session")
