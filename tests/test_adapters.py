@@ -19,14 +19,18 @@ pytestmark = pytest.mark.fast
 def test_symbolic_shapes() -> None:
     """program/symbols.py: symbols are what they are called, whatever their example sizes."""
     from inlay.program import Symbol
-    from inlay.program.symbols import FakeValues
+    from inlay.program.symbols import FakeValues, depends_on_data
 
+    assert not depends_on_data(3)
     fakes = FakeValues([Symbol("batch", 1, None, 4), Symbol("length", 1, 99, 4)])
     one = fakes.tensor(torch.float32, ("batch", "length", 4))
     two = fakes.tensor(torch.int64, ("length", "batch"))
     assert str(one.shape[0]) == str(two.shape[1]) != str(one.shape[1])
     assert {symbol.name for symbol in fakes.symbols.values()} == {"batch", "length"}
     assert str(fakes.tensor(torch.int64, ("2*length + 1",)).shape[0]) == f"2*{one.shape[1]} + 1"
+    assert not depends_on_data(one.shape[0])
+    with fakes.computing():
+        assert depends_on_data(torch.ones(2).nonzero().shape[0])
 
 
 def test_fake_parameters() -> None:

@@ -17,7 +17,12 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.program import Symbol
@@ -53,6 +58,11 @@ def symbolic_sizes() -> Iterator[None]:
 def is_known(condition: Any) -> bool:
     """Whether a condition on sizes holds whatever they are; asking adds no assumption."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
+
+
+def depends_on_data(size: Any) -> bool:
+    """Whether a size is computed from numbers that are read from tensors when the program runs."""
+    return bool(free_unbacked_symbols(size))
 
 
 class FakeValues:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from inlay.program.graphs import MODULE, SOURCE, sizes
-from inlay.program.symbols import FakeValues, is_known, symbolic_sizes
+from inlay.program.symbols import FakeValues, depends_on_data, is_known, symbolic_sizes
 
 if TYPE_CHECKING:
     from inlay.state.places import Place
@@ -166,8 +166,20 @@ class Indexer:
             if isinstance(part, tuple):
                 index = self._moved(index, part)
             elif not (isinstance(part, int) and part == 0):
-                index = self.call(aten.add.Tensor, index, part)
+                index = self.call(aten.add.Tensor, index, self._tensor(part))
         return index
+
+    def _tensor(self, start: Any) -> Any:
+        """A start; one that was read from a tensor is that tensor.
+
+        Inductor orders kernels by the tensors they read. A kernel that reads only the number may be fused with one that
+        runs before the number is known (torch 2.13: "cannot access local variable 'u0'").
+        """
+        if not isinstance(start, fx.Node) or not depends_on_data(start.meta["val"]):
+            return start
+        if start.target is not aten._local_scalar_dense.default:
+            raise LookupError(f"{start} is computed from a number that was read from a tensor")
+        return self.call(aten.view.default, start.args[0], [])
 
     def _size(self, size: Any, whole: fx.Node, axis: int) -> Any:
         """A size as an argument: a number, or a node that computes it."""
