@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shared import OWN_CACHE, own_cache
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from inlay.program import Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-OWN_CACHE = "INLAY_TESTS_CACHE"
-
-
-def own_cache(folder: Path) -> str:
-    """A cache of builds that is empty; kernels, which take a while to compile, are those that everybody shares."""
-    from inlay import host
-
-    kernels = (host.cache_folder() / "kernels").resolve()
-    kernels.mkdir(parents=True, exist_ok=True)
-    (folder / "inlay").mkdir(parents=True)
-    (folder / "inlay" / "kernels").symlink_to(kernels)
-    return str(folder)
+TOGETHER = {
+    "src": "src/",
+    "server": "tests/serve/",
+    "real model": "tests/capture/test_real_model.py tests/package/test_real_package.py "
+    "tests/runtime/test_package_text.py tests/insight/test_candidates.py",
+    "report": "tests/insight/test_report tests/streams/test_lanes_in_a_report.py",
+}
+"""Files whose tests share what is slow to make, so that one worker runs them all; others are kept together by file."""
 
 
 if OWN_CACHE not in os.environ:  # processes of this run share it
@@ -37,6 +35,19 @@ if OWN_CACHE not in os.environ:  # processes of this run share it
     os.environ.setdefault("HF_HOME", f"{_caches}/huggingface")
     atexit.register(shutil.rmtree, _folder, ignore_errors=True)
     os.environ["XDG_CACHE_HOME"] = os.environ[OWN_CACHE] = own_cache(Path(_folder, "cache"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests are dealt to workers by path. (xdist's own groups depend on node ids, which pytest 9.2 changed.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPath(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return next((name for name, paths in TOGETHER.items() if path.startswith(tuple(paths.split()))), path)
+
+    return ByPath(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -149,7 +149,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.xdist_group("site")
 def test_site_is_built_and_fetches_nothing(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.rglob("*.md")))
@@ -165,7 +164,6 @@ def test_site_is_built_and_fetches_nothing(site: Path) -> None:
     assert not list(site.rglob("*.py"))
 
 
-@pytest.mark.xdist_group("site")
 def test_a_strict_build_refuses(tmp_path: Path) -> None:
     """All that the site is checked for is found when it is wrong."""
     shutil.copytree(DOCS, tmp_path / "docs")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PLACES = 500
-SECONDS_EACH = 5
+SECONDS_EACH = 20
+"""Of this process, whatever else the machine does."""
 
 
 def _damage_and_open(path: Path, model: Path, header: int) -> tuple[int, int]:
@@ -34,7 +35,7 @@ def _damage_and_open(path: Path, model: Path, header: int) -> tuple[int, int]:
             at = rng.randrange(header) if place % 8 else rng.randrange(len(whole))
             damaged[at] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        start = time.monotonic()
+        start = time.process_time()
         try:
             opened = open_model(str(model))
             for ref in opened.tensors.values():
@@ -42,7 +43,7 @@ def _damage_and_open(path: Path, model: Path, header: int) -> tuple[int, int]:
             read += 1
         except ModelError as error:
             sentences.append(str(error))
-        assert time.monotonic() - start < SECONDS_EACH
+        assert time.process_time() - start < SECONDS_EACH
     path.write_bytes(whole)
     open_model(str(model))
     for sentence in sentences:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program import Program
-
-pytestmark = pytest.mark.xdist_group("smollm2")
 
 
 def test_folded_form_fits_a_screen(smollm2_program: Program) -> None:
@@ -81,10 +78,10 @@ def test_full_form_is_complete(smollm2_program: Program) -> None:
 
 
 def test_copy_is_cheap(smollm2_program: Program) -> None:
-    start = time.perf_counter()
     copied = smollm2_program.copy()
-    assert time.perf_counter() - start < 1
     assert copied.tensors is smollm2_program.tensors
+    pairs = zip(copied.graph.nodes, smollm2_program.graph.nodes, strict=True)
+    assert all(one.meta.get("val") is two.meta.get("val") for one, two in pairs), "no value is computed again"
     assert dump(copied) == dump(smollm2_program)
 
 

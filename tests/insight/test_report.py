@@ -25,7 +25,6 @@ from models import config_folder, llama_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("report")
 MOST = 3_000_000
 """Bytes of a page."""
 

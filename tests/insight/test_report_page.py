@@ -13,7 +13,6 @@ from insight.chromium import Browser, installed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.xdist_group("report")
 PICTURES = os.environ.get("INLAY_PICTURES_DIR")
 """A folder to keep the pictures in, for looking at them."""
 OPENED_WITHIN = 2000

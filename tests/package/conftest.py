@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import own_cache
 from eager import byte_tokenizer
 from inlay.compile import native
 from inlay.compile.cache import BuildCache
 from models import random_model
 from package.packages import FIELDS, ROOM
+from shared import once_a_run, own_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,21 +28,21 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="session")
-def model_folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+def model_folder(model: Any) -> Path:
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+
+    return once_a_run("model", save)
 
 
 @pytest.fixture(scope="session")
-def package(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(model_folder: Path) -> Path:
     """A package with two buckets and four slots. Read it only: all tests share it."""
     from inlay.flow import Options, build
 
-    path = tmp_path_factory.mktemp("package") / "package"
-    build(str(model_folder), path, Options(max_length=ROOM, max_batch=4))
-    return path
+    options = Options(max_length=ROOM, max_batch=4)
+    return once_a_run("package", lambda path: build(str(model_folder), path / "package", options)) / "package"
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ def _bench(*arguments: str | Path, code: int = 0) -> Result:
     return result
 
 
-@pytest.mark.xdist_group("package")
 def test_figures_of_a_package(package: Path) -> None:
     result = _bench(package, "--rounds", "1", "--json")
     made = json.loads(result.stdout)
@@ -68,7 +67,6 @@ def test_figures_of_a_package(package: Path) -> None:
     assert set(made["shares"]) == {"decode_of_bare", "decode_of_reading", "bare_of_reading", "deep_of_decode"}
 
 
-@pytest.mark.xdist_group("package")
 def test_table_picture_and_a_peer(package: Path, tmp_path: Path) -> None:
     scripts, peers = _peers(tmp_path, slow="pass")
     picture = tmp_path / "speed.svg"
@@ -83,7 +81,6 @@ def test_table_picture_and_a_peer(package: Path, tmp_path: Path) -> None:
     assert len(drawn.findall(f".//{SVG}path[@class='limit']")) == 3
 
 
-@pytest.mark.xdist_group("package")
 def test_linears_of_a_package(package: Path, model: Any) -> None:
     loaded = load_package(package)
     for rows in (1, 4):
@@ -211,7 +208,6 @@ def test_random_model_is_read(tmp_path: Path) -> None:
         assert value.dim() == 1 or abs(float(value.mean())) < 0.1 * float(value.std()), name
 
 
-@pytest.mark.xdist_group("package")
 def test_losses_of_a_package_are_its_models(package: Path, model_folder: Path) -> None:
     from benchmarks.perplexity import model_losses, package_losses
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-pytestmark = [pytest.mark.xdist_group("package"), pytest.mark.usefixtures("cache")]
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

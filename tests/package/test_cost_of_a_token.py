@@ -32,9 +32,6 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-pytestmark = pytest.mark.xdist_group("cost")
-
-
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("cost")

@@ -21,7 +21,6 @@ from models import random_model
 from package.damages import LEAST, Copy, damages, kind_of
 from package.packages import FIELDS, greedy
 
-pytestmark = pytest.mark.xdist_group("package")
 DAMAGES = 2000
 
 

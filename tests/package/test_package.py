@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-pytestmark = pytest.mark.xdist_group("package")
-
 
 def test_pieces(package: Path) -> None:
     """One compiled block for all layers, and a few calls before and after it."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-pytestmark = pytest.mark.xdist_group("package")
 SHAPE = (512, 64)
 
 

@@ -21,7 +21,6 @@ from package.packages import in_new_process
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("smollm2")
 PROMPT = "The three most important inventions of the nineteenth century were"
 GENERATE = """
 import json, sys, inlay

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytestmark = pytest.mark.xdist_group("package")
-
-
 def sealed(copy: Copy, change: Callable[[Any], None]) -> Path:
     """A package whose manifest says something else, and whose hashes agree with it."""
     copy.restore()

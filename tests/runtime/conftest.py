@@ -6,6 +6,7 @@ import pytest
 
 from eager import byte_tokenizer
 from models import random_model
+from shared import once_a_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,12 +26,13 @@ FIELDS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def served_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served_package() -> Path:
     """A small package with four slots, float32. Read it only: all tests share it."""
     from inlay.flow import Options, build
 
-    folder = tmp_path_factory.mktemp("served")
-    random_model(FIELDS).save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    build(str(folder / "model"), folder / "package", Options(max_length=ROOM, max_batch=4))
-    return folder / "package"
+    def make(folder: Path) -> None:
+        random_model(FIELDS).save_pretrained(folder / "model")
+        byte_tokenizer().save_pretrained(folder / "model")
+        build(str(folder / "model"), folder / "package", Options(max_length=ROOM, max_batch=4))
+
+    return once_a_run("served", make) / "package"

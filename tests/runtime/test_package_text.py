@@ -74,7 +74,6 @@ def test_small_tokenizer(tmp_path: Path, begin: bool) -> None:
     assert text.encode_chat(CONVERSATIONS[0]).count(tokenizer.bos_token_id) == 0, "the template writes special tokens"
 
 
-@pytest.mark.xdist_group("smollm2")
 def test_real_tokenizer(smollm2_tokenizer: Any, tmp_path: Path) -> None:
     text = text_of(smollm2_tokenizer, tmp_path)
     assert_as_transformers(text, smollm2_tokenizer)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 
 def _ask(server: Server, text: str) -> None:
     httpx.post(f"{server.url}/v1/completions", json=prompt(4, prompt=text), timeout=SECONDS).raise_for_status()

@@ -18,7 +18,6 @@ from serve.servers import NAME, SECONDS, Server, prompt, stream
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("serve")
 MANY = 4000
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("serve")
 KEYS = {"INLAY_API_KEYS": "sk-one, sk-two"}
 WRONG = [None, "", "Bearer", "Bearer sk-on", "Bearer sk-one,", "sk-one", "Basic sk-one"]
 

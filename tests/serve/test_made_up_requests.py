@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("serve")
 WEIGHTS = {"/v1/chat/completions": 10, "/v1/completions": 8}
 """How many cases there are of a route for one of another."""
 UNSOUND = [positive_data_acceptance, negative_data_rejection]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from inlay.runtime.model import LanguageModel
 
-pytestmark = pytest.mark.xdist_group("serve")
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What does the fox say?"},

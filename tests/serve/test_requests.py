@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from inlay.runtime.engine import Engine
 
-pytestmark = pytest.mark.xdist_group("serve")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "fox"}]
 

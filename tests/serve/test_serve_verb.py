@@ -18,7 +18,6 @@ from serve.servers import NAME, SECONDS, Server
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("serve")
 LOADED = """
 import sys
 from inlay.serve import run

@@ -12,7 +12,7 @@ from benchmarks.soak import soak, told
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("serve")]
+pytestmark = pytest.mark.nightly
 SECONDS = 120.0
 
 

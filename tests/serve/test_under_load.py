@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from inlay.compile.load import LoadedPackage
 
-pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("smollm2")]
+pytestmark = pytest.mark.nightly
 REQUESTS, CLIENTS = 500, 16
 WORDS = Path(__file__).read_text().split()
 

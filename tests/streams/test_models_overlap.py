@@ -51,7 +51,10 @@ def test_a_model_in_lanes(model_type: str) -> None:
     program = _decoding(model_type)
     given = _given(program)
     inputs = {row.name: given[row.name] for row in program.bindings.of(Role.INPUT)}
-    work = work_of_program(program, measured_calls(program, inputs, rounds=3))
+    measured = measured_calls(program, inputs, rounds=1)
+    assert all(seconds > 0 for seconds in measured.values())
+    rng = random.Random(0)  # the schedule must not depend on how fast this machine is just now
+    work = work_of_program(program, {name: rng.uniform(1e-6, 1e-4) for name in measured})
     assert check(work, in_order(work)).ok
     states = {each.name for each in work.storages if each.life is Life.STATE}
     assert states == {row.name for row in program.bindings.state}
