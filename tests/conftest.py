@@ -3,6 +3,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -52,6 +53,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-docs", action="store_true", help="write measured tables into docs/ instead of comparing")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in a random order")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """No test may rely on one that ran before it; files stay whole, because what they share is slow to make."""
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        rng = random.Random(seed)
+        files = dict.fromkeys(item.path for item in items)
+        place = {path: rng.random() for path in files}
+        items.sort(key=lambda item: (place[item.path], rng.random()))
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The order can be had again."""
+    seed = config.getoption("--shuffle")
+    return [] if seed is None else [f"shuffled: --shuffle {seed}"]
 
 
 @pytest.fixture(autouse=True)

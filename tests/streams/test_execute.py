@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import weakref
 from itertools import pairwise
@@ -127,19 +128,27 @@ def test_a_missing_event_is_seen_in_the_numbers(monkeypatch: pytest.MonkeyPatch)
     tasks = Task("read", ("state",), ("y",)), Task("write", (), ("state",))
     work = Work(tasks, (Storage("state", Life.STATE, ("state",)), Storage("y", Life.RESULT, ("y",))))
 
+    written, ordered = threading.Event(), threading.Event()
+
     def read(values: list[Any]) -> list[Any]:
-        time.sleep(0.05)
+        if not ordered.is_set():
+            written.wait(60)
         return [values[0].clone()]
 
-    calls = {
-        "read": BoundStep(read, ("state",), ("y",)),
-        "write": BoundStep(lambda values: [values[0].zero_()][1:], ("state",), ()),
-    }
+    def write(values: list[Any]) -> list[Any]:
+        values[0].zero_()
+        written.set()
+        return []
+
+    calls = {"read": BoundStep(read, ("state",), ("y",)), "write": BoundStep(write, ("state",), ())}
     bound = Bound(work, calls, ("y",))
     wrong = Schedule((("read",), ("write",)))
     with pytest.raises(UsageError, match="write after read on state"):
         run(bound, wrong, {"state": torch.ones(2)})
+    ordered.set()
     assert run(bound, Schedule(wrong.lanes, (Event("read", "write"),)), {"state": torch.ones(2)})[0].sum() == 2
+    ordered.clear()
+    written.clear()
     monkeypatch.setattr("inlay.streams.course.check", lambda work, schedule: Verdict())
     assert run(bound, wrong, {"state": torch.ones(2)})[0].sum() == 0
 
