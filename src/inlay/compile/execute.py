@@ -30,7 +30,7 @@ class BoundStep:
 
 
 class Execution:
-    """A plan that runs. It keeps nothing between calls: state is among what it is given."""
+    """A plan that runs. It keeps nothing between calls, which may overlap: state is among what it is given."""
 
     def __init__(self, steps: Sequence[BoundStep], results: Sequence[str]) -> None:
         last: dict[str, int] = {}
@@ -55,7 +55,11 @@ class Execution:
 
 
 class Executable:
-    """A program in one or several buckets that share their weights, and the state it works on."""
+    """A program in one or several buckets that share their weights, and the state it works on.
+
+    Any number of threads may call it at once, each with state of its own, or with slots of one state that no other call
+    names. Calls that overlap follow each other through its pieces.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Executable:
         self._types = [
             (row, getattr(torch, row.dtype), _fixed(row)) for row in bindings.of(Role.INPUT) if row.is_tensor
         ]
+        self._cache = _Cache.of(bindings)
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
@@ -83,6 +88,8 @@ class Executable:
     def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs and state by name → results by name. State is written to in place."""
         sizes = self._sizes(given)
+        if self._cache is not None:
+            self._cache.check(given)
         for bucket, execution in self.buckets:
             if bucket.fits(sizes):
                 return dict(zip(self.results, execution(given), strict=True))
@@ -102,6 +109,41 @@ class Executable:
                 )
                 raise UsageError(f"{row.target} must be {row.text}, contiguous, and {found} was given.")
         return sizes
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """What the indices that a decoder is given may be. A slot of -1 would be written to: it is the last one, of others."""
+
+    slots: int
+    room: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, bindings: Bindings) -> _Cache | None:
+        """The cache of a program that takes tokens, slots and lengths; None for others."""
+        taken = {row.name for row in bindings.of(Role.INPUT)}
+        shapes = [row.shape for row in bindings.state if len(row.shape) == 4]
+        scores = [row.shape[-1] for row in bindings.outs if row.name == "logits"]
+        if not {"input_ids", "slots", "lengths"} <= taken or not shapes or not scores:
+            return None
+        slots, _, room, _ = shapes[0]
+        return cls(int(slots), int(room), int(scores[0]))
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse what lies outside, before anything is written."""
+        slots = given["slots"].tolist()
+        _check_range("A token", given["input_ids"].reshape(-1).tolist(), self.vocabulary - 1)
+        _check_range("A slot", slots, self.slots - 1)
+        _check_range("The length of a sequence", given["lengths"].tolist(), self.room - given["input_ids"].shape[1])
+        if len(set(slots)) < len(slots):
+            raise UsageError(f"Two sequences are in one slot: {slots}.", "Give each a slot of its own.")
+
+
+def _check_range(what: str, values: list[int], most: int) -> None:
+    if values and (min(values) < 0 or max(values) > most):
+        strange = next(value for value in values if not 0 <= value <= most)
+        raise UsageError(f"{what} is {strange}, and must be from 0 to {most}.")
 
 
 def _fixed(row: Binding) -> torch.Size | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.compile.manifest import KernelRow
+from inlay.errors import ProgramError
 from inlay.ops import native
 from inlay.ops.packing import Packing
 
@@ -137,7 +138,7 @@ def _library() -> Any:
     function = library.inlay_packed_linear
     pointer, number, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     function.argtypes = [pointer] * 4 + [short] * 2 + [number] * 4 + [short] * 3
-    function.restype = None
+    function.restype = short
     return function
 
 
@@ -148,10 +149,12 @@ def own(features: int, depth: int, packing: Packing, way: str) -> Run:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = torch.empty(x.shape[0], features, dtype=x.dtype)
         kind = _TYPES[x.dtype]
-        function(
+        failed = function(
             *(x.data_ptr(), weight.data_ptr(), None, y.data_ptr(), kind, kind, x.shape[0], features, depth),
             *(packing.group, packing.bits, packing.zero, WAYS[way]),
         )
+        if failed:
+            raise ProgramError(f"The kernel refuses {features} features of {depth} columns in {packing}.")
         return y
 
     return run

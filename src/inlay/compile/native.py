@@ -3,11 +3,17 @@
 torch.cpu._init_amx comes first: code with AMX instructions dies without it. A library is a file `NAME.so`; the calls
 that it leaves to torch are listed in `NAME.json` beside it, where torch's loader looks for them. A library that leaves
 none is called through its C interface, and a run of such calls is one call of `run.cpp` (`inlay.ops.native`).
+
+What is made here may be called by any number of threads. Arguments, values and results belong to a call; what calls
+share are containers, and AOTInductor lets one thread at a time into one: its first run folds constants, and its own way
+of waiting hangs when the run that it waits for fails. So every container has a lock: a mutex in `run.cpp`, or one of
+Python where a library calls back into torch, which may need the interpreter that a waiting thread must not hold.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +75,7 @@ class Library:
             return Container(self.file, self.kernels, constants)
         if constants:
             container.update_constant_buffer(dict(constants), False, True, True)
-        return container.run
+        return _one_at_a_time(container.run)
 
     def _opened(self) -> Any:
         _prepare()
@@ -84,17 +90,27 @@ class Library:
         return container
 
 
+def _one_at_a_time(run: Run) -> Run:
+    alone = threading.Lock()
+
+    def entered(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with alone:
+            return run(inputs)
+
+    return entered
+
+
 class Container:
     """A library with constants, called without Python in between when others like it come before or after."""
 
     def __init__(self, file: Path, kernels: ctypes.CDLL, constants: Mapping[str, torch.Tensor]) -> None:
         self.kernels, self.constants = kernels, constants
         library = ctypes.CDLL(str(file))
-        self.run = ctypes.cast(getattr(library, f"{_API}RunSingleThreaded"), _Pointer)
-        self.handle = _Pointer()
+        self._handle = _Pointer()
         create = getattr(library, f"{_API}CreateWithDevice")
-        self._check(create(ctypes.byref(self.handle), ctypes.c_size_t(1), b"cpu", None), file)
+        self._check(create(ctypes.byref(self._handle), ctypes.c_size_t(1), b"cpu", None), file)
         self._free = getattr(library, f"{_API}Delete")
+        self._last_error = library.AOTInductorGetLastError
         held = (_Pointer * len(constants))(*(value._cdata for value in constants.values()))
         pairs = (_Constant * len(constants))(
             *(
@@ -103,15 +119,25 @@ class Container:
             )
         )
         update = getattr(library, f"{_API}UpdateUserManagedConstantBufferPairs")
-        self._check(update(self.handle, pairs, ctypes.c_size_t(len(constants)), False, True), file)
+        self._check(update(self._handle, pairs, ctypes.c_size_t(len(constants)), False, True), file)
+        run = ctypes.cast(getattr(library, f"{_API}RunSingleThreaded"), _Pointer)
+        self.piece = _Pointer(kernels.inlay_piece_new(run, self._handle))
+
+    def last_error(self) -> str:
+        """What AOTInductor says of the last call of this thread, if that failed."""
+        text = ctypes.c_char_p()
+        self._last_error(ctypes.byref(text))
+        return (text.value or b"").decode(errors="replace")
 
     def _check(self, error: int, file: Path) -> None:
         if error:
             raise PackageError(f"{file.name} cannot be prepared.", _AGAIN)
 
     def __del__(self) -> None:
+        if getattr(self, "piece", None) is not None:
+            self.kernels.inlay_piece_free(self.piece)
         if getattr(self, "_free", None) is not None:
-            self._free(self.handle)
+            self._free(self._handle)
 
 
 class _Constant(ctypes.Structure):
@@ -143,36 +169,38 @@ def _chain(group: Sequence[BoundStep], later: set[str]) -> BoundStep:
 
 
 class _Chain:
-    """Steps that run one after the other in C++. Not for two threads at once, as no container is."""
+    """Steps that run one after the other in C++."""
 
     def __init__(self, steps: Sequence[BoundStep], ins: Sequence[str], outs: Sequence[str]) -> None:
         names = dict.fromkeys([*ins, *(name for step in steps for name in step.outs)])
         number = {name: place for place, name in enumerate(names)}
         last = {name: place for place, step in enumerate(steps) for name in (*step.ins, *step.outs)}
-        self.steps = [step.run for step in steps]
-        self._api: Any = steps[0].run.kernels
-        self._api.inlay_plan_new.restype = _Pointer
+        self.steps: list[Container] = [step.run for step in steps]
+        self._api: Any = self.steps[0].kernels
         self._plan = _Pointer(self._api.inlay_plan_new(len(ins), len(number)))
         for place, step in enumerate(steps):
-            run: Any = step.run
             gone = [name for name in number if last.get(name) == place and name not in outs and name not in ins]
             lists = [_numbers([number[name] for name in each]) for each in (step.ins, step.outs, gone)]
             flat = [part for each in lists for part in (each, len(each))]
-            self._api.inlay_plan_add(self._plan, run.run, run.handle, *flat)
-        self._given = (_Pointer * len(ins))()
-        size = ctypes.sizeof(_Pointer)
-        start = ctypes.addressof(self._given)
-        self._handles = (_Pointer * len(ins))(*(start + place * size for place in range(len(ins))))
+            self._api.inlay_plan_add(self._plan, self.steps[place].piece, *flat)
         self._wanted = _numbers([number[name] for name in outs])
-        self._results = (_Pointer * len(outs))()
+        self._given, self._results = _Pointer * len(ins), _Pointer * len(outs)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         # A tensor in C++ is a pointer to what `_cdata` says: an array of those is an array of tensors, borrowed.
-        self._given[:] = [value._cdata for value in inputs]
-        failed = self._api.inlay_plan_run(self._plan, self._handles, self._wanted, len(self._wanted), self._results)
+        given, results = self._given(*(value._cdata for value in inputs)), self._results()
+        failed = self._api.inlay_plan_run(self._plan, given, self._wanted, len(self._wanted), results)
         if failed:
-            raise PackageError(f"Step {failed} of the package failed; the lines above say why.", _AGAIN)
-        return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(each, None, None) for each in self._results])
+            raise self._error(failed)
+        return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(each, None, None) for each in results])
+
+    def _error(self, failed: int) -> PackageError:
+        """Why the call of this thread failed: what a kernel said, or else the step itself."""
+        said = self._api.inlay_last_error().decode(errors="replace")
+        if failed < 0:
+            return PackageError(f"The package failed: {said}.")
+        said = said or self.steps[failed - 1].last_error() or "no reason was given"
+        return PackageError(f"Step {failed} of the package failed: {one_line(said)}.")
 
     def __del__(self) -> None:
         self._api.inlay_plan_free(self._plan)

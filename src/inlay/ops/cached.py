@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from inlay.ops.attention import attention
-from inlay.ops.define import kernel
+from inlay.ops.define import check_range, kernel
 
 _TENSOR = "AtenTensorHandle"
 _SHIM = f"{', '.join([_TENSOR] * 5)}, double, int64_t, double, {_TENSOR}*, {_TENSOR}*"
@@ -30,7 +30,8 @@ def cached_attention(
 
     Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
     there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
-    a number format of their own. The other arguments are those of `attention`.
+    a number format of their own. The other arguments are those of `attention`. A slot that the caches have not, or a
+    length that leaves no room for the rows of this call, is an error, here and in the C++ kernel.
 
     >>> rows = torch.full((2, 1, 4, 2), float("nan"))
     >>> rows[1, :, :3] = 1.0
@@ -38,6 +39,8 @@ def cached_attention(
     tensor([[[[1., 1.]]]])
     """
     batch, _, length, _ = query.shape
+    check_range("slot", slots, keys.shape[0] - 1)
+    check_range("length", lengths, keys.shape[2] - length)
     results = _result(query, values)
     plain = not softcap and slopes is None and sinks is None
     # Slopes count keys from the first one that is read; a shift of all scores matters only where a sink stays behind.

@@ -61,6 +61,19 @@ def kernel(name: str, shim: str = "") -> Callable[[Callable[..., Any]], Kernel]:
     return lambda function: Kernel(name, function, shim)
 
 
+def check_range(what: str, values: torch.Tensor, most: int) -> None:
+    """Refuse indices below 0 or above `most`, by their value.
+
+    >>> check_range("slot", torch.tensor([0, 4]), 3)
+    Traceback (most recent call last):
+    IndexError: slot 4 at 1 is not from 0 to 3
+    """
+    numbers = values.reshape(-1).tolist()
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= most:
+        place, value = next((place, each) for place, each in enumerate(numbers) if not 0 <= each <= most)
+        raise IndexError(f"{what} {value} at {place} is not from 0 to {most}")
+
+
 def on_device(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as what computes `inlay::name` on a device (`CUDA`); elsewhere its reference does."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inlay.ops.define import kernel
+from inlay.ops.define import check_range, kernel
 from inlay.ops.packing import Packing
 
 _TENSOR = "AtenTensorHandle"
@@ -25,7 +25,8 @@ def packed_linear(
     """`linear` with a packed weight. The reference multiplies in x's own number format.
 
     The C++ kernel turns up to `singly` rows into bytes and multiplies those row by row, up to `tiled` rows in tiles;
-    more rows go through bfloat16 tiles.
+    more rows go through bfloat16 tiles. Whichever way: a row of x that holds NaN or infinities gives what is not
+    finite, in all features, and no other row does.
 
     >>> weight = Packing(4, 8).pack(torch.full((16, 32), 9), torch.full((16, 1), 2.0))
     >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
@@ -40,14 +41,19 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, *_: object,
     return x.new_empty(*x.shape[:-1], features)
 
 
-@kernel("packed_embedding", f"{_TENSOR}, {_TENSOR}, int64_t, int64_t, int64_t, int32_t")
-def packed_embedding(weight: Tensor, tokens: Tensor, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Rows of a packed weight."""
+@kernel("packed_embedding", f"{_TENSOR}, {_TENSOR}, int64_t, int64_t, int64_t, int64_t, int32_t")
+def packed_embedding(
+    weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows of a packed weight that has so many features. Other tokens are an error, here and in the C++ kernel."""
+    check_range("token", tokens, features - 1)
     lanes = Packing(bits, zero, group).unpack(weight[tokens.reshape(-1) // 16], tokens.numel() * 16)
     rows = lanes.view(tokens.numel(), 16, -1)[torch.arange(tokens.numel()), tokens.reshape(-1) % 16]
     return rows.view(*tokens.shape, -1).to(dtype)
 
 
 @packed_embedding.register_fake
-def _(weight: Tensor, tokens: Tensor, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
+def _(
+    weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype
+) -> Tensor:
     return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -26,25 +27,28 @@ GREEDY = Sampling()
 class LanguageModel:
     """Text in, text out, on steppers that `open_stepper` makes.
 
-    Steppers are used again. Answers may overlap: each is made on a stepper of its own.
+    Any number of threads may use one model: answers may overlap, and each is made on a stepper of its own. Steppers are
+    used again, so there are as many caches as there were answers at once.
     """
 
     def __init__(self, text: Text | Path, open_stepper: Callable[[], Stepper]) -> None:
         self._text = text
         self._open = open_stepper
         self._idle: list[Stepper] = []
+        self._reading = threading.Lock()
 
     @property
     def text(self) -> Text:
         """Tokenizer and chat template, read when they are first needed."""
-        if isinstance(self._text, Path):
-            from inlay.runtime.text import Text  # who gives token numbers need not pay for it: pydantic, Jinja
+        with self._reading:
+            if isinstance(self._text, Path):
+                from inlay.runtime.text import Text  # who gives token numbers need not pay for it: pydantic, Jinja
 
-            self._text = Text.load(self._text)
-        return self._text
+                self._text = Text.load(self._text)
+            return self._text
 
     def open(self) -> Stepper:
-        """A sequence of one's own: token numbers in, scores out."""
+        """A sequence of one's own: token numbers in, scores out. For one thread at a time; open one for each."""
         return self._open()
 
     @overload
@@ -84,7 +88,8 @@ class LanguageModel:
         """Answer a prompt or a conversation, whole or, with `stream`, piece by piece.
 
         A prompt becomes a conversation of one message where the model has a chat template; `raw` continues it as it
-        stands, which is what happens without a template.
+        stands, which is what happens without a template. Threads may call this at the same time; the pieces of one
+        stream are for one thread at a time.
         """
         pieces = self._pieces(self._encode(prompt, raw), sampling, max_tokens, stop)
         return pieces if stream else collect(pieces)
@@ -112,6 +117,8 @@ class LanguageModel:
 def load(path: Path | str, *, verify: bool = False) -> LanguageModel:
     """The language model in a package that `inlay build` wrote; nothing is compiled or converted.
 
+    It may be used by any number of threads, and so may several packages in one process. Every thread that calls starts
+    as many threads of OpenMP as OMP_NUM_THREADS or torch say: with many callers, let each have few.
     `verify` also reads all weights and holds them against their hashes, which otherwise happens at the first load.
     """
     from inlay.compile.load import load_package

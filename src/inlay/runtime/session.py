@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from inlay.compile.execute import Executable
 
@@ -19,6 +21,9 @@ class Session:
 
     Prompts and single tokens go through the same call; rows beyond a sequence's length are never read, so beginning
     again costs nothing. What `advance` returned is the caller's: no later call writes to it.
+
+    Any number of threads may work on one package, each on a session of its own. One session is for one thread at a
+    time: which of two calls came first would decide what its sequences hold, so the second is refused.
     """
 
     def __init__(self, executable: Executable, batch: int = 1) -> None:
@@ -32,6 +37,7 @@ class Session:
         self.batch, self.room = batch, int(room)
         self._slots = torch.arange(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int64)
+        self._busy = threading.Lock()
 
     @property
     def lengths(self) -> list[int]:
@@ -40,28 +46,39 @@ class Session:
 
     def restart(self, *sequences: int) -> None:
         """Begin these sequences again, or all of them. Takes no time: nothing is cleared."""
-        self._lengths = self._lengths.clone()
-        self._lengths[list(sequences) if sequences else slice(None)] = 0
+        with self._alone():
+            self._lengths = self._lengths.clone()
+            self._lengths[list(sequences) if sequences else slice(None)] = 0
 
     def advance(self, tokens: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
         """Append as many tokens to every sequence; the scores after the last of them, f32[batch, vocabulary]."""
         given = torch.as_tensor(tokens, dtype=torch.int64).contiguous()
         if given.dim() != 2 or given.shape[0] != self.batch or not given.shape[1]:
             raise UsageError(f"Tokens must be [{self.batch}, length], and are {list(given.shape)}.")
-        longest = max(self.lengths) + given.shape[1]
-        if longest > self.room:
-            raise UsageError(
-                f"A sequence would grow to {longest} tokens, and there is room for {self.room}.",
-                "Build with a larger --max-length, or begin again.",
-            )
-        results = self._run({**self._state, "input_ids": given, "slots": self._slots, "lengths": self._lengths})
-        self._lengths = self._lengths + given.shape[1]
+        with self._alone():
+            longest = max(self.lengths) + given.shape[1]
+            if longest > self.room:
+                raise UsageError(
+                    f"A sequence would grow to {longest} tokens, and there is room for {self.room}.",
+                    "Build with a larger --max-length, or begin again.",
+                )
+            results = self._run({**self._state, "input_ids": given, "slots": self._slots, "lengths": self._lengths})
+            self._lengths = self._lengths + given.shape[1]
         scores: torch.Tensor = results["logits"][:, -1]
         return scores.float()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("Another thread is using this session.", "Open one session for each thread.")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
 
 class OneSequence:
-    """A session of one sequence, as generating text wants it."""
+    """A session of one sequence, as generating text wants it. For one thread at a time, as sessions are."""
 
     def __init__(self, executable: Executable) -> None:
         self._session = Session(executable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -16,8 +17,10 @@ from inlay.errors import PackageError, UsageError
 
 NAME = "kernels.so"
 """What the file is called in a package."""
-LEVELS = {"native": "native", "portable": "x86-64-v3"}
-"""What kernels are built for: this processor, or any with AVX2."""
+_PORTABLE = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
+"""The processors that the kernels are written for, and what any recent one of a kind has: AVX2, or NEON."""
+LEVELS = {"native": "native", "portable": _PORTABLE.get(platform.machine(), "native")}
+"""What kernels are built for: this processor, or any of its kind."""
 _FOLDER = Path(__file__).parent
 
 
@@ -25,6 +28,10 @@ def build(file: Path, level: str = "native") -> None:
     """Compile the kernels for a level into a shared library."""
     import torch
 
+    if platform.machine() not in _PORTABLE:
+        raise UsageError(
+            f"The kernels are not written for {platform.machine()}.", f"They are for {' and '.join(_PORTABLE)}."
+        )
     torch_home = Path(torch.__file__).parent
     compiler = os.environ.get("CXX", "g++")
     if not _found():
@@ -74,8 +81,11 @@ def declaration(name: str, arguments: str, level: str) -> str:
 
 
 def load(file: Path) -> ctypes.CDLL:
-    """Load kernels, so that libraries loaded later find them."""
+    """Load kernels, so that libraries loaded later find them. Threads may call them at the same time."""
     try:
-        return ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
+        library = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+        library.inlay_piece_new.restype = library.inlay_plan_new.restype = ctypes.c_void_p
+        library.inlay_last_error.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
         raise PackageError(f"{file.name} cannot be loaded: {error}.", "Build the package again.") from error
+    return library

@@ -16,12 +16,12 @@ struct Attention {
   const int64_t *slots, *lengths;
   void* out;  // [batch, length, heads, width]
   int32_t q_type, kv_type;
-  int64_t batch, heads, kv_heads, length, depth, width, room;
+  int64_t batch, heads, kv_heads, length, depth, width, room, held;  // held: how many slots there are
   float scale;
   int64_t window;
   float softcap;
   const void *slopes, *sinks;
-  int32_t extra_type;  // of slopes and sinks
+  int32_t slopes_type, sinks_type;
 
   int64_t per_key() const { return heads / kv_heads; }
   int64_t key_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * depth; }
@@ -31,9 +31,24 @@ struct Attention {
   int64_t first(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
+// Nothing outside of the caches is read, whatever the arguments are.
+inline void check(const Attention& a) {
+  require(a.batch >= 0 && a.length >= 0 && a.depth >= 0 && a.width >= 0 && a.room >= 0 && a.window >= 0 &&
+              a.room <= std::numeric_limits<int32_t>::max(),
+          "cached_attention: a size is negative or too large");
+  require(a.heads == 0 || (a.kv_heads > 0 && a.heads % a.kv_heads == 0),
+          "cached_attention: the number of query heads is no multiple of the number of key heads");
+  for (int64_t b = 0; b < a.batch; ++b) {
+    require_range("cached_attention: slot", b, a.slots[b], 0, a.held - 1);
+    require_range("cached_attention: length", b, a.lengths[b], 0, a.room - a.length);
+  }
+}
+
 constexpr int64_t kRun = 128;  // keys whose scores are kept at a time
 
-// What is known of one row of one head: the largest score, the sum of exponentials, the weighted values.
+// What is known of one row of one head: the largest score, the sum of exponentials, the weighted values. It begins with
+// the lowest number, not with -inf: while all scores are -inf the sum stays 0, and 0 / 0 is NaN, as in the reference.
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 struct Sofar {
   float most, sum;
 };
@@ -41,13 +56,15 @@ struct Sofar {
 inline float score_of(const Attention& a, float dot, int64_t head, int64_t key) {
   float score = dot * a.scale;
   if (a.softcap > 0) score = a.softcap * std::tanh(score / a.softcap);
-  if (a.slopes) score += element(a.slopes, a.extra_type, head) * static_cast<float>(key);
+  if (a.slopes) score += element(a.slopes, a.slopes_type, head) * static_cast<float>(key);
   return score;
 }
 
 #ifdef __AVX512F__
+// 0 for what is below -87; NaN for NaN, so a score that is no number shows in the sum.
 inline __m512 exp16(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+  const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  x = _mm512_maskz_mov_ps(above, x);
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -58,7 +75,7 @@ inline __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
   p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_maskz_scalef_ps(above, p, n);
 }
 
 // Dot products of kHeads queries with a run of keys.
@@ -222,7 +239,7 @@ inline float soften(const Attention& a, float* row, int64_t count, int64_t head,
   if (!plain)
     for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head, start + key);
 #ifdef __AVX512F__
-  const __m512 by = _mm512_set1_ps(plain ? a.scale : 1.0f), least = _mm512_set1_ps(-1e30f);
+  const __m512 by = _mm512_set1_ps(plain ? a.scale : 1.0f), least = _mm512_set1_ps(kLowest);
   auto lanes = [&](int64_t key) { return static_cast<__mmask16>(count - key >= 16 ? 0xffff : (1u << (count - key)) - 1); };
   __m512 largest = _mm512_set1_ps(most), sums = _mm512_setzero_ps();
   for (int64_t key = 0; key < count; key += 16)
@@ -259,7 +276,7 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     for (int64_t i = 0; i < kHeads * a.depth; i += 16)
       _mm256_store_si256(reinterpret_cast<__m256i*>(rounded + i), bf16_of(_mm512_loadu_ps(query + i)));
 #endif
-  for (int h = 0; h < kHeads; ++h) sofar[h] = {-1e30f, 0};
+  for (int h = 0; h < kHeads; ++h) sofar[h] = {kLowest, 0};
   std::fill(acc, acc + kHeads * a.width, 0.0f);
   for (int64_t start = from; start < to; start += kRun) {
     const int64_t count = std::min(kRun, to - start);
@@ -319,12 +336,18 @@ inline void attend_heads(const Attention& a, const float* query, int64_t head, i
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 constexpr int64_t kQueries = 32, kKeys = 64;
 
-// Values of one head turned: [width, keys], so that they are rows of a tile.
-inline void turn(const uint16_t* values, int64_t width, int64_t keys, int64_t padded, uint16_t* out) {
+// Values of one head turned: [width, keys], so that they are rows of a tile. Whether all of them are finite.
+inline bool turn(const uint16_t* values, int64_t width, int64_t keys, int64_t padded, uint16_t* out) {
+  constexpr uint16_t kExponent = 0x7f80;
+  bool finite = true;
   for (int64_t key = 0; key < padded; key += 16)
     for (int64_t d = 0; d < width; ++d)
-      for (int64_t i = 0; i < 16; ++i)
-        out[d * padded + key + i] = key + i < keys ? values[(key + i) * width + d] : uint16_t{0};
+      for (int64_t i = 0; i < 16; ++i) {
+        const uint16_t value = key + i < keys ? values[(key + i) * width + d] : uint16_t{0};
+        out[d * padded + key + i] = value;
+        finite &= (value & kExponent) != kExponent;
+      }
+  return finite;
 }
 
 struct TileRoom {  // of one thread
@@ -356,7 +379,7 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
     }
   }
   std::memset(t.acc, 0, sizeof(t.acc[0]) * a.width);
-  __m512 most[2] = {_mm512_set1_ps(-1e30f), _mm512_set1_ps(-1e30f)};
+  __m512 most[2] = {_mm512_set1_ps(kLowest), _mm512_set1_ps(kLowest)};
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const int64_t last = before + row + rows;  // keys below this are seen by some query

@@ -1,14 +1,30 @@
-// What all kernels share: number formats, memory that is kept from call to call, tiles.
+// What all kernels share: number formats, memory that is kept from call to call, errors, tiles.
+//
+// Any number of threads may call a kernel at once: all that a call works on is its arguments and memory of its thread.
+// What is not finite goes through: a result is not finite where the reference's is not.
 #pragma once
 
+#if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#endif
+#ifdef _OPENMP
 #include <omp.h>
+#else
+inline int omp_get_max_threads() { return 1; }
+inline int omp_get_num_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
+#endif
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
 
 // Other versions of these kernels may be in the same process: what compiled pieces call has a name of its own in each.
 #ifndef INLAY_TAG
@@ -83,16 +99,22 @@ inline void put(void* data, int32_t type, int64_t index, float value) {
     static_cast<uint16_t*>(data)[index] = type == kBFloat16 ? to_bf16(value) : to_half(value);
 }
 
-// Memory that grows and is kept. One a thread and purpose, so no two calls share it.
+// Memory that grows and is kept until its thread ends. One a thread and purpose, so no two calls share it. Calls take it
+// before they start threads of their own, for all of them: what fails there can still be reported.
 class Scratch {
  public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
   template <typename T>
   T* get(int64_t count) {
-    int64_t bytes = up(count * static_cast<int64_t>(sizeof(T)), 64);
+    const int64_t bytes = up(std::max<int64_t>(count, 1) * static_cast<int64_t>(sizeof(T)), 64);
     if (bytes > size_) {
       std::free(data_);
-      data_ = std::aligned_alloc(64, bytes);
+      size_ = 0;
+      data_ = std::aligned_alloc(64, static_cast<size_t>(bytes));
+      if (!data_) throw std::bad_alloc();
       size_ = bytes;
     }
     return static_cast<T*>(data_);
@@ -102,6 +124,44 @@ class Scratch {
   void* data_ = nullptr;
   int64_t size_ = 0;
 };
+
+// Why the last call of this thread failed; empty if it did not.
+constexpr size_t kErrorBytes = 256;
+inline char* last_error() {
+  static thread_local char text[kErrorBytes] = {};
+  return text;
+}
+
+inline void note_error(const char* text) {
+  std::strncpy(last_error(), text, kErrorBytes - 1);
+  last_error()[kErrorBytes - 1] = 0;
+}
+
+// 0, or 1 and the reason noted: no exception leaves a library that is called through C.
+template <typename Work>
+int32_t guarded(Work work) noexcept {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    note_error("out of memory");
+  } catch (const std::exception& error) {
+    note_error(error.what());
+  }
+  return 1;
+}
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+// `value` is of [low, high], or an error names it.
+inline void require_range(const char* what, int64_t at, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return;
+  throw std::out_of_range(std::string(what) + " " + std::to_string(value) + " at " + std::to_string(at) +
+                          (high < low ? " has no valid range"
+                                      : " is not from " + std::to_string(low) + " to " + std::to_string(high)));
+}
 
 // The part of `count` that a thread takes.
 struct Part {
@@ -128,7 +188,10 @@ inline __m256i bf16_of(__m512 value) {
   __m512i bits = _mm512_castps_si512(value);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+  bits = _mm512_srli_epi32(bits, 16);
+  // Rounding must not carry a NaN over into a number.
+  bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(bits);
 #endif
 }
 

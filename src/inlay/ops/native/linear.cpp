@@ -94,6 +94,10 @@ void with_bytes(const Linear& l, Way way) {
 void with_bfloat16(const Linear& l, Way way) {
   int64_t rows = way == kTiles16 ? up(l.rows, 16) : l.rows;
   uint16_t* x = narrow_x.get<uint16_t>(rows * l.depth);
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+  const int64_t room = l.bits == 16 ? 0 : 2 * l.depth * kLanes * 2;  // two blocks of weights, for each thread
+  uint8_t* widened = wide_weight.get<uint8_t>(way == kTiles16 ? omp_get_max_threads() * room : 0);
+#endif
 #pragma omp parallel
   {
     {
@@ -104,7 +108,7 @@ void with_bfloat16(const Linear& l, Way way) {
     Part part(l.blocks());
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
     if (way == kTiles16) {
-      uint8_t* wide = wide_weight.get<uint8_t>(l.bits == 16 ? 1 : 2 * l.depth * kLanes * 2);
+      uint8_t* wide = widened + omp_get_thread_num() * room;
 #define INLAY_CALL(bits, minimum) tiles16<bits, minimum>(l, x, part, wide)
       if (l.bits == 16)
         INLAY_CALL(16, false);
@@ -126,46 +130,58 @@ void with_bfloat16(const Linear& l, Way way) {
   }
 }
 
+// One row of a packed weight, as plain numbers.
+void embed(const Linear& l, int64_t token, int64_t at) {
+  const int64_t lane = token % kLanes;
+  const uint8_t* block = l.weight + token / kLanes * l.block_bytes();
+  for (int64_t k = 0; k < l.depth; ++k) {
+    const uint8_t* numbers = block + k / l.group * l.group_bytes();
+    const int64_t column = k % l.group % kStep, quad = column / 4;
+    const uint8_t* step = numbers + k % l.group / kStep * (kStep * kLanes * l.bits / 8);
+    float value;
+    if (l.bits == 16) {
+      uint16_t stored;
+      std::memcpy(&stored, step + (column / 2 * kLanes + lane) * 4 + column % 2 * 2, 2);
+      value = from_bf16(stored);
+    } else {
+      uint8_t byte = step[(l.bits == 4 ? quad % 4 : quad) * 64 + lane * 4 + column % 4];
+      float q = static_cast<float>(l.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4);
+      float d = half(numbers + l.numbers() + 2 * lane);
+      value = l.zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(l.zero)) * d;
+    }
+    put(l.y, l.y_type, at * l.depth + k, value);
+  }
+}
+
 }  // namespace
 }  // namespace inlay
 
-INLAY_EXPORT void inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
-                                    int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
-                                    int32_t bits, int32_t zero, int32_t way) {
+// These return 0, or 1 where the arguments are refused or memory is short; inlay_last_error says why.
+INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
+                                         int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
+                                         int32_t bits, int32_t zero, int32_t way) {
   using namespace inlay;
-  Linear l{x, weight, bias, y, x_type, y_type, rows, features, depth, group, bits, zero};
-  way = possible(way, bits);
-  if (way == kTiles16 || bits == 16)
-    with_bfloat16(l, static_cast<Way>(way));
-  else
-    with_bytes(l, static_cast<Way>(way));
+  return guarded([&] {
+    const Linear l{x, weight, bias, y, x_type, y_type, rows, features, depth, group, bits, zero};
+    check(l, "packed_linear");
+    if (rows * features == 0) return;
+    const Way taken = static_cast<Way>(possible(way, bits));
+    if (taken == kTiles16 || bits == 16)
+      with_bfloat16(l, taken);
+    else
+      with_bytes(l, taken);
+  });
 }
 
-INLAY_EXPORT void inlay_packed_embedding(const uint8_t* weight, const int64_t* tokens, void* out, int32_t type,
-                                       int64_t count, int64_t features, int64_t depth, int64_t group, int32_t bits,
-                                       int32_t zero) {
+INLAY_EXPORT int32_t inlay_packed_embedding(const uint8_t* weight, const int64_t* tokens, void* out, int32_t type,
+                                            int64_t count, int64_t features, int64_t depth, int64_t group, int32_t bits,
+                                            int32_t zero) {
   using namespace inlay;
-  const Linear l{nullptr, weight, nullptr, nullptr, type, type, count, features, depth, group, bits, zero};
+  return guarded([&] {
+    const Linear l{nullptr, weight, nullptr, out, type, type, count, features, depth, group, bits, zero};
+    check(l, "packed_embedding");
+    for (int64_t at = 0; at < count; ++at) require_range("packed_embedding: token", at, tokens[at], 0, features - 1);
 #pragma omp parallel for if (count > 8)
-  for (int64_t at = 0; at < count; ++at) {
-    const int64_t token = tokens[at] < 0 || tokens[at] >= features ? 0 : tokens[at], lane = token % kLanes;
-    const uint8_t* block = weight + token / kLanes * l.block_bytes();
-    for (int64_t k = 0; k < depth; ++k) {
-      const uint8_t* numbers = block + k / group * l.group_bytes();
-      const int64_t column = k % group % kStep, quad = column / 4;
-      const uint8_t* step = numbers + k % group / kStep * (kStep * kLanes * bits / 8);
-      float value;
-      if (bits == 16) {
-        uint16_t stored;
-        std::memcpy(&stored, step + (column / 2 * kLanes + lane) * 4 + column % 2 * 2, 2);
-        value = from_bf16(stored);
-      } else {
-        uint8_t byte = step[(bits == 4 ? quad % 4 : quad) * 64 + lane * 4 + column % 4];
-        float q = static_cast<float>(bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4);
-        float d = half(numbers + l.numbers() + 2 * lane);
-        value = zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(zero)) * d;
-      }
-      put(out, type, at * depth + k, value);
-    }
-  }
+    for (int64_t at = 0; at < count; ++at) embed(l, tokens[at], at);
+  });
 }

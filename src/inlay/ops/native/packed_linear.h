@@ -27,20 +27,42 @@ struct Linear {
   int64_t block_bytes() const { return groups() * group_bytes(); }
 };
 
-// x as bytes: one scale for 32 columns, and the sum of what the bytes stand for.
+inline void check(const Linear& l, const char* what) {
+  const auto holds = [&](bool right, const char* wanted) {
+    if (!right) throw std::invalid_argument(std::string(what) + " wants " + wanted);
+  };
+  holds(l.bits == 4 || l.bits == 8 || l.bits == 16, "4, 8 or 16 bits");
+  holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
+  holds(l.group > 0 && l.group % kStep == 0 && l.depth % l.group == 0, "whole groups of columns, of 32 or a multiple");
+}
+
+// x as bytes: one scale for 32 columns, and the sum of what the bytes stand for. Where one of them is not finite, the
+// scale is NaN: then all features of the row are NaN, and those of the reference are NaN or infinite.
 struct Bytes {
   int8_t* q;     // [rows, depth]
   float* scale;  // [depth / 32, rows]
   float* sum;    // [depth / 32, rows]
 };
 
+// What a value is multiplied by to become a byte. Below 127 / FLT_MAX that is no number, and values count as 0.
+inline float inverse_of(float most) {
+  return most > 127.0f / std::numeric_limits<float>::max() ? 127.0f / most : 0.0f;
+}
+
 inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
   float values[kStep], most = 0;
+  bool finite = true;
   for (int64_t k = 0; k < kStep; ++k) {
     values[k] = element(l.x, l.x_type, row * l.depth + step * kStep + k);
     most = std::max(most, std::fabs(values[k]));
+    finite &= std::isfinite(values[k]);
   }
-  float inverse = most > 0 ? 127.0f / most : 0.0f;
+  if (!finite) {
+    std::memset(out.q + row * l.depth + step * kStep, 0, kStep);
+    out.scale[step * stride + row] = out.sum[step * stride + row] = std::numeric_limits<float>::quiet_NaN();
+    return;
+  }
+  const float inverse = inverse_of(most);
   int32_t sum = 0;
   for (int64_t k = 0; k < kStep; ++k) {
     int32_t q = static_cast<int32_t>(std::nearbyint(values[k] * inverse));
@@ -55,8 +77,11 @@ inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride,
 #ifdef __AVX512F__
   int64_t at = row * l.depth + step * kStep;
   __m512 low = load16(l.x, l.x_type, at), high = load16(l.x, l.x_type, at + 16);
-  float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-  __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  const __m512 size = _mm512_abs_ps(low), other = _mm512_abs_ps(high), infinite = _mm512_set1_ps(INFINITY);
+  float most = _mm512_reduce_max_ps(_mm512_max_ps(size, other));
+  if (_mm512_cmp_ps_mask(size, infinite, _CMP_NLT_UQ) | _mm512_cmp_ps_mask(other, infinite, _CMP_NLT_UQ))
+    most = std::numeric_limits<float>::quiet_NaN();  // the bytes are then 0, the scale and the sum NaN
+  __m512 inverse = _mm512_set1_ps(inverse_of(most));
   __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at), _mm512_cvtepi32_epi8(a));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at + 16), _mm512_cvtepi32_epi8(b));

@@ -1,7 +1,13 @@
 // A plan that runs: pieces in order, each value dropped after its last use. No Python in between.
+//
+// A plan does not change after it was made, and all that a call works on is its own: any number of threads may run one
+// plan at once. A container of AOTInductor is another matter (its first run folds constants, and RunSingleThreaded says
+// that it is for one thread): every piece is entered by one thread at a time. So calls that overlap follow each other
+// through the pieces. AOTInductor's own Run waits as well, but for ever when the call that it waits for fails.
 #include <torch/csrc/inductor/aoti_runtime/interface.h>
 
-#include <cstdint>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "common.h"
@@ -11,56 +17,105 @@ namespace {
 using Run = AOTIRuntimeError (*)(AOTInductorModelContainerHandle, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t,
                                  AOTInductorStreamHandle, AOTIProxyExecutorHandle);
 
-struct Step {
+// A container, and who is in it.
+struct Piece {
   Run run;
   AOTInductorModelContainerHandle container;
+  std::mutex entered;
+};
+
+struct Step {
+  Piece* piece;
   std::vector<int32_t> ins, outs, gone;
 };
 
 struct Plan {
+  int32_t given, values;
   std::vector<Step> steps;
-  int32_t given;
-  std::vector<AtenTensorHandle> values, ins, outs;
 };
+
+struct Delete {
+  using pointer = AtenTensorHandle;
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using Owned = std::unique_ptr<AtenTensorOpaque, Delete>;
+
+Owned copied(AtenTensorHandle handle) {
+  AtenTensorHandle made = nullptr;
+  if (!handle || aoti_torch_new_tensor_handle(handle, &made)) throw std::runtime_error("a value of the plan is missing");
+  return Owned(made);
+}
+
+// The values of one call. Those that are given belong to the caller, the others to the call.
+class Values {
+ public:
+  Values(const Plan& plan, void** given) : given_(given), own_(static_cast<size_t>(plan.values)), count_(plan.given) {}
+  // A tensor in C++ is a pointer to its implementation: a place that holds one is a tensor, borrowed.
+  AtenTensorHandle at(int32_t index) {
+    return index < count_ ? reinterpret_cast<AtenTensorHandle>(given_ + index) : own_[index].get();
+  }
+  void set(int32_t index, AtenTensorHandle handle) { own_[index].reset(handle); }
+  void drop(int32_t index) { own_[index].reset(); }
+
+ private:
+  void** given_;
+  std::vector<Owned> own_;
+  int32_t count_;
+};
+
+void run_step(const Step& step, Values& values) {
+  std::vector<Owned> taken;
+  for (int32_t index : step.ins) taken.push_back(copied(values.at(index)));
+  std::vector<AtenTensorHandle> ins, outs(step.outs.size(), nullptr);
+  for (Owned& each : taken) ins.push_back(each.get());
+  {
+    std::lock_guard<std::mutex> alone(step.piece->entered);
+    for (Owned& each : taken) each.release();  // the container takes them, whether it fails or not
+    const bool failed = step.piece->run(step.piece->container, ins.data(), ins.size(), outs.data(), outs.size(), nullptr, nullptr);
+    if (failed) {
+      for (AtenTensorHandle each : outs)
+        if (each) aoti_torch_delete_tensor_object(each);
+      throw std::runtime_error(inlay::last_error());
+    }
+  }
+  for (size_t i = 0; i < outs.size(); ++i) values.set(step.outs[i], outs[i]);
+  for (int32_t index : step.gone) values.drop(index);
+}
 
 }  // namespace
 
-INLAY_EXPORT Plan* inlay_plan_new(int32_t given, int32_t values) { return new Plan{{}, given, std::vector<AtenTensorHandle>(values), {}, {}}; }
+INLAY_EXPORT Piece* inlay_piece_new(void* run, void* container) {
+  return new (std::nothrow) Piece{reinterpret_cast<Run>(run), static_cast<AOTInductorModelContainerHandle>(container), {}};
+}
 
-INLAY_EXPORT void inlay_plan_add(Plan* plan, void* run, void* container, const int32_t* ins, int32_t in_count, const int32_t* outs,
-                    int32_t out_count, const int32_t* gone, int32_t gone_count) {
-  plan->steps.push_back({reinterpret_cast<Run>(run), static_cast<AOTInductorModelContainerHandle>(container),
-                         {ins, ins + in_count}, {outs, outs + out_count}, {gone, gone + gone_count}});
-  if (plan->ins.size() < static_cast<size_t>(in_count)) plan->ins.resize(in_count);
-  if (plan->outs.size() < static_cast<size_t>(out_count)) plan->outs.resize(out_count);
+INLAY_EXPORT void inlay_piece_free(Piece* piece) { delete piece; }
+
+INLAY_EXPORT Plan* inlay_plan_new(int32_t given, int32_t values) { return new (std::nothrow) Plan{given, values, {}}; }
+
+INLAY_EXPORT int32_t inlay_plan_add(Plan* plan, Piece* piece, const int32_t* ins, int32_t in_count, const int32_t* outs,
+                                    int32_t out_count, const int32_t* gone, int32_t gone_count) {
+  return inlay::guarded([&] {
+    plan->steps.push_back({piece, {ins, ins + in_count}, {outs, outs + out_count}, {gone, gone + gone_count}});
+  });
 }
 
 INLAY_EXPORT void inlay_plan_free(Plan* plan) { delete plan; }
 
-// Takes handles of what is given and gives handles of what is wanted; all belong to the caller. 0, or 1 + the step that failed.
-INLAY_EXPORT int32_t inlay_plan_run(Plan* plan, AtenTensorHandle* given, const int32_t* wanted, int32_t wanted_count,
-                       AtenTensorHandle* results) {
-  std::vector<AtenTensorHandle>& values = plan->values;
-  for (int32_t i = 0; i < plan->given; ++i) values[i] = given[i];
-  int32_t failed = 0;
-  for (size_t number = 0; number < plan->steps.size() && !failed; ++number) {
-    Step& step = plan->steps[number];
-    for (size_t i = 0; i < step.ins.size(); ++i) aoti_torch_new_tensor_handle(values[step.ins[i]], &plan->ins[i]);
-    if (step.run(step.container, plan->ins.data(), step.ins.size(), plan->outs.data(), step.outs.size(), nullptr, nullptr))
-      failed = static_cast<int32_t>(number) + 1;
-    else
-      for (size_t i = 0; i < step.outs.size(); ++i) values[step.outs[i]] = plan->outs[i];
-    if (!failed)
-      for (int32_t value : step.gone) {
-        if (value >= plan->given) aoti_torch_delete_tensor_object(values[value]);
-        values[value] = nullptr;
-      }
-  }
-  for (int32_t i = 0; i < wanted_count && !failed; ++i) aoti_torch_new_tensor_handle(values[wanted[i]], &results[i]);
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (values[i] && static_cast<int32_t>(i) >= plan->given) aoti_torch_delete_tensor_object(values[i]);
-    values[i] = nullptr;
-  }
-  return failed;
-}
+INLAY_EXPORT const char* inlay_last_error() { return inlay::last_error(); }
 
+// Takes tensors and gives handles of what is wanted, which then belong to the caller. 0; 1 + the step that failed; or
+// -1 when the call failed around the steps.
+INLAY_EXPORT int32_t inlay_plan_run(const Plan* plan, void** given, const int32_t* wanted, int32_t wanted_count,
+                                    AtenTensorHandle* results) {
+  inlay::last_error()[0] = 0;
+  int32_t step = -1;
+  const int32_t failed = inlay::guarded([&] {
+    Values values(*plan, given);
+    for (step = 1; step <= static_cast<int32_t>(plan->steps.size()); ++step) run_step(plan->steps[step - 1], values);
+    step = -1;
+    std::vector<Owned> made;
+    for (int32_t i = 0; i < wanted_count; ++i) made.push_back(copied(values.at(wanted[i])));
+    for (int32_t i = 0; i < wanted_count; ++i) results[i] = made[i].release();
+  });
+  return failed ? step : 0;
+}

@@ -1,17 +1,20 @@
 // What compiled pieces call: tensors in, tensors out, through the C interface of torch.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <cstdio>
+#include <functional>
+#include <initializer_list>
+#include <numeric>
+#include <tuple>
 
 #include "attention.h"
 #include "packed_linear.h"
 
 extern "C" {
-void inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t, int64_t,
+int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t, int64_t,
                          int64_t, int32_t, int32_t, int32_t);
-void inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t, int32_t,
-                            int32_t);
-void inlay_cached_attention(const inlay::Attention*);
+int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
+                               int32_t, int32_t);
+int32_t inlay_cached_attention(const inlay::Attention*);
 }
 
 namespace {
@@ -35,6 +38,12 @@ struct Tensor {
     }
     return true;
   }
+  bool has_shape(std::initializer_list<int64_t> wanted) const {
+    return dim == static_cast<int64_t>(wanted.size()) && std::equal(wanted.begin(), wanted.end(), sizes);
+  }
+  int64_t count() const { return std::accumulate(sizes, sizes + dim, int64_t{1}, std::multiplies<int64_t>()); }
+  // Numbers that say where something lies.
+  bool has_indices() const { return dtype == aoti_torch_dtype_int64() && contiguous(); }
   int32_t type() const {
     return dtype == aoti_torch_dtype_float32()    ? inlay::kFloat32
            : dtype == aoti_torch_dtype_bfloat16() ? inlay::kBFloat16
@@ -44,7 +53,14 @@ struct Tensor {
 };
 
 AOTITorchError refused(const char* what) {
-  std::fprintf(stderr, "inlay: %s\n", what);
+  inlay::note_error(what);
+  return AOTI_TORCH_FAILURE;
+}
+
+// What a kernel returned; where it failed, the result that was made for it is nobody's.
+AOTITorchError done(int32_t failed, AtenTensorHandle* result) {
+  if (!failed) return AOTI_TORCH_SUCCESS;
+  aoti_torch_delete_tensor_object(*result);
   return AOTI_TORCH_FAILURE;
 }
 
@@ -53,6 +69,14 @@ AOTITorchError made(int64_t dim, const int64_t* sizes, const int64_t* strides, i
 }
 
 constexpr int64_t kMostAxes = 16;
+
+// Whether a packed weight holds all bytes of so many features and columns.
+bool holds(const Tensor& weight, int64_t features, int64_t depth, int64_t group, int64_t bits, int64_t zero) {
+  if (group <= 0 || features < 0) return false;
+  const inlay::Linear l{nullptr, nullptr, nullptr, nullptr, 0, 0, 0, features, depth, group, static_cast<int32_t>(bits),
+                        static_cast<int32_t>(zero)};
+  return weight.has_shape({l.blocks(), l.groups(), l.group_bytes()});
+}
 
 // Rows that do not lie one after the other, copied.
 const void* gathered(const Tensor& x, int64_t rows, int64_t depth) {
@@ -80,9 +104,16 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenT
                                             int64_t features, int64_t bits, int64_t zero, int64_t singly,
                                             int64_t tiled, AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
-  if (x.type() < 0 || !weight.contiguous() || x.dim > kMostAxes)
-    return refused("packed_linear wants x in float32, bfloat16 or float16, and a weight that is contiguous");
+  if (x.type() < 0 || !weight.contiguous() || x.dim < 1 || x.dim > kMostAxes || weight.dim != 3)
+    return refused("packed_linear wants x in float32, bfloat16 or float16, and a packed weight that is contiguous");
   int64_t sizes[kMostAxes], strides[kMostAxes], rows = 1, depth = x.sizes[x.dim - 1], step = features;
+  if (!holds(weight, features, depth, weight.sizes[1] ? depth / weight.sizes[1] : 0, bits, zero))
+    return refused("packed_linear: the weight has not the shape that its features, columns and bits have packed");
+  if (bias_) {
+    const Tensor bias(*bias_);
+    if (bias.dtype != x.dtype || !bias.contiguous() || !bias.has_shape({features}))
+      return refused("packed_linear wants a bias in the number format of x, one for each feature");
+  }
   for (int64_t axis = x.dim - 2; axis >= 0; --axis) {
     sizes[axis] = x.sizes[axis], strides[axis] = step;
     step *= x.sizes[axis], rows *= x.sizes[axis];
@@ -91,18 +122,25 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenT
   if (AOTITorchError error = made(x.dim, sizes, strides, x.dtype, ret0)) return error;
   const void* bias = bias_ ? Tensor(*bias_).data : nullptr;
   void* y = Tensor(*ret0).data;
-  const void* data = x.contiguous() ? x.data : gathered(x, rows, depth);
-  inlay_packed_linear(data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
-                      depth, depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
-                      rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16);
-  return AOTI_TORCH_SUCCESS;
+  const void* data = x.data;
+  if (!x.contiguous() && inlay::guarded([&] { data = gathered(x, rows, depth); })) return done(1, ret0);
+  const int32_t failed = inlay_packed_linear(
+      data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features, depth,
+      depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
+      rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16);
+  return done(failed, ret0);
 }
 
-INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight_, AtenTensorHandle tokens_, int64_t bits,
-                                               int64_t zero, int64_t group, int32_t dtype, AtenTensorHandle* ret0) {
+INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight_, AtenTensorHandle tokens_,
+                                               int64_t features, int64_t bits, int64_t zero, int64_t group,
+                                               int32_t dtype, AtenTensorHandle* ret0) {
   Tensor weight(weight_), tokens(tokens_);
-  if (!tokens.contiguous() || !weight.contiguous() || tokens.dim >= kMostAxes)
-    return refused("packed_embedding wants contiguous tensors");
+  if (!tokens.has_indices() || !weight.contiguous() || tokens.dim >= kMostAxes || weight.dim != 3)
+    return refused("packed_embedding wants a packed weight and tokens in int64, both contiguous");
+  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16())
+    return refused("packed_embedding gives float32, bfloat16 or float16");
+  if (!holds(weight, features, weight.sizes[1] * group, group, bits, zero))
+    return refused("packed_embedding: the weight has not the shape that its features and bits have packed");
   int64_t sizes[kMostAxes], strides[kMostAxes], count = 1, depth = weight.sizes[1] * group, step = depth;
   for (int64_t axis = tokens.dim - 1; axis >= 0; --axis) {
     sizes[axis] = tokens.sizes[axis], strides[axis] = step;
@@ -111,11 +149,10 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight
   sizes[tokens.dim] = depth, strides[tokens.dim] = 1;
   if (AOTITorchError error = made(tokens.dim + 1, sizes, strides, dtype, ret0)) return error;
   Tensor out(*ret0);
-  if (out.type() < 0) return refused("packed_embedding gives float32, bfloat16 or float16");
-  inlay_packed_embedding(static_cast<const uint8_t*>(weight.data), static_cast<const int64_t*>(tokens.data), out.data,
-                         out.type(), count, weight.sizes[0] * inlay::kLanes, depth, group, static_cast<int32_t>(bits),
-                         static_cast<int32_t>(zero));
-  return AOTI_TORCH_SUCCESS;
+  const int32_t failed = inlay_packed_embedding(
+      static_cast<const uint8_t*>(weight.data), static_cast<const int64_t*>(tokens.data), out.data, out.type(), count,
+      features, depth, group, static_cast<int32_t>(bits), static_cast<int32_t>(zero));
+  return done(failed, ret0);
 }
 
 INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
@@ -123,15 +160,26 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_
                                                int64_t window, double softcap, AtenTensorHandle* slopes_,
                                                AtenTensorHandle* sinks_, AtenTensorHandle* ret0) {
   Tensor query(query_), keys(keys_), values(values_), slots(slots_), lengths(lengths_);
-  if ((query.sizes[3] != 1 && query.strides[3] != 1) || !keys.contiguous() || !values.contiguous() ||
-      !slots.contiguous() || !lengths.contiguous() || query.type() < 0 || keys.type() < 0 ||
-      keys.dtype != values.dtype)
+  if (query.dim != 4 || keys.dim != 4 || values.dim != 4 || (query.sizes[3] > 1 && query.strides[3] != 1) ||
+      !keys.contiguous() || !values.contiguous() || query.type() < 0 || keys.type() < 0 || keys.dtype != values.dtype)
     return refused("cached_attention wants float32, bfloat16 or float16, caches that are contiguous and rows that are");
   const int64_t batch = query.sizes[0], heads = query.sizes[1], length = query.sizes[2], width = values.sizes[3];
+  if (!keys.has_shape({values.sizes[0], values.sizes[1], values.sizes[2], query.sizes[3]}))
+    return refused("cached_attention: keys, values and queries do not have the same slots, heads, rows or columns");
+  if (!slots.has_indices() || !lengths.has_indices() || !slots.has_shape({batch}) || !lengths.has_shape({batch}))
+    return refused("cached_attention wants one slot and one length for each sequence, in int64");
   const int64_t sizes[4] = {batch, heads, length, width};
   const int64_t strides[4] = {length * heads * width, width, heads * width, 1};
-  if (AOTITorchError error = made(4, sizes, strides, query.dtype, ret0)) return error;
   inlay::Attention a{};
+  for (auto [handle, place, type] :
+       {std::tuple{slopes_, &a.slopes, &a.slopes_type}, std::tuple{sinks_, &a.sinks, &a.sinks_type}}) {
+    if (!handle) continue;
+    const Tensor extra(*handle);
+    if (!extra.contiguous() || extra.type() < 0 || extra.count() != heads)
+      return refused("cached_attention wants slopes and sinks in float32, bfloat16 or float16, one for each head");
+    *place = extra.data, *type = extra.type();
+  }
+  if (AOTITorchError error = made(4, sizes, strides, query.dtype, ret0)) return error;
   a.query = query.data;
   a.q_batch = query.strides[0], a.q_head = query.strides[1], a.q_row = query.strides[2];
   a.keys = keys.data, a.values = values.data;
@@ -139,16 +187,8 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_
   a.out = Tensor(*ret0).data;
   a.q_type = query.type(), a.kv_type = keys.type();
   a.batch = batch, a.heads = heads, a.kv_heads = keys.sizes[1], a.length = length;
-  a.depth = query.sizes[3], a.width = width, a.room = keys.sizes[2];
+  a.depth = query.sizes[3], a.width = width, a.room = keys.sizes[2], a.held = keys.sizes[0];
   a.scale = static_cast<float>(scale), a.window = window, a.softcap = static_cast<float>(softcap);
-  for (auto [handle, place] : {std::pair{slopes_, &a.slopes}, std::pair{sinks_, &a.sinks}}) {
-    if (!handle) continue;
-    Tensor extra(*handle);
-    if (!extra.contiguous() || extra.type() < 0) return refused("slopes and sinks must be float32, bfloat16 or float16");
-    *place = extra.data;
-    a.extra_type = extra.type();
-  }
-  inlay_cached_attention(&a);
-  return AOTI_TORCH_SUCCESS;
+  return done(inlay_cached_attention(&a), ret0);
 }
 

@@ -1,7 +1,7 @@
 """Weights of linear layers are packed for the kernels that read them: as stored in a GGUF file, or quantised here.
 
 linear(x, weight, bias)         inlay.packed_linear(x, packed, bias, features, bits, zero)
-embedding(weight, tokens)       inlay.packed_embedding(packed, tokens, bits, zero, group, dtype)
+embedding(weight, tokens)       inlay.packed_embedding(packed, tokens, features, bits, zero, group, dtype)
 
 A weight stays a reference: it is packed when it is read, one at a time. A package names the map, and can be refitted.
 """
@@ -209,7 +209,7 @@ class _Packing:
                 args: tuple[Any, ...] = (given["input"], node, given["bias"], features, bits, zero)
                 made = graph.call_function(torch.ops.inlay.packed_linear.default, args)
             else:
-                args = (node, given["indices"], bits, zero, group, value.dtype)
+                args = (node, given["indices"], features, bits, zero, group, value.dtype)
                 made = graph.call_function(torch.ops.inlay.packed_embedding.default, args)
         made.meta = {"val": value} | {key: user.meta[key] for key in (SOURCE, MODULE) if key in user.meta}
         user.replace_all_uses_with(made)

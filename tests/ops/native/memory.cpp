@@ -1,0 +1,102 @@
+// Every way, format, number of rows and end of the cache under the address and undefined-behaviour sanitizers, each
+// compared with the exact result; then what must be refused. `memory SEED ROUNDS` prints how many cases ran.
+#include "cases.h"
+
+using namespace cases;
+
+namespace {
+
+int64_t linear(Random& random) {
+  int64_t count = 0;
+  for (const Format& format : kFormats)
+    for (int32_t way : kWays)
+      for (int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 33, 49}) {
+        LinearCase(random, format, rows, way).check();
+        ++count;
+      }
+  return count;
+}
+
+int64_t attention(Random& random) {
+  int64_t count = 0;
+  for (int64_t batch : {0, 1, 2})
+    for (int64_t length : {0, 1, 3, 15, 16, 17, 33})
+      for (int at_end = 0; at_end < 2; ++at_end)
+        for (int again = 0; again < 6; ++again) {
+          AttentionCase(random, batch, length, at_end).check();
+          ++count;
+        }
+  return count;
+}
+
+int64_t tiled_attention(Random& random) {  // where tiles can be taken they are, up to the last row of the cache
+  int64_t count = 0;
+  while (count < 60) {
+    AttentionCase one(random, 1 + static_cast<int64_t>(random() % 2), pick(random, {16, 17, 32, 40}), random() % 2);
+    if (one.keys.type != inlay::kBFloat16 || one.softcap || one.sloping || one.sinking || one.depth % 32 || one.width % 16)
+      continue;
+    one.check();
+    ++count;
+  }
+  return count;
+}
+
+void expect_refusal(int32_t failed, int64_t value, const char* what) {
+  const std::string said = inlay::last_error();
+  if (!failed || said.find(std::to_string(value)) == std::string::npos || said.find(what) == std::string::npos)
+    fail("a " + std::string(what) + " of " + std::to_string(value) + " is not refused: " + said);
+}
+
+int64_t refusals(Random& random) {
+  int64_t count = 0;
+  constexpr int64_t kFar = std::numeric_limits<int64_t>::max();
+  for (const Format& format : kFormats) {
+    const Weight weight(random, format, 17, format.group);
+    Numbers row(format.group, inlay::kFloat32);
+    for (int64_t token : {int64_t{-1}, int64_t{17}, int64_t{31}, int64_t{1000000}, kFar, -kFar - 1}) {
+      expect_refusal(inlay_packed_embedding(weight.bytes.data, &token, row.bytes.data, inlay::kFloat32, 1, 17,
+                                            format.group, format.group, format.bits, format.zero),
+                     token, "token");
+      ++count;
+    }
+  }
+  for (int64_t length : {1, 20}) {
+    AttentionCase one(random, 2, length, false);
+    Numbers out(one.batch * one.length * one.heads * one.width, one.query.type);
+    inlay::Attention a = one.arguments(out);
+    const int64_t good[2] = {0, 0};
+    for (int64_t slot : {int64_t{-1}, one.held, kFar, -kFar - 1}) {
+      const int64_t bad[2] = {0, slot};
+      a.slots = bad, a.lengths = good;
+      expect_refusal(inlay_cached_attention(&a), slot, "slot");
+      ++count;
+    }
+    for (int64_t before : {int64_t{-1}, int64_t{-3}, one.room - length + 1, kFar, -kFar - 1}) {
+      const int64_t bad[2] = {0, before};
+      a.slots = good, a.lengths = bad;
+      expect_refusal(inlay_cached_attention(&a), before, "length");
+      ++count;
+    }
+  }
+  // More than there is memory for; nothing of x is read before that is known.
+  const Weight weight(random, kFormats[0], 16, 32);
+  float x[32] = {}, y[16];
+  for (int32_t way : kWays) {
+    if (!inlay_packed_linear(x, weight.bytes.data, nullptr, y, 0, 0, int64_t{1} << 44, 16, 32, 32, 4, 8, way) ||
+        std::string(inlay::last_error()) != "out of memory")
+      fail("memory for too many rows was found");
+    LinearCase(random, kFormats[0], 5, way).check();  // and the next call works
+    ++count;
+  }
+  return count;
+}
+
+}  // namespace
+
+int main(int count, char** given) {
+  Random random(count > 1 ? std::atoi(given[1]) : 0);
+  int64_t ran = 0;
+  for (int round = 0; round < (count > 2 ? std::atoi(given[2]) : 1); ++round)
+    ran += linear(random) + attention(random) + tiled_attention(random) + refusals(random);
+  std::printf("%lld cases\n", static_cast<long long>(ran));
+}
