@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from inlay.program.graphs import sizes
-from inlay.rewrite.masks import counts_up
+
+if TYPE_CHECKING:
+    from inlay.rewrite.masks import Masks
 
 aten = torch.ops.aten
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def slopes(bias: fx.Node) -> fx.Node | None:
+def slopes(bias: fx.Node, masks: Masks, reader: fx.Node) -> fx.Node | None:
     """What `bias`, `[batch, heads, 1, keys]`, multiplies the positions of the keys with, `[heads, 1, 1]`; if it does.
 
     The chain is view(to(repeat(slopes * positions, [batch, 1, 1]))), the cast optional, every shape checked.
@@ -37,7 +39,7 @@ def slopes(bias: fx.Node) -> fx.Node | None:
         if isinstance(factor, fx.Node) and isinstance(positions, fx.Node):
             one_a_head = _shape(factor) == [str(heads), "1", "1"]
             one_a_key = _shape(positions)[-1:] == [str(keys)] and set(_shape(positions)[:-1]) <= {"1"}
-            if one_a_head and one_a_key and counts_up(positions):
+            if one_a_head and one_a_key and masks.counts_up(positions, reader):
                 return factor
     return None
 

@@ -1,39 +1,36 @@
-"""What a mask means: decided by computing it, where that decides it.
+"""What a mask means: derived from how it is made of positions, for every length, or not known, with the reason.
 
-A mask built from positions alone (aranges, constants, comparisons, logic) is a function of row and column in which only
-comparisons of `row`, `column`, `row - column` with the constants in it matter. Beyond twice the largest constant it has
-no new behaviour to show, so computing it up to there settles what it is. Anything else about it, an operator not listed
-or a value from outside, and the answer is: unknown, leave it as it is.
+A mask is a formula over row and column (`rewrite/forms.py`). That it is causal, causal with a window or shows everything
+is proven by showing that no row and column exist where the formula and the claim differ (`rewrite/inequalities.py`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from inlay.program.graphs import ancestors, written_between
+from inlay.rewrite.forms import Form, Forms, UnknownFormError, domain
+from inlay.rewrite.inequalities import (
+    Formula,
+    Linear,
+    UndecidedError,
+    Variable,
+    all_of,
+    holds,
+    impossible,
+    inequalities,
+    negated,
+    some_of,
+)
 
-aten = torch.ops.aten
-_KNOWN = {
-    *(aten.arange.default, aten.arange.start, aten.unsqueeze.default, aten.expand.default, aten.slice.Tensor),
-    *(aten.add.Tensor, aten.sub.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor),
-    *(aten.eq.Tensor, aten.ne.Scalar, aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor),
-    *(aten.new_ones.default, aten.ones.default, aten.zeros.default, aten.full.default, aten.view.default),
-    *(aten.index.Tensor, aten.diff.default, aten.cumsum.default, aten.where.ScalarOther, aten.where.self),
-    *(
-        aten.where.ScalarSelf,
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.sym_size.int,
-        aten.lift_fresh_copy.default,
-    ),
-}
-_LARGEST = 2048
-_END = 9223372036854775807
+if TYPE_CHECKING:
+    from torch import fx
+
+_ROW, _COLUMN = Linear.of(-2), Linear.of(-1)
+_BACK = _ROW - _COLUMN
 
 
 @dataclass(frozen=True)
@@ -44,84 +41,103 @@ class Meaning:
     window: int = 0
     reason: str = ""
 
-
-def meaning(mask: fx.Node, reader: fx.Node) -> Meaning:
-    """Decide what `mask`, a `[batch, 1, rows, columns]` tensor that `reader` is about to read, hides."""
-    calls = [node for node in ancestors(mask, past_sizes=False) if node.op == "call_function"]
-    if calls and written_between(calls[0], reader) is not None:
-        return Meaning(False, reason="something is written in place while the mask is made")
-    values = _values(mask, str(mask.meta["val"].shape[-2]))
-    return _compare(values) if isinstance(values, torch.Tensor) else Meaning(False, reason=values)
+    @property
+    def known(self) -> bool:
+        """Whether it is; what is known and not causal hides nothing."""
+        return not self.reason
 
 
-def counts_up(node: fx.Node) -> bool:
-    """Is this 0, 1, 2, … along its last axis, whatever its length, and has it no other axis?"""
-    values = _values(node, str(node.meta["val"].shape[-1]))
-    if not isinstance(values, torch.Tensor):
-        return False
-    return torch.equal(values.flatten(), torch.arange(values.shape[-1]))
+class Masks:
+    """The meanings of the masks of a graph."""
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self._forms = Forms(graph)
+        self._meanings: dict[fx.Node, Meaning] = {}
 
-def _values(mask: fx.Node, length: str) -> torch.Tensor | str:
-    """What a function of positions is, computed as far as it can have anything new to show; or why it cannot be."""
-    needed = ancestors(mask, past_sizes=False)
-    constants = [0]
-    for node in needed:
-        if node.op == "placeholder":
-            if node is mask or any(user.target is not aten.sym_size.int for user in node.users if user in needed):
-                return f"the mask depends on the values of {node}"
-        elif node.op != "call_function" or not _is_about_positions(node):
-            return f"the mask is computed with {node.target}, which is not about positions"
-        else:
-            numbers = [value for value in tree_leaves((node.args, dict(node.kwargs))) if type(value) is int]
-            constants += [abs(value) for value in numbers if value != _END]
-    largest = max(constants)
-    if largest > _LARGEST:
-        return f"the mask holds the constant {largest}, too large to compute it past twice that"
-    values = _compute(needed, mask, length, 2 * largest + 8)
-    return "the mask cannot be computed from sizes alone" if values is None else values
-
-
-def _is_about_positions(node: fx.Node) -> bool:
-    return node.target in _KNOWN or isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _compute(needed: list[fx.Node], mask: fx.Node, symbol: str, length: int) -> torch.Tensor | None:
-    """The mask for a batch of one and this many positions; `symbol` is what their number is called."""
-    values: dict[fx.Node, Any] = {}
-    for node in needed:
-        if node.op == "placeholder":
-            continue
-        if node.target is aten.sym_size.int:
-            values[node] = length if str(node.meta["val"]) == symbol else 1
-            continue
+    def meaning(self, mask: fx.Node, reader: fx.Node) -> Meaning:
+        """What `mask`, whose last axes are rows and columns, hides when `reader` reads it."""
         try:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:
-            return None
-        if node.target is aten.cumsum.default and bool(values[node].any()):
-            return None  # a sum over positions grows with them: no bound on where it changes
-    result = values[mask]
-    return result if isinstance(result, torch.Tensor) else None
+            form = self._forms.of(mask, reader)
+            if mask not in self._meanings:
+                self._meanings[mask] = _meaning(form)
+            return self._meanings[mask]
+        except UnknownFormError as reason:
+            return Meaning(False, reason=f"the mask is not understood: {reason}")
+
+    def counts_up(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Is this 0, 1, 2, … along its last axis, whatever its length, and the same along all others?"""
+        try:
+            cases = self._forms.of(node, reader).cases
+        except UnknownFormError:
+            return False
+        return [number for _, number in cases] == [_COLUMN]
 
 
-def _compare(values: torch.Tensor) -> Meaning:
-    if values.dim() != 4 or values.shape[0] != 1 or values.shape[1] != 1 or values.shape[2] != values.shape[3]:
-        return Meaning(
-            False, reason=f"the mask has shape {list(values.shape)} where one head of one sequence was expected"
-        )
-    seen = values[0, 0]
-    if seen.dtype != torch.bool:
-        hidden = torch.finfo(seen.dtype).min
-        if not bool(((seen == 0) | (seen == hidden) | (seen == float("-inf"))).all()):
-            return Meaning(False, reason="the mask adds values that neither show nor hide")
-        seen = seen == 0
-    length = seen.shape[0]
-    rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
-    if torch.equal(seen, columns <= rows):
-        return Meaning(True)
-    window = int(seen[-1].sum())
-    if torch.equal(seen, (columns <= rows) & (columns > rows - window)):
-        return Meaning(True, window)
-    return Meaning(False, reason="the mask hides something else than later positions or a window")
+def _meaning(form: Form) -> Meaning:
+    if len(form.shape) < 2:
+        return Meaning(False, reason="the mask has no rows and columns")
+    try:
+        seen = _seen(form)
+        known = domain(form.shape)
+        if impossible(known, negated(seen)):
+            return Meaning(False)
+        if form.shape[-2] != form.shape[-1]:
+            return Meaning(False, reason=f"the mask has {form.shape[-2]} rows and {form.shape[-1]} columns")
+        window = _window(seen, form.shape[-1])
+        shown = _BACK if not window else all_of((_BACK, -_BACK + window - 1))
+        if impossible(known, seen, negated(shown)) and impossible(known, negated(seen), shown):
+            return Meaning(True, window)
+    except UnknownFormError as reason:
+        return Meaning(False, reason=f"the mask is not understood: {reason}")
+    except UndecidedError:
+        return Meaning(False, reason="the mask has too many cases")
+    return Meaning(False, reason=_other(seen))
+
+
+def _seen(form: Form) -> Formula:
+    """Where a mask hides nothing."""
+    if form.dtype == torch.bool:
+        return form.nonzero
+    if not form.dtype.is_floating_point:
+        raise UnknownFormError(f"its dtype is {form.dtype}")
+    hidden = (Linear((), int(torch.finfo(form.dtype).min)), float("-inf"))
+    for _, number in form.cases:
+        if number not in (Linear(), *hidden):
+            raise UnknownFormError(f"it adds {number}, which neither shows nor hides")
+    return some_of(where for where, number in form.cases if number == Linear())
+
+
+def _window(seen: Formula, size: Linear) -> int:
+    """The only window that this can be, or 0 for none: what the last row of a long mask shows. Nothing is proven."""
+    atoms = list(inequalities(seen))
+    length = size.constant if not size.terms else 4 + 4 * sum(abs(each.constant) + len(each.terms) for each in atoms)
+    last = length - 1
+    point: defaultdict[Variable, int] = defaultdict(lambda: 1, {-4: 0, -3: 0, -2: last})
+    for variable, factor in size.terms:
+        point[variable] = (length - size.constant) // factor
+    columns = {0}
+    for each in atoms:
+        slope = dict(each.terms).get(-1, 0)
+        if slope:
+            edge = -each.value(point | {-1: 0}) // slope
+            columns.update(column for column in (edge, edge + 1) if 0 <= column <= last)
+    first = min((column for column in columns if holds(seen, point | {-1: column})), default=0)
+    return length - first if first else 0
+
+
+def _other(seen: Formula) -> str:
+    """What a mask shows that is not causal."""
+    edges = set()
+    for each in inequalities(seen):
+        back = dict(each.terms).get(-2, 0)
+        if back not in (1, -1) or each.terms != (_BACK * back).terms:
+            return f"the mask depends on {each} >= 0, and not on row - column alone"
+        edges.add(-each.constant if back == 1 else each.constant + 1)
+    starts = [min(edges) - 1, *sorted(edges)]
+    shown = [holds(seen, {-2: start, -1: 0}) for start in starts]
+    parts = []
+    for start, end, visible in zip([None, *starts[1:]], [*starts[1:], None], shown, strict=True):
+        if visible:
+            low = f"{start} <= " if start is not None else ""
+            parts.append(f"{low}row - column{f' < {end}' if end is not None else ''}")
+    return f"the mask shows {' or '.join(parts) or 'nothing'}: neither causal nor a window"

@@ -19,6 +19,7 @@ from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.graphs import provenance
 from inlay.program.symbols import FakeValues
 from inlay.rewrite import Miss
+from inlay.rewrite.masks import Masks
 from inlay.rewrite.schema import normalised
 from inlay.state.position_wise import Mixed, carries, first_mixed, mixes
 from inlay.state.positions import Source, find_sources, rehearse
@@ -120,8 +121,11 @@ def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
         return Mixed(calls[0], f"its batch is {batch}, neither dynamic nor 1")
     for call in calls:
         given: dict[str, Any] = dict(normalised(call))
-        if not given["causal"] or given["mask"] is not None:
-            return Mixed(call, "its mask is not known to be causal")
+        if given["mask"] is not None:
+            reason = Masks(program.graph).meaning(given["mask"], call).reason
+            return Mixed(call, f"its mask is not known to be causal: {reason or 'match_attention has not run'}")
+        if not given["causal"]:
+            return Mixed(call, "its mask is not known to be causal: it has none, and sees later positions")
         if any(_shape(call, name)[::2] != [batch, length] for name in ("query", "key", "value")):
             return Mixed(call, "it works on another batch or length than the first one")
     sources = find_sources(program.graph, batch, length)
@@ -297,9 +301,10 @@ class _Puts:
         origin = provenance(call)
         with self.graph.inserting_before(call):
             written = [self.write(cache, where, given[kind]) for cache, kind in ((keys, "key"), (values, "value"))]
+            window = given["window"] if given["window"] < keys.meta["val"].shape[2] else 0  # no row is so far back
             read = self.call(
-                *(_CACHED, given["query"], *written, self.slots, self.lengths),
-                *(given[name] for name in ("scale", "window", "softcap", "slopes", "sinks")),
+                *(_CACHED, given["query"], *written, self.slots, self.lengths, given["scale"], window),
+                *(given[name] for name in ("softcap", "slopes", "sinks")),
             )
         for node in (*written, read):
             node.meta |= origin

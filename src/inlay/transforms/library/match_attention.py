@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.program.graphs import all_graphs, provenance, sizes, written_between
 from inlay.rewrite import Miss, alibi
-from inlay.rewrite.masks import Meaning, meaning
+from inlay.rewrite.masks import Masks
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -73,8 +73,8 @@ class MatchAttention(Transform):
 
     def apply(self, program: Program) -> Applied:
         applied = Applied(program, 0)
-        masks: dict[Any, Meaning] = {}
         for _, graph in all_graphs(program.graph):
+            masks = Masks(graph)
             for node in list(graph.nodes):
                 if node.target not in (_SDPA, _CANONICAL):
                     continue
@@ -109,7 +109,7 @@ def _refuse(node: fx.Node) -> str:
     return ""
 
 
-def _arguments(node: fx.Node, masks: dict[Any, Meaning]) -> tuple[Any, ...]:
+def _arguments(node: fx.Node, masks: Masks) -> tuple[Any, ...]:
     """The arguments of the canonical operator for this node: heads not repeated, the mask as flags where it is one."""
     given: dict[str, Any] = dict(normalised(node))
     query, key, value = given["query"], given["key"], given["value"]
@@ -121,25 +121,33 @@ def _arguments(node: fx.Node, masks: dict[Any, Meaning]) -> tuple[Any, ...]:
         key, value = plain_key, plain_value
     slopes = given.get("slopes")
     if mask is not None and slopes is None and not given.get("softcap", 0.0):
-        slopes, mask = _without_slopes(mask, node)
-    if mask is not None and mask.meta["val"].dim() == 4:
-        if mask not in masks:
-            masks[mask] = meaning(mask, node)
-        if masks[mask].causal:
-            causal, window, mask = True, masks[mask].window, None
+        slopes, mask = _without_slopes(mask, node, masks)
+    if mask is not None:
+        meaning = masks.meaning(mask, node)
+        if meaning.known and _fits(mask, query, key, exactly=meaning.causal):
+            causal, window, mask = meaning.causal, meaning.window, None
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
     flags = (float(scale), causal, window, given.get("softcap", 0.0))
     return query, key, value, mask, *flags, slopes, given.get("sinks")
 
 
-def _without_slopes(mask: fx.Node, attention: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
+    """Does a mask have the sizes of the scores, or 1; `exactly`: no 1 for rows and columns?"""
+    (*batch_and_heads, rows, _), columns = sizes(query.meta["val"]), sizes(key.meta["val"])[2]
+    scores = [*batch_and_heads, rows, columns]
+    given = sizes(mask.meta["val"])
+    broadcast = all(one in ("1", two) for one, two in zip(reversed(given), reversed(scores), strict=False))
+    return len(given) <= 4 and broadcast and (not exactly or given[-2:] == scores[2:])
+
+
+def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx.Node | None, fx.Node | None]:
     """The slopes in what is added to the scores, one a head, and the rest of it."""
     dtype = attention.meta["val"].dtype
     sides = [mask.args, tuple(reversed(mask.args))] if mask.target is aten.add.Tensor and len(mask.args) == 2 else []
     for bias, rest in sides:
         if not isinstance(bias, fx.Node) or not isinstance(rest, fx.Node) or bias.meta["val"].dtype != dtype:
             continue
-        factor = alibi.slopes(bias)
+        factor = alibi.slopes(bias, masks, attention)
         if factor is not None and written_between(factor, attention) is None:
             return factor, rest
     return None, mask
