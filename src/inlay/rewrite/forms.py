@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-LONGEST = 2**23
-"""No size is larger: a mask of that many rows and columns would take 64 TiB. So float32 holds positions exactly."""
+LONGEST = 2**22
+"""No size is larger: a mask of that many rows and columns takes 16 TiB. So float32 holds sums of positions exactly."""
 _MOST_CASES, _MOST_PARTS = 64, 4096
 
 Number: TypeAlias = Linear | float
@@ -270,11 +270,15 @@ def _held(value: Any) -> Any:
 
 
 def _linear(size: Any) -> Linear:
-    if isinstance(size, int):
-        return Linear((), size)
+    return _expanded(size.node.expr) if isinstance(size, torch.SymInt) else Linear((), int(size))
+
+
+@lru_cache(maxsize=4096)
+def _expanded(expression: Any) -> Linear:
+    """A size as a sum; what is not a sum of symbols in it counts as a symbol of which nothing is known."""
     terms: dict[Variable, int] = {}
     constant = 0
-    for term, factor in size.node.expr.as_coefficients_dict().items():
+    for term, factor in expression.as_coefficients_dict().items():
         if term.is_number:
             constant += int(term * factor)
         else:
@@ -289,8 +293,8 @@ def _shape(value: torch.Tensor) -> tuple[Linear, ...]:
 def _size_names(graph: fx.Graph) -> set[str]:
     """The symbols that are the size of an axis of an input: at least 0, unlike a number that is an input."""
     values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    return {str(size) for shape in shapes for size in shape if not isinstance(size, int) and size.node.expr.is_Symbol}
+    found: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    return {str(size) for size in found if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
 
 
 def _writes(graph: fx.Graph) -> list[fx.Node]:
@@ -454,7 +458,7 @@ def _index(call: _Call) -> Form:
     axes: dict[Variable, Linear] = {}
     for place, spot in zip(kept, spots, strict=True):
         axes[place - len(given)] = Linear.of(spot - rank)
-    moved = {axis: Linear.of(first + inner + axis - rank) for axis in range(-inner, 0)}
+    moved: dict[Variable, Linear] = {axis: Linear.of(first + inner + axis - rank) for axis in range(-inner, 0)}
     cases: list[Case] = []
     for chosen in _combinations(*(each.cases for each in indexes.values())):
         for place, (_, at) in zip(places, chosen, strict=True):
@@ -535,9 +539,9 @@ def _times(one: Number, two: Number) -> Number:
     if isinstance(one, Linear) and isinstance(two, Linear) and not (one.terms and two.terms):
         return one * two.constant if not two.terms else two * one.constant
     for each, other in ((one, two), (two, one)):
-        if isinstance(each, float) and math.isinf(each) and isinstance(other, Linear):
-            if not other.terms and other.constant:
-                return each * other.constant
+        infinite = isinstance(each, float) and math.isinf(each)
+        if infinite and isinstance(other, Linear) and not other.terms and other.constant:
+            return each * other.constant
     raise UnknownFormError("it is a product of positions, or of what is no integer")
 
 

@@ -237,7 +237,8 @@ def _contradictory(rows: Iterable[Linear]) -> bool:
             for variable, factor in terms:
                 (above if factor > 0 else below)[variable] += 1
         gone = min(above | below, key=lambda each: (above[each] * below[each], str(each)))
-        rising, falling = [], []
+        rising: list[tuple[int, Linear]] = []
+        falling: list[tuple[int, Linear]] = []
         for terms, constant in list(left.items()):
             factor = dict(terms).get(gone, 0)
             if factor:

@@ -1,7 +1,7 @@
 """What a mask means: derived from how it is made of positions, for every length, or not known, with the reason.
 
-A mask is a formula over row and column (`rewrite/forms.py`). That it is causal, causal with a window or shows everything
-is proven by showing that no row and column exist where the formula and the claim differ (`rewrite/inequalities.py`).
+A mask is a formula over row and column (`rewrite/forms.py`). That it is causal, causal with a window or shows
+everything is proven: no row and column exist where the formula and the claim differ (`rewrite/inequalities.py`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _other(seen: Formula) -> str:
         if back not in (1, -1) or each.terms != (_BACK * back).terms:
             return f"the mask depends on {each} >= 0, and not on row - column alone"
         edges.add(-each.constant if back == 1 else each.constant + 1)
-    starts = [min(edges) - 1, *sorted(edges)]
+    starts = [min(edges, default=0) - 1, *sorted(edges)]
     shown = [holds(seen, {-2: start, -1: 0}) for start in starts]
     parts = []
     for start, end, visible in zip([None, *starts[1:]], [*starts[1:], None], shown, strict=True):
