@@ -74,6 +74,10 @@ class Drawn:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
                 if positions is not None and node.target is aten.arange.start:
                     values[node] = (positions + args[0]).to(kwargs.get("dtype", torch.int64))
+                elif positions is not None and node.target in (aten.expand.default, aten.ones.default):
+                    *tensor, shape = args
+                    shape = [len(positions) if size == length else size for size in shape]
+                    values[node] = node.target(*tensor, shape, **kwargs)
                 else:
                     values[node] = node.target(*args, **kwargs)
             elif node.op == "placeholder":
@@ -197,6 +201,8 @@ class Drawing:
         )()
 
     def triangle(self) -> fx.Node:
+        if not self.in_shapes:
+            return self.causal()
         ones = self.call(aten.ones.default, [self.drawn.size, self.drawn.size], dtype=torch.bool)
         return self.boolean(aten.tril.default, ones)
 
@@ -415,14 +421,18 @@ def squares(drawn: Drawn) -> list[tuple[int, torch.Tensor | None]]:
 
 
 def breakpoints(drawn: Drawn) -> list[tuple[int, torch.Tensor | None]]:
-    """A length beyond twice the sum of the constants, at every sum and difference of them ± 1 from both ends."""
+    """Two lengths beyond twice the sum of the constants, at every sum and difference of them ± 1 from both ends."""
     sums = {0}
     for constant in drawn.constants[:5]:
         sums = {each + constant * sign for each in sums for sign in (-1, 0, 1)}
-    reach = 2 * sum(drawn.constants) + 9
     near = {each + step for each in sums for step in (-1, 0, 1)}
-    found = {position for each in near for position in (each, reach // 2 + each, reach - 1 + each)}
-    return [(reach, torch.tensor(sorted(each for each in found if 0 <= each < reach)))]
+    reach = 2 * sum(drawn.constants) + 9
+    return [(length, _around(near, length)) for length in (reach, reach + 11)]
+
+
+def _around(near: set[int], length: int) -> torch.Tensor:
+    found = {position for each in near for position in (each, length // 2 + each, length - 1 + each)}
+    return torch.tensor(sorted(each for each in found if 0 <= each < length))
 
 
 def main() -> int:

@@ -214,6 +214,8 @@ class _Call:
         low, high = self.forms.bounds(each, shape)
         least, most = _exact_range(dtype)
         if not (least <= low and high <= most) and not (not each.terms and _representable(each.constant, dtype)):
+            if math.isinf(low) or math.isinf(high):
+                raise UnknownFormError(f"how large {each} may be is not known")
             raise UnknownFormError(f"{_short(dtype)} does not hold {each} exactly at every length")
 
     def cast(self, form: Form, dtype: torch.dtype) -> tuple[Case, ...]:

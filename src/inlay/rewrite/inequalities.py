@@ -193,6 +193,19 @@ def impossible(known: Iterable[Linear], *formulas: Formula) -> bool:
     return _refuted(formulas, list(known), Counter())
 
 
+def settled(formula: Formula, known: list[Linear]) -> Formula:
+    """The formula without the inequalities that always or never hold where the `known` ones do.
+
+    >>> print(settled(All((Linear.of(-1), Linear.of(-1) - 3)), [Linear.of(-1)]))
+    column - 3
+    """
+    if isinstance(formula, Linear):
+        always, never = impossible(known, negated(formula)), impossible(known, formula)
+        return ALWAYS if always else NEVER if never else formula
+    parts = (settled(part, known) for part in formula.parts)
+    return all_of(parts) if isinstance(formula, All) else some_of(parts)
+
+
 def _refuted(formulas: Iterable[Formula], rows: list[Linear], steps: Counter[str]) -> bool:
     todo, choices, rows = list(formulas), [], list(rows)
     while todo:

@@ -23,6 +23,7 @@ from inlay.rewrite.inequalities import (
     impossible,
     inequalities,
     negated,
+    settled,
     some_of,
 )
 
@@ -91,7 +92,7 @@ def _meaning(form: Form) -> Meaning:
         return Meaning(False, reason=f"the mask is not understood: {reason}")
     except UndecidedError:
         return Meaning(False, reason="the mask has too many cases")
-    return Meaning(False, reason=_other(seen))
+    return Meaning(False, reason=_other(settled(seen, known)))
 
 
 def _seen(form: Form) -> Formula:
@@ -126,18 +127,21 @@ def _window(seen: Formula, size: Linear) -> int:
 
 
 def _other(seen: Formula) -> str:
-    """What a mask shows that is not causal."""
-    edges = set()
+    """What a mask shows that is neither causal nor a window."""
+    edges: set[int] = set()
     for each in inequalities(seen):
         back = dict(each.terms).get(-2, 0)
         if back not in (1, -1) or each.terms != (_BACK * back).terms:
             return f"the mask depends on {each} >= 0, and not on row - column alone"
         edges.add(-each.constant if back == 1 else each.constant + 1)
-    starts = [min(edges, default=0) - 1, *sorted(edges)]
-    shown = [holds(seen, {-2: start, -1: 0}) for start in starts]
-    parts = []
-    for start, end, visible in zip([None, *starts[1:]], [*starts[1:], None], shown, strict=True):
-        if visible:
-            low = f"{start} <= " if start is not None else ""
-            parts.append(f"{low}row - column{f' < {end}' if end is not None else ''}")
+    parts: list[str] = []
+    before = holds(seen, {-2: min(edges, default=0) - 1, -1: 0})
+    text = "row - column"
+    for edge in sorted(edges):
+        visible = holds(seen, {-2: edge, -1: 0})
+        if before and not visible:
+            parts.append(f"{text} < {edge}")
+        text = f"{edge} <= row - column" if visible and not before else text
+        before = visible
+    parts += [text] if before else []
     return f"the mask shows {' or '.join(parts) or 'nothing'}: neither causal nor a window"
