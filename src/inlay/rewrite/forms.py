@@ -522,10 +522,11 @@ def _diff(call: _Call) -> Form:
 def _cumsum(call: _Call) -> Form:
     """A constant summed up grows by it at every step."""
     form, axis = call.form("self"), call.given["dim"]
-    ((_, each), *others) = form.cases
-    if others or not isinstance(each, Linear) or each.terms:
+    known = domain(form.shape)
+    reached = [each for where, each in form.cases if not impossible(known, where)]
+    if len(reached) != 1 or not isinstance(reached[0], Linear) or reached[0].terms:
         raise UnknownFormError("it sums up what differs from position to position")
-    return call.made([(ALWAYS, (Linear.of(axis) + 1) * each.constant)])
+    return call.made([(ALWAYS, (Linear.of(axis) + 1) * reached[0].constant)])
 
 
 def _sum(one: Number, two: Number, factor: int = 1) -> Number:

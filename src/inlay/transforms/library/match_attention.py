@@ -47,6 +47,15 @@ class MatchAttention(Transform):
             places = torch.arange(5)
             return sdpa(q, k, v, attn_mask=(places[None, :] <= places[:, None])[None, None])
 
+        def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = torch.arange(5)
+            gap = places[:, None] - places[None, :]
+            return sdpa(q, k, v, attn_mask=torch.where((gap >= 0) & (gap - 1.0 < 1 + 1), 0.0, float("-inf")))
+
+        def prefixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = torch.arange(5)
+            return sdpa(q, k, v, attn_mask=(places[None, :] <= places[:, None]) | (places[None, :] < 2))
+
         return [
             Case("repeated heads", grouped, (query, key, key)),
             Case("same heads, no mask", lambda q, k, v: sdpa(q, k, v, scale=0.3), (query, query, query)),
@@ -56,6 +65,8 @@ class MatchAttention(Transform):
                 (query, query, added),
             ),
             Case("a causal mask", masked, (query, query, query)),
+            Case("a window", windowed, (query, query, query)),
+            Case("a mask that is not causal", prefixed, (query, query, query)),
         ]
 
     @classmethod
