@@ -11,6 +11,7 @@ import torch
 from inlay import Example
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -138,8 +139,18 @@ def llama_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def tiny_gguf(path: Path, layers: int = 2, seed: int = 0, inner: int = 96, **kinds: str) -> Path:
-    """A GGUF file of a small Llama with random weights: Q4_1, a Q8_0 embedding, and tensors of other kinds by name."""
+def tiny_gguf(
+    path: Path,
+    layers: int = 2,
+    seed: int = 0,
+    inner: int = 96,
+    more: Callable[[Any], None] = lambda writer: None,
+    **kinds: str,
+) -> Path:
+    """A GGUF file of a small Llama with random weights: Q4_1, a Q8_0 embedding, and tensors of other kinds by name.
+
+    `more` adds to the file what it needs beside.
+    """
     import gguf
 
     rng = np.random.default_rng(seed)
@@ -179,6 +190,7 @@ def tiny_gguf(path: Path, layers: int = 2, seed: int = 0, inner: int = 96, **kin
         add(f"{prefix}.ffn_gate.weight", inner, hidden, kind=q4)
         add(f"{prefix}.ffn_up.weight", inner, hidden, kind=q4)
         add(f"{prefix}.ffn_down.weight", hidden, inner, kind=q4)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

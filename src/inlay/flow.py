@@ -19,8 +19,9 @@ from inlay.compile.in_process import compile_lowered
 from inlay.compile.kept import Lookup, keep, looked_up, restored
 from inlay.compile.pack import Contents, Lowered, lower, pack
 from inlay.config import resolve
-from inlay.errors import ModelError, UsageError
+from inlay.errors import ContractError, ModelError, UsageError
 from inlay.program.bindings import Role
+from inlay.program.remarks import RemarkKind
 from inlay.program.weights import quantised
 from inlay.state import declare, lift_mutated_buffers
 from inlay.transforms import configure, run
@@ -131,8 +132,24 @@ def transform(
     on_step("transforming")
     program, resolved = prepared(program, options)
     instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *tracing()]
+    decoder = is_decoder(program)
     program, records = run(program, configure(resolved), instruments)
+    if decoder and not _has_cache(program):
+        _refuse_without_state(program, records)
     return program, resolved, records
+
+
+def _refuse_without_state(program: Program, records: Sequence[Record]) -> None:
+    """A decoder that brings positions together and got no cache would begin anew with every token."""
+    for record in records:
+        for remark in record.remarks:
+            if record.key == "insert_kv_cache" and remark.kind is RemarkKind.REFUSED:
+                raise ContractError(
+                    f"{program.name} cannot be built as a decoder: {remark.reason.removeprefix('refused: ')}"
+                    f"{f' (at {remark.source})' if remark.source else ''}.",
+                    "State other than keys and values is not supported yet; `--set insert_kv_cache.enabled=false`"
+                    " builds a program that is given whole sequences.",
+                )
 
 
 def prepared(program: Program, options: Options) -> tuple[Program, Resolved]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,18 @@ def test_the_error_of_quantised_weights(name: str, most: float) -> None:
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         plain = ((groups - low) / (high - low) * 15).round() * (high - low) / 15 + low
         assert rms < 0.97 * float((plain - groups).norm() / groups.norm())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_error_of_values_that_are_not_finite(value: float) -> None:
+    """It is not a number: a weight with one such value is not called exact."""
+    values = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
+    values[3, 5] = value
+    for name in ("int8", "int4-g32"):
+        error = FORMATS[name].error(values)
+        assert math.isnan(error.rms)
+        assert math.isnan(error.largest)
 
 
 @pytest.mark.fast

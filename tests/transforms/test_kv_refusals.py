@@ -42,6 +42,12 @@ def _in_halves(h: Tensor, w: Tensor) -> Tensor:
     return (halves - halves.mean(-1, keepdim=True)).view(batch, length, 8)
 
 
+def _squares(h: Tensor) -> Tensor:
+    """Each token times itself, as a product of matrices."""
+    batch, length = _batch_and_length(h)
+    return torch.bmm(h.reshape(-1, 1, 8), h.reshape(-1, 8, 1)).view(batch, length, 1)
+
+
 APART: dict[str, Any] = {
     "pointwise": lambda h, w: torch.tanh(h * 0.5 + 1),
     "linear": functional.linear,
@@ -64,8 +70,14 @@ APART: dict[str, Any] = {
     "counted positions": lambda h, w: h + 0.1 * torch.ones(h.shape[:2], dtype=torch.int64).cumsum(1).unsqueeze(2),
     "where": lambda h, w: torch.where(_places(h).unsqueeze(2) > 4, h, -h),
     "ones": lambda h, w: h + torch.ones(h.shape[1], 8),
+    "ones of a batch": lambda h, w: h + torch.ones(h.shape[0], 1, 8),
+    "sequences last": lambda h, w: h.permute(1, 2, 0).contiguous().softmax(1).permute(2, 0, 1),
+    "halves in a row": lambda h, w: h.reshape(-1, 4).softmax(1).view(h.shape),
+    "a row of sequences": lambda h, w: (h.reshape(h.shape[0], -1) * 2).view(h.shape),
+    "tokens against themselves": lambda h, w: h * _squares(h),
+    "a product a sequence": lambda h, w: h @ w[:, 0].diag().expand(h.shape[0], 8, 8),
 }
-"""Keeps positions apart: a cache may be inserted."""
+"""Keeps positions and sequences apart: a cache may be inserted."""
 
 _AS_A_NUMBER = "the length is used as a number"
 _ALONG = "works along the axis of positions"
@@ -92,12 +104,6 @@ def _convolved(h: Tensor, w: Tensor) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _squares(h: Tensor) -> Tensor:
-    """Each token by itself, and refused all the same: two operands of a product have positions."""
-    batch, length = _batch_and_length(h)
-    return torch.bmm(h.reshape(-1, 1, 8), h.reshape(-1, 8, 1)).view(batch, length, 1)
-
-
 MIXING: dict[str, tuple[str, Any]] = {
     "cumsum": (f"aten.cumsum.default {_ALONG}", lambda h, w: h.cumsum(1)),
     "softmax": (f"aten.softmax.int {_ALONG}", lambda h, w: h.softmax(1)),
@@ -112,7 +118,6 @@ MIXING: dict[str, tuple[str, Any]] = {
     "shift": (f"aten.pad.default {_UNKNOWN}", lambda h, w: functional.pad(h, (0, 0, 1, 0))[:, :-1]),
     "matmul": (_NO_AXIS, lambda h, w: h @ (h.transpose(1, 2) @ h)),
     "scores": (_NO_AXIS, lambda h, w: (h @ h.transpose(1, 2)).softmax(-1) @ h),
-    "tokens against tokens": (f"aten.bmm.default {_ALONG}", lambda h, w: h * _squares(h)),
     "view [length, batch, 8]": (f"aten.view.default {_ALONG}", _scrambled(1, 0, 2)),
     "view [batch, 8, length]": (f"aten.view.default {_ALONG}", _scrambled(0, 2, 1)),
     "view [8, batch, length]": (f"aten.view.default {_ALONG}", _scrambled(2, 0, 1)),
@@ -140,6 +145,59 @@ MIXING: dict[str, tuple[str, Any]] = {
     "a mask by hand": (_OF_SIZES, lambda h, w: torch.ones(h.shape[1], h.shape[1]).tril() @ h),
 }
 """Brings positions together, or may: no cache may be inserted."""
+
+
+_SEQUENCES = "works along the axis of sequences"
+_NO_SEQUENCES = "its result or an operand has no axis of sequences, or several"
+
+
+def _numbers(h: Tensor) -> Tensor:
+    return torch.arange(h.shape[0])
+
+
+def _over_sequences(h: Tensor, w: Tensor) -> Tensor:
+    """Each position of a sequence attends to the same position of all others."""
+    rows = h.transpose(0, 1)
+    return ((rows @ rows.transpose(1, 2)).softmax(-1) @ rows).transpose(0, 1)
+
+
+ACROSS: dict[str, tuple[str, Any]] = {
+    "mean": (_NO_SEQUENCES, lambda h, w: h - h.mean(0)),
+    "mean, kept": (_NO_SEQUENCES, lambda h, w: h - h.mean(0, keepdim=True)),
+    "largest": (_NO_SEQUENCES, lambda h, w: h - h.amax((0, 2), keepdim=True)),
+    "cumsum": (f"aten.cumsum.default {_SEQUENCES}", lambda h, w: h.cumsum(0)),
+    "softmax": (f"aten.softmax.int {_SEQUENCES}", lambda h, w: h.softmax(0)),
+    "softmax of a row": (_SEQUENCES, lambda h, w: h.permute(1, 0, 2).reshape(h.shape[1], -1).softmax(1)),
+    "first": (_NO_SEQUENCES, lambda h, w: h + h[0]),
+    "first, expanded": (_NO_SEQUENCES, lambda h, w: h[:1].expand(h.shape[0], -1, -1)),
+    "index": (_NO_SEQUENCES, lambda h, w: h + h[torch.tensor([0])]),
+    "flip": ("aten.flip.default", lambda h, w: h.flip(0)),
+    "roll": ("aten.roll.default", lambda h, w: h.roll(1, 0)),
+    "sort": ("aten.sort.default", lambda h, w: h.sort(0).values),
+    "batch norm": ("batch_norm", lambda h, w: functional.batch_norm(h.transpose(1, 2), None, None, training=True)),
+    "cat": (f"aten.cat.default {_SEQUENCES}", lambda h, w: torch.cat([h, h])[: h.shape[0]]),
+    "slice": (_SEQUENCES, lambda h, w: torch.cat([h[1:], h[:1]])),
+    "matmul": (_NO_SEQUENCES, _over_sequences),
+    "mean of the last": (_NO_SEQUENCES, lambda h, w: h[:, -1].mean(0)),
+    "last, softmax": (f"aten.softmax.int {_SEQUENCES}", lambda h, w: h[:, -1].softmax(0)),
+    "sequences in another order": (_ALONG, lambda h, w: h.transpose(0, 1).reshape(-1, 8).view(h.shape)),
+    "rows in another order": (
+        "aten.view.default works along the axis of sequences",
+        lambda h, w: h[:, -1].t().reshape(-1).view(h.shape[0], 8) * 2,
+    ),
+    "times the batch": ("the size of the batch is used as a number", lambda h, w: h * h.shape[0]),
+    "filled with the batch": ("the size of the batch is used", lambda h, w: h + torch.full((8,), h.shape[0] * 1.0)),
+    "number of the sequence": ("not the same for every sequence", lambda h, w: h + _numbers(h).view(-1, 1, 1)),
+    "batch returned": ("the size of the batch itself is returned", lambda h, w: (h, h.shape[0])),
+}
+"""Brings sequences together, or may: no cache may be inserted."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ACROSS)
+def test_sequences_are_mixed(name: str) -> None:
+    reason, operation = ACROSS[name]
+    assert reason in _reason(captured(lambda x, w: operation(attend(x, w), w)))
 
 
 def _reason(program: Program) -> str:
@@ -371,3 +429,92 @@ def test_random_decoders(seed: int) -> None:
 def test_more_random_decoders(block: int) -> None:
     for seed in range(100 + 30 * block, 130 + 30 * block):
         _check_seed(seed)
+
+
+def _moved(h: Tensor, axis: int) -> Tensor:
+    return torch.cat([h.narrow(axis, 1, h.shape[axis] - 1), h.narrow(axis, 0, 1)], axis)
+
+
+def _reordered(h: Tensor, axis: int) -> Tensor:
+    """The same sizes after each other in another order."""
+    sizes, order = list(h.shape), [(1, 0, 2), (0, 2, 1), (2, 1, 0)][axis]
+    return h.permute(order).reshape(sizes) + 0.5 * h.reshape([sizes[each] for each in order]).reshape(sizes)
+
+
+def _products(h: Tensor, axis: int) -> Tensor:
+    rows = h.movedim(axis, 1)
+    return (torch.tanh(rows @ rows.transpose(1, 2)) @ rows).movedim(1, axis)
+
+
+ALONG_ANY: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "softmax": lambda h, axis: h.softmax(axis),
+    "cumsum": lambda h, axis: h.cumsum(axis) * 0.3,
+    "mean": lambda h, axis: h - h.mean(axis, keepdim=True),
+    "largest": lambda h, axis: h - h.amax(axis, keepdim=True),
+    "first": lambda h, axis: h + h.narrow(axis, 0, 1).expand(h.shape),
+    "chosen": lambda h, axis: h + h.select(axis, 0).unsqueeze(axis),
+    "flip": lambda h, axis: h.flip(axis),
+    "roll": lambda h, axis: h.roll(1, axis),
+    "sort": lambda h, axis: h.sort(axis).values,
+    "ranks": lambda h, axis: h.gather(axis, h.argsort(axis)),
+    "norm": lambda h, axis: h * torch.rsqrt(h.square().mean(axis, keepdim=True) + 1e-3),
+    "moved": _moved,
+    "order": _reordered,
+    "products": _products,
+    "one index": lambda h, axis: h + h.index_select(axis, torch.tensor([0])),
+}
+"""Operations along an axis that is drawn: of sequences, of positions, of neither."""
+
+
+def _drawn(seed: int) -> tuple[list[str], Callable[[Tensor, Tensor], Tensor]]:
+    """Operations that keep entries apart, attention, and one or two along an axis that is drawn, at any place."""
+    rng = random.Random(seed)
+    keeping = [name for name in APART if name not in ("cat", "attention")]
+    chain: list[tuple[str, Any]] = [(name, APART[name]) for name in rng.choices(keeping, k=rng.randint(0, 2))]
+    for _ in range(rng.randint(1, 2)):
+        name, axis = rng.choice(list(ALONG_ANY)), rng.choice((0, 0, 1, 2))
+        chain.append((f"{name} {axis}", lambda h, w, name=name, axis=axis: ALONG_ANY[name](h, axis)))
+    rng.shuffle(chain)
+    chain.insert(rng.randrange(len(chain) + 1), ("attention", attend))
+
+    def decoder(x: Tensor, w: Tensor) -> Tensor:
+        for _, operation in chain:
+            x = operation(x, w)
+        return x
+
+    return [name for name, _ in chain], decoder
+
+
+def _mixes_sequences(decoder: Callable[[Tensor, Tensor], Tensor], seed: int) -> bool:
+    """Whether what comes out for one sequence changes with another one."""
+    made = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(3, 7, 8, generator=made), torch.randn(8, 8, generator=made)
+    other = x.clone()
+    other[1] += torch.randn(7, 8, generator=made)
+    before, after = decoder(x, w), decoder(other, w)
+    return not torch.allclose(before[[0, 2]], after[[0, 2]], rtol=1e-5, atol=1e-6)
+
+
+def _check_drawn(seed: int) -> str:
+    names, decoder = _drawn(seed)
+    program = captured(decoder)
+    mixing = _mixes_sequences(decoder, seed)
+    if with_cache(program).sites:
+        assert not mixing, f"seed {seed}: {names} mixes sequences, and a cache was inserted"
+        _check(program, random.Random(seed))
+        return "accepted"
+    return "mixing" if mixing else "refused"
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_operations_along_any_axis(block: int) -> None:
+    """Whatever brings sequences or positions together is refused; what is accepted computes the same in parts."""
+    found = [_check_drawn(seed) for seed in range(1000 + 6 * block, 1006 + 6 * block)]
+    assert {"accepted", "mixing"} & {*found}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", range(20))
+def test_more_operations_along_any_axis(block: int) -> None:
+    found = [_check_drawn(seed) for seed in range(2000 + 50 * block, 2050 + 50 * block)]
+    assert {"accepted", "mixing"} <= {*found}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import Dim
 
+from inlay.capture.assumptions import assumptions, check_sizes
+from inlay.capture.exclusive import exclusive
 from inlay.capture.model import Example, Model
 from inlay.capture.repeated import make_functional
 from inlay.capture.source import open_model
@@ -19,6 +20,7 @@ from inlay.program.weights import InMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from inlay.capture.assumptions import Assumption
     from inlay.capture.hf import HFOptions
     from inlay.program.program import Program
     from inlay.program.weights import TensorRef
@@ -50,7 +52,7 @@ def capture(
         model = Model(type(model.module).__name__, "module", model, {})
     example = model.example
     module = example.module.eval()
-    exported = _export(model, module, on_step)
+    exported, assumed = _export(model, module, on_step)
     on_step("reading the program")
     written = set(exported.graph_signature.buffers_to_mutate.values())
     # State is kept as it is now: the module it came from goes on living.
@@ -60,16 +62,19 @@ def capture(
     tensors |= {name: InMemory(value) for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     tensors |= dict(model.tensors)
     program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, example))
+    program = check_sizes(program, assumed, model)
     from inlay.capture.facts import find_facts
 
     return find_facts(program, model)
 
 
-def _export(model: Model, module: torch.nn.Module, on_step: Callable[[str], None]) -> torch.export.ExportedProgram:
+def _export(
+    model: Model, module: torch.nn.Module, on_step: Callable[[str], None]
+) -> tuple[torch.export.ExportedProgram, list[Assumption]]:
+    """The functional program, and what was assumed of sizes on the way."""
     example = model.example
     try:
-        with warnings.catch_warnings(), any_size():
-            warnings.simplefilter("ignore")
+        with exclusive(), any_size():
             on_step("exporting")
             exported = torch.export.export(
                 module,
@@ -79,7 +84,8 @@ def _export(model: Model, module: torch.nn.Module, on_step: Callable[[str], None
                 strict=False,
             )
             on_step("making it functional")
-            return make_functional(exported)
+            functional = make_functional(exported)
+            return functional, [*assumptions(exported.graph), *assumptions(functional.graph)]
     except UsageError:
         raise
     except Exception as error:

@@ -6,11 +6,13 @@ checkpoint (`inv_freq`, embedding scales).
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from inlay.errors import CaptureError
 
@@ -18,45 +20,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+class _Building(threading.local):
+    """The mode in which this thread registers parameters, if it builds a module without weights."""
+
+    mode: FakeTensorMode | None = None
+
+
+_BUILDING = _Building()
+
+
+def _without_memory(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    mode = _BUILDING.mode
+    if mode is None or is_fake(param):
+        return None
+    with mode:
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+    return torch.nn.Parameter(empty, requires_grad=False)
+
+
+# Stays registered: torch goes over its hooks without a lock, so adding and removing them is not safe in threads.
+register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]
+
+
 @contextmanager
 def fake_parameters() -> Iterator[None]:
     """Within this context every parameter a module registers loses its memory and keeps its shape.
+
+    Other threads register theirs as ever.
 
     >>> with fake_parameters():
     ...     layer = torch.nn.Linear(1 << 20, 1 << 12, bias=False)
     >>> is_fake(layer.weight), tuple(layer.weight.shape)
     (True, (4096, 1048576))
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    register = torch.nn.Module.register_parameter
-
-    def register_fake(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not is_fake(param):
-            with mode:
-                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
-            param = torch.nn.Parameter(empty, requires_grad=False)
-        register(module, name, param)
-
-    torch.nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
-    try:
-        with _lazy_initialisers():
-            yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-@contextmanager
-def _lazy_initialisers() -> Iterator[None]:
-    """Filling real memory with random numbers that nobody reads is what makes building a large module slow."""
-    names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
-    originals = {name: getattr(torch.nn.init, name) for name in names}
-    for name in names:
-        setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    before, _BUILDING.mode = _BUILDING.mode, FakeTensorMode(allow_non_fake_inputs=True)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.nn.init, name, original)
+        _BUILDING.mode = before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ So the header is checked here first, every count and offset against the size of 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,10 +185,40 @@ def read_header(path: Path) -> GGUFFile:
             if key in metadata:
                 raise cursor.damaged(f"the key {key} appears twice")
             metadata[key] = cursor.value(cursor.number("I", key), key)
+        count = metadata.get("split.count")
+        if isinstance(count, int) and count > 1:
+            raise split_error(path, count)
         tensors = _tensor_table(cursor, tensor_count, metadata)
     header = GGUFFile(path, metadata, tensors)
     _check_sizes(cursor, header)
     return header
+
+
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+"""How llama.cpp names the parts of a split file."""
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file is called one of several parts.
+
+    >>> from pathlib import Path
+    >>> is_part(Path("m-00001-of-00003.gguf")), is_part(Path("m.gguf"))
+    (True, False)
+    """
+    part = _PART.match(path.name)
+    return part is not None and int(part["count"]) > 1
+
+
+def split_error(path: Path, count: int | None = None) -> ModelError:
+    """What is said of a part of a split model."""
+    part = _PART.match(path.name)
+    stem, count = part["stem"] if part else path.stem, count or int(part["count"] if part else 0)
+    first, last = (f"{stem}-{number:05}-of-{count:05}.gguf" for number in (1, count))
+    return ModelError(
+        f"{path.name} is one of the {count} parts of a split GGUF model, {first} to {last}, and only whole files are"
+        " read yet.",
+        f"Merge them: llama-gguf-split --merge {first} {stem}.gguf",
+    )
 
 
 def _tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.capture.exclusive import exclusive
 from inlay.capture.fake import check_buffers, fake_parameters
 from inlay.capture.model import Example, Model
-from inlay.capture.stored import index_folder
+from inlay.capture.quantisation import listed, refuse_parts, refuse_stated, refuse_storage
+from inlay.capture.stored import StoredTensor, index_folder
 from inlay.errors import ModelError, one_line
 from inlay.program.weights import Absent, Cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from inlay.capture.gguf import GGUFFile
@@ -47,6 +46,7 @@ class HFOptions:
 def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
     """A model from a folder with a `config.json` and, usually, safetensors files."""
     config = _folder_config(folder, name, options)
+    refuse_stated(folder, name)
     stored = index_folder(folder)
     if not stored and any(folder.glob("*.bin")):
         raise ModelError(
@@ -54,14 +54,19 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
             "Convert them to safetensors: transformers' save_pretrained does.",
         )
     model = _build(config, name, options)
+    leftover: list[str] = []
     if stored:
-        from inlay.capture.hf_weights import map_tensors
+        from inlay.capture.hf_weights import map_tensors, unexpected
 
         refs = map_tensors(stored, model)
+        leftover = unexpected(refs, model)
+        refuse_parts(name, leftover)
     else:
         refs = {key: Absent(key) for key in model.state_dict()}
+    tensors = _bound(model, name, refs)
+    _refuse_leftover(name, leftover, "Use the checkpoint that belongs to the configuration.")
     tokenizer = partial(_tokenizer, folder, name, trust_remote_code=options.trust_remote_code)
-    return _model(model, name, "huggingface", refs, tokenizer)
+    return _model(model, name, "huggingface", tensors, tokenizer)
 
 
 def open_gguf(path: Path, options: HFOptions) -> Model:
@@ -70,8 +75,21 @@ def open_gguf(path: Path, options: HFOptions) -> Model:
     from inlay.capture.hf_gguf import map_tensors
 
     model = _build(config, path.name, HFOptions(options.dtype or torch.float32))
+    refs, leftover = map_tensors(header, model)
+    tensors = _bound(model, path.name, refs)
+    _refuse_leftover(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
     tokenizer = partial(_tokenizer, path.parent, path.name, gguf_file=path.name)
-    return _model(model, path.name, "gguf", map_tensors(header, model), tokenizer)
+    return _model(model, path.name, "gguf", tensors, tokenizer)
+
+
+def _refuse_leftover(name: str, leftover: list[str], remedy: str) -> None:
+    """A weight that the model does not use was made for another model."""
+    if leftover:
+        raise ModelError(
+            f"{name} holds {listed(leftover)}, which the model that transformers builds from its configuration does"
+            " not use, so it is not the model these weights were made for.",
+            remedy,
+        )
 
 
 def folder_architecture(folder: Path, name: str, options: HFOptions) -> str:
@@ -91,7 +109,7 @@ def _architecture(config: Any) -> str:
 def _folder_config(folder: Path, name: str, options: HFOptions) -> Any:
     transformers = _transformers()
     try:
-        with _quiet():
+        with exclusive():
             return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except Exception as error:
         raise _config_error(name, error) from error
@@ -107,13 +125,13 @@ def _gguf_config(path: Path) -> tuple[GGUFFile, Any]:
     from inlay.capture.hf_gguf import read_config
 
     header = read_header(path)
-    with _quiet():
+    with exclusive():
         return header, read_config(header)
 
 
 def _tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
     try:
-        with _quiet():
+        with exclusive():
             return _transformers().AutoTokenizer.from_pretrained(folder, **arguments)
     except Exception as error:
         raise ModelError(
@@ -124,12 +142,11 @@ def _tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
 
 def _build(config: Any, name: str, options: HFOptions) -> Any:
     transformers = _transformers()
-    from transformers.initialization import no_init_weights
-
+    _refuse_encoder_decoder(config, name)
     config.use_cache = False
     dtype = {"dtype": options.dtype} if options.dtype is not None else {}
     try:
-        with _quiet(), no_init_weights(), fake_parameters():
+        with exclusive(), fake_parameters():
             model = transformers.AutoModelForCausalLM.from_config(
                 config, trust_remote_code=options.trust_remote_code, **dtype
             )
@@ -142,10 +159,52 @@ def _build(config: Any, name: str, options: HFOptions) -> Any:
             "For another kind of model, write a factory and pass it as package.module:factory.",
         ) from error
     check_buffers(model)
+    _check_class(model, name)
+    _refuse_recurrent(model, name)
     return model.eval()
 
 
-def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], tokenizer: Callable[[], Any]) -> Model:
+def _refuse_encoder_decoder(config: Any, name: str) -> None:
+    if config.is_encoder_decoder:
+        stated = f" ({', '.join(config.architectures)})" if config.architectures else ""
+        raise ModelError(
+            f"{name} is a model with an encoder and a decoder{stated}; a causal language model built from its"
+            " configuration would be its decoder alone.",
+            "Write a factory that makes the part you want and pass it as package.module:factory.",
+        )
+
+
+def _refuse_recurrent(model: Any, name: str) -> None:
+    """A model none of whose layers attends: all of its state is one that no cache of keys and values holds."""
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except Exception:  # transformers knows no cache for it, so nothing is known of its state
+        return
+    if layers and not any(isinstance(each, CacheLayerMixin) for each in layers):
+        kinds = ", ".join(dict.fromkeys(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+        raise ModelError(
+            f"{name} keeps the states of convolutions and recurrences ({kinds or type(layers[0]).__name__} in all"
+            f" {len(layers)} layers) instead of keys and values, which is not supported yet.",
+            "Use a model whose layers attend.",
+        )
+
+
+def _check_class(model: Any, name: str) -> None:
+    """The checkpoint was made by the class that its configuration names, if transformers has that class."""
+    made = {type(each).__name__ for each in (model, model.base_model)}
+    stated = model.config.architectures or []
+    known = [each for each in stated if hasattr(_transformers(), each)]
+    if known and made.isdisjoint(stated):
+        raise ModelError(
+            f"{name} is a {known[0]}, not a causal language model: transformers would build a {type(model).__name__}"
+            " from its configuration, which is another model.",
+            "Write a factory that makes the model you want and pass it as package.module:factory.",
+        )
+
+
+def _model(model: Any, name: str, kind: str, tensors: Mapping[str, TensorRef], tokenizer: Callable[[], Any]) -> Model:
     facts, architecture = describe(model)
     vocabulary = max(1, facts.get("vocabulary", 1))
     ids = (torch.arange(16) % vocabulary).reshape(2, 8)
@@ -155,7 +214,7 @@ def _model(model: Any, name: str, kind: str, refs: Mapping[str, TensorRef], toke
         name=name,
         kind=kind,
         example=example,
-        tensors=_bound(model, name, refs),
+        tensors=tensors,
         config=facts,
         architecture=architecture,
         limits=limits,
@@ -179,14 +238,15 @@ def _bound(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, Te
             owners.setdefault(id(value), target)
     missing = [target for target, value in parameters.items() if id(value) not in owners]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(
-            f"{name} lacks the weights {', '.join(missing[:3])}{more}.",
+            f"{name} lacks the weights {listed(missing)}.",
             "The download is incomplete or the configuration belongs to another checkpoint.",
         )
     bound: dict[str, TensorRef] = {}
     for target, value in parameters.items():
         ref = refs[owners[id(value)]]
+        if value.is_floating_point():
+            refuse_storage(name, target, _formats(ref))
         shape = getattr(ref, "shape", None)
         if shape is not None and tuple(shape) != tuple(value.shape):
             raise ModelError(
@@ -196,8 +256,15 @@ def _bound(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, Te
         bound[target] = _cast(ref, value.dtype)
     for target, value in model.named_buffers():
         if target in refs and not isinstance(refs[target], Absent):
+            if value.is_floating_point():
+                refuse_storage(name, target, _formats(refs[target]))
             bound[target] = _cast(refs[target], value.dtype)
     return bound
+
+
+def _formats(ref: TensorRef) -> tuple[str, ...]:
+    """The number formats a reference is stored in; none where its file says how to read it."""
+    return (ref.format,) if isinstance(ref, StoredTensor) else getattr(ref, "formats", ())
 
 
 def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
@@ -226,17 +293,3 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ModelError("Hugging Face models need the transformers package.", "pip install 'inlay[hf]'") from error
     return transformers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers logs and warns about things a user of Inlay can do nothing about."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

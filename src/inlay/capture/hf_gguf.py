@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -27,12 +27,18 @@ if TYPE_CHECKING:
 
 
 def read_config(header: GGUFFile) -> Any:
-    """The Hugging Face configuration of a GGUF file."""
+    """The Hugging Face configuration of a GGUF file.
+
+    transformers reads a file by itself, tokenizer and all, and trusts every count in it. It gets a small file with the
+    scalars and short arrays of the checked header and the names of the tensors instead.
+    """
     from transformers import CONFIG_MAPPING
 
     try:
-        with patch("gguf.GGUFReader", lambda path: _ReaderView(header)):
-            fields = hf.load_gguf_checkpoint(str(header.path), return_tensors=False)["config"]
+        with tempfile.TemporaryDirectory(prefix="inlay-gguf-") as folder:
+            path = Path(folder, "header.gguf")
+            _write_header(header, path)
+            fields = hf.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
         model_type = fields.pop("model_type")
         return CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:
@@ -43,46 +49,54 @@ def read_config(header: GGUFFile) -> Any:
         ) from error
 
 
-class _ReaderView:
-    """The checked header in the shape of gguf.GGUFReader.
+def _write_header(header: GGUFFile, path: Path) -> None:
+    writer = gguf.GGUFWriter(path, header.architecture)
+    values = {key: value for key, value in header.metadata.items() if not _is_long(value)}
+    for key in ("general.architecture", "general.alignment"):  # the writer has its own
+        values.pop(key, None)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        values.setdefault(f"{header.architecture}.vocab_size", len(tokens))
+    for key, value in values.items():
+        if isinstance(value, list):
+            writer.add_key_value(key, value, _ARRAY, _type(value[0]))
+        else:
+            writer.add_key_value(key, value, _type(value))
+    for name in header.tensors:
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
-    transformers reads the file again by itself, tokenizer and all, and trusts every count in it. It gets the scalars
-    and short arrays of our header instead.
-    """
 
-    def __init__(self, header: GGUFFile) -> None:
-        values = {key: value for key, value in header.metadata.items() if not _is_long(value)}
-        tokens = header.metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list):
-            values.setdefault(f"{header.architecture}.vocab_size", len(tokens))
-        self.fields = {key: _FieldView(value) for key, value in values.items()}
-        self.tensors = list(header.tensors.values())
+_ARRAY = gguf.GGUFValueType.ARRAY
+
+
+def _type(value: Any) -> gguf.GGUFValueType:
+    if isinstance(value, bool):
+        return gguf.GGUFValueType.BOOL
+    if isinstance(value, int):
+        return gguf.GGUFValueType.INT64 if value < 1 << 63 else gguf.GGUFValueType.UINT64
+    return gguf.GGUFValueType.FLOAT64 if isinstance(value, float) else gguf.GGUFValueType.STRING
 
 
 def _is_long(value: Any) -> bool:
-    return isinstance(value, list) and (len(value) > _LONGEST_ARRAY or any(isinstance(item, str) for item in value))
+    """Whether a value is a list that no configuration has: of texts, of lists, of none, or longer than any."""
+    return isinstance(value, list) and (
+        not 0 < len(value) <= _LONGEST_ARRAY or any(isinstance(item, (str, list)) for item in value)
+    )
 
 
-class _FieldView:
-    """One value in the shape of gguf.ReaderField."""
+def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], list[str]]:
+    """Qualified parameter name → tensor of the file, through the row order and offsets that GGUF changed.
 
-    def __init__(self, value: Any) -> None:
-        items = value if isinstance(value, list) else [value]
-        self.parts = [list(item.encode()) if isinstance(item, str) else [item] for item in items]
-        self.data = list(range(len(items)))
-        first = items[0] if items else 0
-        kind = 8 if isinstance(first, str) else 7 if isinstance(first, bool) else 6 if isinstance(first, float) else 11
-        self.types = [9, kind] if isinstance(value, list) else [kind]
-
-
-def map_tensors(header: GGUFFile, model: Any) -> dict[str, TensorRef]:
-    """Qualified parameter name → tensor of the file, through the row order and offsets that GGUF changed."""
+    Beside it, the tensors that belong to no parameter.
+    """
     processor_class = hf.TENSOR_PROCESSORS.get(header.architecture, hf.TensorProcessor)
     processor = processor_class(config=model.config.to_dict())
     try:
-        # transformers builds the same table again for every submodule.
-        with patch("gguf.get_tensor_name_map", cache(gguf.get_tensor_name_map)):
-            names = hf.get_gguf_hf_weights_map(model, processor)
+        names = _names(header, model, processor)
     except NotImplementedError as error:
         raise ModelError(f"{header.path.name}: {one_line(error)}.", "Upgrade the gguf package.") from error
     plain = processor_class is hf.TensorProcessor
@@ -92,7 +106,44 @@ def map_tensors(header: GGUFFile, model: Any) -> dict[str, TensorRef]:
             continue
         stored = GGUFTensor(header, header.tensors[name])
         refs[target] = stored if plain else Reordered(stored, processor, names)
-    return refs
+    return refs, [name for name in header.tensors if name not in names and not _is_plain_factor(header, name)]
+
+
+def _is_plain_factor(header: GGUFFile, name: str) -> bool:
+    """Whether a tensor holds factors of the rotary frequencies, which transformers does not read, and all are 1."""
+    return name == "rope_freqs.weight" and bool((GGUFTensor(header, header.tensors[name]).read() == 1).all())
+
+
+def _names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
+    """Name of a tensor → qualified parameter name.
+
+    Files were converted from the whole model, or from a part of it, whose names lack a prefix. transformers tries the
+    model and each of its modules, with a new table of names each time; here a module is tried as long as the file has
+    tensors without a parameter.
+    """
+    config = model.config
+    names: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        alone = _Alone(module, config)
+        found = hf.get_gguf_hf_weights_map(alone, processor, None, None, f"{prefix}." if prefix else "")
+        names = found | names
+        if header.tensors.keys() <= names.keys():
+            break
+    return names
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A module without its children, as transformers asks for one."""
+
+    module: torch.nn.Module
+    config: Any
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.module.state_dict()
+
+    def named_children(self) -> tuple[()]:
+        return ()
 
 
 _LONGEST_ARRAY = 1024

@@ -6,6 +6,7 @@ that imports them.
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from inlay.errors import ModelError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from inlay.capture.stored import StoredTensor
     from inlay.program.weights import TensorRef
@@ -37,6 +38,11 @@ class Converted:
         steps = " + ".join(type(op).__name__ for op in self.converter.operations)
         more = f" and {len(self.sources) - 1} more" if len(self.sources) > 1 else ""
         return f"{self.sources[0][1].origin}{more} via {steps}"
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The number formats of what it is made of."""
+        return tuple(stored.format for _, stored in self.sources)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -82,6 +88,17 @@ def map_tensors(stored: Mapping[str, StoredTensor], model: Any) -> dict[str, Ten
         rule = by_pattern[sources[0][0]]
         refs.update({name: Converted(name, tuple(sources), rule, model) for name in _targets(target, rule, expected)})
     return refs
+
+
+def unexpected(refs: Iterable[str], model: Any) -> list[str]:
+    """Tensors that no parameter and no buffer of the model takes, but for those that its class says to ignore."""
+    used = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    known = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    return [name for name in refs if name not in used and not any(re.search(each, name) for each in known)]
+
+
+_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)attn\.masked_bias$")
+"""Buffers that older checkpoints hold and that a model computes itself."""
 
 
 def _targets(first: str, rule: Any, expected: Mapping[str, Any]) -> list[str]:

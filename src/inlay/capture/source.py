@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inlay.capture.gguf import is_part, split_error
 from inlay.capture.model import Example, Model
 from inlay.capture.stored import index_folder
 from inlay.errors import ModelError, UsageError, nearest, one_line
@@ -144,7 +145,10 @@ def _check_folder(path: Path, text: str) -> None:
         )
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
-        hint = f"Pass one of its GGUF files, such as {files[0]}." if files else FORMS
+        whole = [file for file in files if not is_part(file)]
+        if files and not whole:
+            raise split_error(files[0])
+        hint = f"Pass one of its GGUF files, such as {whole[0]}." if whole else FORMS
         raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
 
 

@@ -22,6 +22,8 @@ class StoredTensor:
     file: Path
     key: str
     shape: tuple[int, ...]
+    format: str = ""
+    """Number format, as safetensors files call it: `BF16`, `F8_E4M3`."""
 
     @property
     def origin(self) -> str:
@@ -48,7 +50,8 @@ def index_folder(folder: Path) -> dict[str, StoredTensor]:
         try:
             opened = _open(file)
             for key in opened.keys():  # noqa: SIM118 - safe_open is not a mapping
-                found[key] = StoredTensor(file, key, tuple(opened.get_slice(key).get_shape()))
+                part = opened.get_slice(key)
+                found[key] = StoredTensor(file, key, tuple(part.get_shape()), str(part.get_dtype()))
         except ModelError:
             raise
         except Exception as error:

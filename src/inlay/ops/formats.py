@@ -17,7 +17,7 @@ from inlay.ops.packing import LANES, Packing
 from inlay.program.weights import WEIGHT_MAPS, WeightMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _AT_ONCE = 1 << 20
 """Values that are worked on at a time: what packing needs beside the weight and its packed form."""
@@ -37,6 +37,15 @@ class Error:
 
     rms: float
     largest: float
+
+    @classmethod
+    def worst(cls, errors: Iterable[Error]) -> Error:
+        """The largest of each; not a number if one of them is not.
+
+        >>> Error.worst([Error(0.1, 0.5), Error(float("nan"), 0.2), Error(0.3, 0.1)])
+        Error(rms=nan, largest=0.5)
+        """
+        return cls(*torch.tensor([(each.rms, each.largest) for each in errors], dtype=torch.float64).amax(0).tolist())
 
     @property
     def text(self) -> str:
@@ -80,13 +89,14 @@ class Format:
         return packed
 
     def error(self, rows: Tensor) -> Error:
-        """How far the packed values are from the original ones."""
-        square = whole = worst = largest = 0.0
+        """How far the packed values are from the original ones; not a number where a value is not finite."""
+        sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for part in _parts(rows):
             wanted = self.values(part).double()
             gap = self.packing.unpack(self.packing.pack(*self.integers(part)), len(part)).double() - wanted
-            square, whole = square + float(gap.square().sum()), whole + float(wanted.square().sum())
-            worst, largest = max(worst, float(gap.abs().max())), max(largest, float(wanted.abs().max()))
+            sums += torch.stack([gap.square().sum(), wanted.square().sum()])
+            most = torch.maximum(most, torch.stack([gap.abs().max(), wanted.abs().max()]))  # Python's max hides NaN
+        (square, whole), (worst, largest) = sums.tolist(), most.tolist()
         return Error((square / whole) ** 0.5 if whole else 0.0, worst / largest if largest else 0.0)
 
 

@@ -1,8 +1,9 @@
-"""Does a program treat every position alone? Only then may it be run on a few positions at a time.
+"""Does a program treat every position alone, and every sequence of a batch? Only then may it be run on a few of them.
 
-A sequence may be cut anywhere when no value of one position depends on another, but through attention over a cache.
-The axis of positions is the one whose size holds the symbol of the length; every call that reads a value with that axis
-must be known to keep its positions apart. A call that is not known is refused.
+A sequence may be cut anywhere, and sequences be put into one batch, when no value of one depends on another, but
+through attention over a cache. The axis of positions is the one whose size holds the symbol of the length, the axis of
+sequences the one that holds the symbol of the batch; a view may merge them. Every call that reads a value with such an
+axis must be known to keep its entries apart. A call that is not known is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -55,32 +57,59 @@ def carries(value: Any, length: str) -> list[int]:
     return [axis for axis, size in enumerate(value.shape) if depends(size, length)]
 
 
-def first_mixed(graph: fx.Graph, length: str, sources: set[fx.Node], attention: set[fx.Node]) -> Mixed | None:
-    """The first call that mixes positions. `sources` are known to be harmless; `attention` is to get a cache.
+@dataclass(frozen=True)
+class Axis:
+    """What is kept apart: a symbol of sizes, what its entries are called, and why its size is no number to use."""
+
+    symbol: str
+    entries: str
+    size: str
+    why: str
+
+    @property
+    def as_a_number(self) -> str:
+        """What is said where the size itself is computed with."""
+        return f"{self.size} is used as a number, {self.why}"
+
+
+def positions(length: str) -> Axis:
+    """The positions of a sequence."""
+    return Axis(length, "positions", "the length", "which is another one for a part of the sequence")
+
+
+def sequences(batch: str) -> Axis:
+    """The sequences of a batch."""
+    return Axis(batch, "sequences", "the size of the batch", "which depends on what else is run at the same time")
+
+
+def first_mixed(graph: fx.Graph, axis: Axis, sources: set[fx.Node], attention: set[fx.Node]) -> Mixed | None:
+    """The first call that mixes entries of an axis. `sources` are known to be harmless; `attention` is to get a cache.
 
     A choice of the last position is none of them: what it gives is of one position.
     """
+    apart, length = Apart(axis), axis.symbol
     picked: set[fx.Node] = set()
     for node in graph.nodes:
         reason: str | None = None
         if node.op == "placeholder":
-            reason = _given(node, length)
+            reason = _given(node, axis)
         elif node.op == "output":
-            reason = "the length itself is returned" if _numbers(node, length) else None
+            reason = f"{axis.size} itself is returned" if _numbers(node, length) else None
         elif node.op != "call_function" or node in sources or _is_size(node):
-            continue
+            pass
         elif node in attention:
-            reason = _attends(node, length, picked)
+            reason = _attends(node, axis, picked)
         elif any(each in picked for each in node.all_input_nodes):
             picked.add(node)
             if any(_axes(each, length) for each in (*node.all_input_nodes, node)):
                 reason = "the last position is brought together with others"
-        elif _picks_last(node, length):
+        elif axis.entries == "positions" and _picks_last(node, length):
             picked.add(node)
         else:
-            reason = _reads_the_length(node, length) or mixes(node, length)
+            reason = _reads_the_size(node, axis) or apart.mixes(node)
         if reason is not None:
             return Mixed(node, reason)
+        apart.see(node)
     return None
 
 
@@ -103,36 +132,34 @@ def _is_size(node: fx.Node) -> bool:
     return all(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for each in values)
 
 
-def _given(node: fx.Node, length: str) -> str | None:
-    """An input may have the axis of positions, but none that is longer or shorter by a rule."""
+def _given(node: fx.Node, axis: Axis) -> str | None:
+    """An input may have the axis, but none that is longer or shorter by a rule."""
     value: Any = node.meta.get("val")
-    exact = all(str(value.shape[axis]) == length for axis in carries(value, length))
-    return None if exact else "the size of an axis is computed from the length"
+    exact = all(str(value.shape[each]) == axis.symbol for each in carries(value, axis.symbol))
+    return None if exact else f"the size of an axis is computed from {axis.size}"
 
 
-def _attends(node: fx.Node, length: str, picked: set[fx.Node]) -> str | None:
+def _attends(node: fx.Node, axis: Axis, picked: set[fx.Node]) -> str | None:
     given: dict[str, Any] = dict(normalised(node))
     operands = {given[name] for name in ("query", "key", "value")}
     if any(each in picked for each in node.all_input_nodes):
         return "the last position is brought together with others"
-    if _numbers(node, length):
-        return _AS_A_NUMBER
+    if _numbers(node, axis.symbol):
+        return axis.as_a_number
+    place = [2] if axis.entries == "positions" else [0]
     for each in node.all_input_nodes:
-        if carries(each.meta["val"], length) != ([2] if each in operands else []):
-            return f"{each} has positions along another axis than attention expects"
+        if carries(each.meta["val"], axis.symbol) != (place if each in operands else []):
+            return f"{each} has {axis.entries} along another axis than attention expects"
     return None
 
 
-_AS_A_NUMBER = "the length is used as a number, which is another one for a part of the sequence"
-
-
-def _reads_the_length(node: fx.Node, length: str) -> str | None:
-    """A shape may hold the length, when the call is known to make nothing else of it."""
-    if not _numbers(node, length) or node.target is aten.expand.default:
+def _reads_the_size(node: fx.Node, axis: Axis) -> str | None:
+    """A shape may hold the size, when the call is known to make nothing else of it."""
+    if not _numbers(node, axis.symbol) or node.target is aten.expand.default:
         return None
-    if node.target in _VIEWS and any(_axes(each, length) for each in node.all_input_nodes):
+    if node.target in _VIEWS and any(_axes(each, axis.symbol) for each in node.all_input_nodes):
         return None
-    return _AS_A_NUMBER
+    return axis.as_a_number
 
 
 def _picks_last(node: fx.Node, length: str) -> bool:
@@ -146,19 +173,86 @@ def _picks_last(node: fx.Node, length: str) -> bool:
     return bool(given["dim"] == axis and last)
 
 
-def mixes(node: fx.Node, symbol: str, what: str = "positions") -> str | None:
-    """Why a call may bring values together along the axis of a symbol."""
-    carrying = [each for each in node.all_input_nodes if _axes(each, symbol)]
-    if not carrying:
-        return None
-    if any(len(_axes(each, symbol)) != 1 for each in (*carrying, node)):
-        return f"{target_text(node.target)}: its result or an operand has no axis of {what}, or several"
-    known = _RULES.get(node.target)
-    if known is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        known = _aligned
-    if known is None:
-        return f"{target_text(node.target)} is not known to keep {what} apart"
-    return None if known(node, carrying, symbol) else f"{target_text(node.target)} works along the axis of {what}"
+class Apart:
+    """Follows one axis through the calls of a graph, in their order.
+
+    A view may merge the axis with others, [batch, length, 8] to [batch * length, 8]. So beside the place of the axis,
+    which its size tells, it is known how many values lie behind one entry within it: `length` for the batch there.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.symbol = axis, axis.symbol
+        self._inner: dict[fx.Node, Any] = {}
+
+    def see(self, node: fx.Node) -> None:
+        """Note where the axis lies in a value that was examined."""
+        if len(_axes(node, self.symbol)) != 1:
+            return
+        carrying = [each for each in node.all_input_nodes if len(_axes(each, self.symbol)) == 1]
+        if node.target in _VIEWS and carrying:
+            inner = self._viewed(node, carrying[0])
+        else:
+            inner = self.inner(carrying[0]) if carrying else _outermost(node, self.axis)
+        self._inner[node] = 1 if inner is None else inner
+
+    def inner(self, node: fx.Node) -> Any:
+        """How many steps along its axis lie between two entries."""
+        return self._inner.get(node, 1)
+
+    def mixes(self, node: fx.Node) -> str | None:
+        """Why a call may bring entries together."""
+        symbol, entries, name = self.symbol, self.axis.entries, target_text(node.target)
+        carrying = [each for each in node.all_input_nodes if _axes(each, symbol)]
+        if not carrying:
+            return None
+        if any(len(_axes(each, symbol)) != 1 for each in (*carrying, node)):
+            return f"{name}: its result or an operand has no axis of {entries}, or several"
+        if node.target in _VIEWS:
+            return None if self._viewed(node, carrying[0]) is not None else f"{name} works along the axis of {entries}"
+        known = _RULES.get(node.target)
+        if known is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            known = _aligned
+        if known is None:
+            return f"{name} is not known to keep {entries} apart"
+        together = len({self.inner(each) for each in carrying}) == 1 and known(node, carrying, symbol)
+        return None if together else f"{name} works along the axis of {entries}"
+
+    def _viewed(self, node: fx.Node, source: fx.Node) -> Any:
+        """How many steps lie between two entries after a view; None where it moves entries into other axes.
+
+        With as many values behind an entry as before, and the axis a multiple of what lies between two of them and
+        of their number, an entry is found in this axis and in no other.
+        """
+        behind, size = _behind(node, self.symbol)
+        stride = self.inner(source) * _behind(source, self.symbol)[0]
+        inner = sympy.cancel(stride / behind)
+        whole = [inner, sympy.cancel(size / (inner * _symbol(self.symbol)))]
+        return inner if all(sympy.fraction(sympy.together(each))[1] == 1 for each in whole) else None
+
+
+def _outermost(node: fx.Node, axis: Axis) -> Any:
+    """Entries that are all the same may be taken to lie anywhere: a batch is outermost, positions innermost."""
+    size = _behind(node, axis.symbol)[1]
+    return sympy.cancel(size / _symbol(axis.symbol)) if axis.entries == "sequences" else 1
+
+
+def _behind(node: fx.Node, symbol: str) -> tuple[Any, Any]:
+    """How many values lie behind the axis of a symbol, and its size; symbols are told by their names."""
+    value = next(each for each in tree_leaves(node.meta["val"]) if carries(each, symbol))
+    place = carries(value, symbol)[0]
+    sizes = [_plain(size) for size in value.shape[place:]]
+    return sympy.Mul(*sizes[1:]), sizes[0]
+
+
+def _symbol(name: str) -> Any:
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def _plain(size: Any) -> Any:
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    expression = size.node.expr
+    return expression.xreplace({each: _symbol(str(each)) for each in expression.free_symbols})
 
 
 def _from_the_end(node: fx.Node, length: str) -> int:
@@ -211,23 +305,12 @@ def _norm(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
 
 
 def _matmul(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+    """A product of matrices works along the last axis of one operand and the last but one of the other."""
     left, right = node.args[:2]
-    if len(carrying) != 1:
-        return False
-    return _from_the_end(carrying[0], length) != (-1 if carrying[0] is left else -2) and left is not right
-
-
-def _viewed(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
-    """A view keeps rows together when as many values as before lie behind each position."""
-    return _behind(node, length) == _behind(carrying[0], length)
-
-
-def _behind(node: fx.Node, length: str) -> str:
-    value: torch.Tensor = node.meta["val"]
-    count: Any = 1
-    for size in value.shape[carries(value, length)[0] + 1 :]:
-        count = count * size
-    return str(count)
+    if len(carrying) == 2 or left is right:
+        axes = {_from_the_end(each, length) for each in carrying}
+        return len(axes) == 1 and axes.pop() < -2
+    return _from_the_end(carrying[0], length) != (-1 if carrying[0] is left else -2)
 
 
 def _indexed(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
@@ -253,7 +336,6 @@ _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     ),
     **dict.fromkeys((aten._to_copy.default, canonical.swiglu.default, canonical.geglu.default), _aligned),
     canonical.clamped_swiglu.default: _aligned,
-    **dict.fromkeys(_VIEWS, _viewed),
     **dict.fromkeys(
         (
             *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),

@@ -62,11 +62,14 @@ def find_sources(graph: fx.Graph, batch: str, length: str) -> Sources | Mixed:
             continue
         of_sizes.add(node)
         known = {each.node for each in counting}
-        if not carries(node.meta.get("val"), length) or not known.isdisjoint(ancestors(node)):
+        value = node.meta.get("val")
+        if not (carries(value, length) or carries(value, batch)) or not known.isdisjoint(ancestors(node)):
             continue
         offset = _offset(node, batch, length)
-        if offset is None:
+        if offset is None and carries(value, length):
             return Mixed(node, "it is made of sizes alone, and neither a position nor the same at every one")
+        if offset is None:
+            return Mixed(node, "it is made of sizes alone, and not the same for every sequence")
         if isinstance(offset, int):
             counting.append(Source(node, offset))
         else:
@@ -77,18 +80,24 @@ def find_sources(graph: fx.Graph, batch: str, length: str) -> Sources | Mixed:
 def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
     """How much more than the position a node is; "uniform" when it has one value; None when it is something else."""
     found: set[Any] = set()
+    axes = carries(node.meta["val"], length)
     for rows, columns in _SIZES:
         value = _computed(node, {batch: rows, length: columns})
-        axes = carries(node.meta["val"], length)
-        if value is None or len(axes) != 1 or value.shape[axes[0]] != columns or value.dtype == torch.bool:
+        if value is None:
             return None
-        shape = [-1 if axis == axes[0] else 1 for axis in range(value.dim())]
-        rest = value - torch.arange(columns).reshape(shape)
-        found.add((_constant(value), _constant(rest)))
+        found.add((_constant(value), _rest(value, axes, columns)))
     uniform, offset = found.pop() if len(found) == 1 else (None, None)
     if uniform is not None:
         return "uniform"
     return int(offset) if offset is not None and offset == int(offset) else None
+
+
+def _rest(value: torch.Tensor, axes: list[int], columns: int) -> float | None:
+    """What a value is beyond the position, if that is the same everywhere."""
+    if len(axes) != 1 or value.shape[axes[0]] != columns or value.dtype == torch.bool:
+        return None
+    shape = [-1 if axis == axes[0] else 1 for axis in range(value.dim())]
+    return _constant(value - torch.arange(columns).reshape(shape))
 
 
 def _constant(value: torch.Tensor) -> float | None:

@@ -21,7 +21,7 @@ from inlay.program.symbols import FakeValues
 from inlay.rewrite import Miss
 from inlay.rewrite.masks import Masks
 from inlay.rewrite.schema import normalised
-from inlay.state.position_wise import Mixed, carries, first_mixed, mixes
+from inlay.state.position_wise import Apart, Mixed, carries, first_mixed, positions, sequences
 from inlay.state.positions import Source, find_sources, rehearse
 from inlay.transforms import base
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
@@ -67,6 +67,10 @@ class InsertKVCache(Transform):
             hidden = _attend(x, w)
             return hidden - hidden.mean(1, keepdim=True)
 
+        def across(x: Tensor, w: Tensor) -> Tensor:
+            hidden = _attend(x, w)
+            return hidden - hidden.mean(0)
+
         def shifted(x: Tensor, w: Tensor) -> Tensor:
             return torch.nn.functional.pad(_attend(x, w), (0, 0, 1, 0))
 
@@ -74,6 +78,7 @@ class InsertKVCache(Transform):
             Case("attention both ways", both_ways, (x, w), **_CAPTURED),
             Case("a sum over positions", mixed, (x, w), **_CAPTURED),
             Case("a mean over positions", averaged, (x, w), **_CAPTURED),
+            Case("a mean over sequences", across, (x, w), **_CAPTURED),
             Case("positions moved", shifted, (x, w), **_CAPTURED),
             Case("no attention", lambda x, w: torch.nn.functional.linear(x, w), (x, w), **_CAPTURED),
         ]
@@ -81,13 +86,13 @@ class InsertKVCache(Transform):
     def apply(self, program: Program) -> Applied:
         applied = Applied(program, 0)
         calls = [node for node in program.graph.nodes if node.target is _ATTENTION]
-        if not calls:
-            return applied
-        found = _examine(program, calls)
-        if isinstance(found, Mixed):
-            applied.misses.append(Miss(calls[0], found.node, f"refused: {found}", 0, 1, refused=True))
-            return applied
         options: Any = self.options
+        found = _examine(program, calls, options.max_length) if calls else _without_attention(program)
+        if isinstance(found, Mixed):
+            root = calls[0] if calls else found.node
+            applied.misses.append(Miss(root, found.node, f"refused: {found}", 0, 1, refused=True))
+        if not isinstance(found, _Found):
+            return applied
         most = options.max_length or _most(program, found.length)
         places = [node.name for node in calls]
         untouched = program.copy()
@@ -111,12 +116,26 @@ class _Found:
     sources: tuple[Source, ...]
 
 
-def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
+def _without_attention(program: Program) -> Mixed | None:
+    """Why a program without attention cannot do without state: a call that brings positions together."""
+    raw = {symbol.name: raw for raw, symbol in program.symbols.items()}
+    if "length" not in raw:
+        return None
+    graph, axis = program.graph, positions(raw["length"])
+    found = find_sources(graph, raw.get("batch", ""), raw["length"])
+    mixed = found if isinstance(found, Mixed) else first_mixed(graph, axis, found.nodes, set())
+    return replace(mixed, reason=f"{mixed.reason}, and there is no attention to keep rows for") if mixed else None
+
+
+def _examine(program: Program, calls: list[fx.Node], room: int) -> _Found | Mixed:
     if program.bindings.state:
         return Mixed(calls[0], "the model brings state of its own")
     batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return Mixed(calls[0], f"its length is {length}, not dynamic")
+    high = program.symbols[length].high
+    if high is not None and room > high:
+        return Mixed(calls[0], f"it was captured for lengths to {high}, and the cache is to have {room} rows")
     if batch == length or (batch not in program.symbols and batch != "1"):
         return Mixed(calls[0], f"its batch is {batch}, neither dynamic nor 1")
     for call in calls:
@@ -139,8 +158,11 @@ def _examine(program: Program, calls: list[fx.Node]) -> _Found | Mixed:
                     return Mixed(user, "it reads positions as if all sequences had the same")
         elif axes not in ([batch, length], ["1", length]):
             return Mixed(source.node, "its positions have another shape than [length] or [batch, length]")
-    mixed = first_mixed(program.graph, length, sources.nodes, set(calls))
-    return mixed or _Found(batch, length, sources.counting)
+    for axis in (positions(length), *([sequences(batch)] if batch in program.symbols else [])):
+        mixed = first_mixed(program.graph, axis, sources.nodes, set(calls))
+        if mixed is not None:
+            return mixed
+    return _Found(batch, length, sources.counting)
 
 
 def _shape(call: fx.Node, name: str) -> list[str]:
@@ -270,8 +292,10 @@ class _Puts:
     def settle(self) -> None:
         """Positions have an axis of sequences now: so have the values computed from them alone."""
         changed = {self.positions, *self.moved}
+        apart = Apart(sequences(self.batch))
         for node in self.graph.nodes:
             if node in changed or changed.isdisjoint(node.all_input_nodes):
+                apart.see(node)
                 continue
             if node.op == "output":
                 raise ProgramError("positions are returned, and they are others for each sequence now")
@@ -279,8 +303,9 @@ class _Puts:
             before, node.meta["val"] = node.meta["val"], self.fakes.value(node)
             if str(before) != str(node.meta["val"]):
                 changed.add(node)
-            if reason := mixes(node, self.batch, "sequences"):
+            if reason := apart.mixes(node):
                 raise ProgramError(f"{node}: {reason}, and positions are others for each sequence now")
+            apart.see(node)
 
     def write(self, cache: fx.Node, where: list[fx.Node], rows: fx.Node) -> fx.Node:
         """New rows in a cache, in its number format."""

@@ -170,7 +170,7 @@ def _note(wanted: Format, kind: str, made: Sequence[Derived]) -> str:
         errors = [_measured(wanted, each) for each in measured]
     except ModelError as error:
         return f"{to}, error not measured: {error.problem}"
-    worst = Error(max(each.rms for each in errors), max(each.largest for each in errors))
+    worst = Error.worst(errors)
     return f"{to}, {worst.text}{'' if len(measured) == len(made) else f' (measured on {len(measured)})'}"
 
 

@@ -1,0 +1,169 @@
+"""Adapter: what torch assumed of sizes while it traced a model, and whether it holds for every size that is claimed.
+
+Python code that loops or branches on a size is traced for the sizes of the example. torch keeps a guard for each such
+decision: `(length + 63) // 64 == 1` for a loop over chunks of 64 that was unrolled once. The program is the model only
+where all guards hold. They are computed at every size of the range that the program claims, so a loop, a branch or a
+number that was baked in is found whatever the chunk or window is, without tracing the model at a second length.
+
+Size 1 is apart: torch traces as if no size were 1, because strides of an axis of one entry do not matter. A guard of
+torch's own that fails there alone is no assumption of the model. One of a module's own code raises the lower bound to
+2. transformers asks whether a batch is 1 before it expands what has one row, which changes nothing; its models are
+compared with eager at a batch and a length of 1 (docs/architectures.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy  # type: ignore[import-untyped]
+import torch
+
+from inlay.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import fx
+
+    from inlay.capture.model import Model
+    from inlay.program.program import Program, Symbol
+
+_EXHAUSTIVE = 1 << 20
+"""Ranges to this size are gone through one by one."""
+_OTHERS = (2, 3, 7, 64, 1000)
+"""What other sizes are while one is gone through."""
+_TORCH = str(Path(torch.__file__).parent)
+_RELATIONS: dict[Any, Any] = {
+    **{sympy.Eq: np.equal, sympy.Ne: np.not_equal, sympy.Lt: np.less, sympy.Le: np.less_equal},
+    **{sympy.Gt: np.greater, sympy.Ge: np.greater_equal, sympy.Not: np.logical_not},
+}
+_FOLDED: dict[Any, Any] = {
+    **{sympy.Add: np.add, sympy.Mul: np.multiply, sympy.And: np.logical_and, sympy.Or: np.logical_or},
+    **{"Max": np.maximum, "Min": np.minimum},
+}
+_NAMED = {"FloorDiv": np.floor_divide, "CleanDiv": np.floor_divide, "Mod": np.mod, "PythonMod": np.mod}
+
+
+class _Unknown(Exception):  # noqa: N818 - nothing is wrong with it
+    """A function that is not computed here."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A guard: what has to hold, and the line of the model that asked, if it was the model."""
+
+    expression: Any
+    source: str
+
+
+def assumptions(graph: fx.Graph) -> list[Assumption]:
+    """What torch assumed of the sizes of a traced graph."""
+    found: dict[Any, str] = {}
+    for env in {id(each): each for each in _environments(graph)}.values():
+        for guard in env.guards:
+            source = _source(guard)
+            found[guard.expr] = found.get(guard.expr) or source
+    return [Assumption(expression, source) for expression, source in found.items()]
+
+
+def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> Program:
+    """The program, if all that was assumed holds at every size from 2 on; its lower bounds are those the model has."""
+    symbols = dict(program.symbols)
+    claimed = {raw: replace(symbol, high=model.limits.get(symbol.name, symbol.high)) for raw, symbol in symbols.items()}
+    # What the model itself asked for says more than what followed from it within torch.
+    for each in sorted(made, key=lambda each: not each.source):
+        broken = _broken(each, claimed, 2)
+        if broken is not None:
+            raise _refusal(program, each, broken)
+        if each.source and model.kind == "module" and (alone := _broken(each, claimed, 1)) is not None:
+            for raw in (raw for raw, size in alone.items() if size == 1):
+                symbols[raw] = replace(symbols[raw], low=max(2, symbols[raw].low))
+    return replace(program, symbols=symbols)
+
+
+def _environments(graph: fx.Graph) -> Iterable[Any]:
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if node.op == "placeholder" and mode is not None and mode.shape_env is not None:
+            yield mode.shape_env
+
+
+def _source(guard: Any) -> str:
+    frame = guard.sloc.framework_loc
+    file = getattr(frame, "filename", "")
+    return "" if not file or file.startswith(_TORCH) else f"{Path(file).name}:{frame.lineno}"
+
+
+def _broken(each: Assumption, symbols: Mapping[str, Symbol], least: int) -> dict[str, int] | None:
+    """Sizes within the claimed ranges for which an assumption does not hold."""
+    free = {str(symbol): symbol for symbol in each.expression.free_symbols}
+    if not free or not free.keys() <= symbols.keys():
+        return None  # sizes that data decides on are checked when the program runs
+    for raw in free:
+        sizes = _sizes(each.expression, symbols[raw], least)
+        for others in _OTHERS if len(free) > 1 else (0,):
+            given: dict[str, Any] = {
+                other: min(max(others, symbols[other].low), symbols[other].high or others) for other in free
+            }
+            held = _holds(each.expression, {free[other]: given[other] for other in free} | {free[raw]: sizes})
+            if not held.all():
+                return {**given, raw: int(sizes[int(np.argmin(held))])}
+    return None
+
+
+def _sizes(expression: Any, symbol: Symbol, least: int) -> Any:
+    """Every size of a range; without an upper bound, to twice what the constants add up to."""
+    constants = sum(abs(int(each)) for each in expression.atoms(sympy.Integer))
+    high = symbol.high if symbol.high is not None else max(1024, 2 * constants)
+    low = max(symbol.low, least)
+    return np.append(np.arange(low, min(high, _EXHAUSTIVE) + 1), max(low, high))
+
+
+def _holds(expression: Any, given: Mapping[Any, Any]) -> Any:
+    sizes = next(value for value in given.values() if isinstance(value, np.ndarray))
+    try:
+        return np.broadcast_to(_computed(expression, given), sizes.shape)
+    except _Unknown:
+        # A few of the sizes, one by one: torch computes what it calls by a name of its own.
+        held = np.ones(sizes.shape, bool)
+        for place in {*range(min(64, len(sizes))), len(sizes) - 1}:
+            chosen = {symbol: int(np.atleast_1d(value)[-1]) for symbol, value in given.items()}
+            chosen |= {symbol: int(value[place]) for symbol, value in given.items() if isinstance(value, np.ndarray)}
+            held[place] = expression.subs(chosen) == sympy.true
+        return held
+
+
+def _computed(expression: Any, given: Mapping[Any, Any]) -> Any:
+    """The value of an expression for many sizes at once."""
+    if expression in given:
+        return given[expression]
+    if expression.is_Integer:
+        return int(expression)
+    if expression in (sympy.true, sympy.false):
+        return expression == sympy.true
+    args = [_computed(each, given) for each in expression.args]
+    kind, name = expression.func, expression.func.__name__
+    if kind in _RELATIONS or name in _NAMED:
+        return (_RELATIONS.get(kind) or _NAMED[name])(*args)
+    if kind in _FOLDED or name in _FOLDED:
+        return reduce(_FOLDED.get(kind) or _FOLDED[name], args)
+    if kind is sympy.Pow and isinstance(args[1], int) and args[1] >= 0:
+        return args[0] ** args[1]
+    raise _Unknown(name)
+
+
+def _refusal(program: Program, each: Assumption, broken: Mapping[str, int]) -> CaptureError:
+    names = {raw: program.symbols[raw].name for raw in broken}
+    text = str(each.expression.xreplace({raw: sympy.Symbol(names[str(raw)]) for raw in each.expression.free_symbols}))
+    sizes = " and ".join(f"{names[raw]} {size}" for raw, size in broken.items())
+    traced = " and ".join(f"{names[raw]} {program.symbols[raw].example}" for raw in broken)
+    where = f" at {each.source}" if each.source else ""
+    return CaptureError(
+        f"{program.name} is not the same program for all sizes: traced with {traced}, its code takes a path{where} that"
+        f" holds only where {text}, which {sizes} is not.",
+        "A loop or a branch over a size has to become operations on tensors, or the range of sizes smaller.",
+    )

@@ -1,0 +1,126 @@
+"""A program is the model at every size it claims: what was assumed of sizes holds there, or the model is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from inlay import Example
+from inlay.capture import Model, capture
+from inlay.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from inlay.program import Program
+
+AXES = {"x": {0: "batch", 1: "length"}}
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _captured(function: Callable[[Tensor], Tensor], limit: int | None = 1000) -> Program:
+    example = Example(_Calls(function), (torch.randn(2, 8, 4),), axes=AXES)
+    return capture(Model("it", "module", example, {}, limits={"length": limit} if limit else {}))
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """What a gated delta rule does: a state that goes from chunk to chunk."""
+    rows = pad(x, (0, 0, 0, (64 - x.shape[1] % 64) % 64))
+    state, out = torch.zeros_like(x[:, 0]), []
+    for chunk in range(rows.shape[1] // 64):
+        part = rows[:, 64 * chunk : 64 * chunk + 64]
+        out.append(part + state.unsqueeze(1))
+        state = state + part.sum(1)
+    return torch.cat(out, 1)[:, : x.shape[1]]
+
+
+def _by_halves(x: Tensor) -> Tensor:
+    steps = x.shape[1]
+    while steps > 4:
+        x, steps = x * 0.5, steps // 2
+    return x
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a loop over chunks": (_in_chunks, "which length 65 is not"),
+    "a loop over halves": (_by_halves, "which length"),
+    "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, "which length 301 is not"),
+    "a branch on a multiple": (lambda x: x if x.shape[1] % 4 else x * 2, "which length"),
+    "a number that was baked in": (lambda x: x * int(x.shape[1] / 3), "which length"),
+    "a branch on the batch": (lambda x: x.flip(0) if x.shape[0] > 7 else x, "which batch 8 is not"),
+    "a branch on both": (
+        lambda x: x * 2 if x.shape[0] * x.shape[1] > 100 else x,
+        "only where batch*length <= 100",
+    ),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_program_for_other_sizes(name: str) -> None:
+    function, said = REFUSED[name]
+    with pytest.raises(CaptureError) as refused:
+        _captured(function)
+    sentence = str(refused.value)
+    assert sentence.startswith("it is not the same program for all sizes: traced with ")
+    assert "its code takes a path at test_assumptions.py:" in sentence
+    assert said in sentence
+
+
+HOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded to chunks": lambda x: pad(x, (0, 0, 0, (64 - x.shape[1] % 64) % 64)).reshape(x.shape[0], -1, 64, 4).sum(1),
+    "a row of positions": lambda x: x.transpose(1, 2).reshape(x.shape[0], -1),
+    "a window": lambda x: x[:, -16:],
+    "a branch that is decided": lambda x: x if x.shape[1] >= 1 else x * 2,
+    "tokens in a row": lambda x: x.reshape(-1, 4).softmax(-1).view(x.shape),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", HOLDS)
+def test_the_same_program_for_all_sizes(name: str) -> None:
+    program = _captured(HOLDS[name])
+    module = program.module()
+    for shape in ((2, 8, 4), (3, 64, 4), (2, 65, 4), (5, 999, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(module(x), HOLDS[name](x))
+
+
+@pytest.mark.fast
+def test_one_is_a_size_of_its_own() -> None:
+    """A model that asks for it is captured from 2 on; without limits, torch's own bounds are the range."""
+    alone = _captured(lambda x: x * 2 if x.shape[1] == 1 else x)
+    assert {symbol.name: symbol.low for symbol in alone.symbols.values()} == {"batch": 1, "length": 2}
+    bounded = _captured(lambda x: x * 2 if x.shape[1] > 300 else x, limit=None)
+    assert {symbol.name: symbol.high for symbol in bounded.symbols.values()} == {"batch": None, "length": 300}
+
+
+QWEN3_5: dict[str, Any] = {
+    **{"model_type": "qwen3_5_text", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 32},
+    **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def test_gated_delta_rule(tmp_path: Path) -> None:
+    """Qwen3.5 loops over chunks of 64 positions: lengths to 64 agree, every position beyond would be wrong."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    with pytest.raises(CaptureError) as refused:
+        capture(str(tmp_path))
+    assert "its code takes a path at modeling_qwen3_5.py:" in str(refused.value)
+    assert "//64), 1), which length 65 is not" in str(refused.value)
