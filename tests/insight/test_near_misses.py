@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from inlay.testing import program_of
 from inlay.transforms import configure, run
 from inlay.transforms.base import find
 from insight.mutations import Place, second_consumer
-from insight.spoiled import ALL, SOME, captured, sites, steps_for, verdicts
+from insight.spoiled import ALL, COMPARED, SOME, captured, numbers_after, sites, steps_for, verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -245,8 +246,19 @@ def test_the_same_in_several_layers_is_one_finding() -> None:
 
 
 def test_spoiled_places_are_explained() -> None:
-    wrong = [str(verdict) for verdict in verdicts(seed=100, count=42, architectures=SOME) if not verdict.ok]
+    drawn: Counter[str] = Counter()
+    wrong = [
+        str(verdict) for verdict in verdicts(seed=100, count=42, architectures=SOME, drawn=drawn) if not verdict.ok
+    ]
     assert len(wrong) <= 2, "\n".join(wrong)
+    assert drawn[COMPARED] >= 1, "no spoiled place matched and was compared by numbers"
+
+
+def test_wrong_numbers_at_a_place_that_still_matches_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = find("match_swiglu")
+    assert numbers_after(captured("llama"), "match_swiglu") is None
+    monkeypatch.setattr(rule, "replacement", lambda self, gate, up: torch.ops.inlay.swiglu(up, gate))
+    assert "match_swiglu: value 0 differs" in str(numbers_after(captured("llama"), "match_swiglu"))
 
 
 @pytest.mark.nightly

@@ -198,7 +198,7 @@ class TestFactors:
         found = _factors(captured)
         for name in ("rewrite/walker.py", "program/fold.py", "state/updates.py", "compile/aoti.py", "flow.py"):
             assert f"source inlay/{name}" in found
-        assert "source inlay/ops/native/packed.cpp" in found or any(name.endswith(".cpp") for name in found)
+        assert "source inlay/ops/native/linear.cpp" in found
         assert "source inlay/transforms/library/match_rope.py" in found
         assert not any(name.startswith(("source inlay/cli", "source inlay/insight", "source torch")) for name in found)
         assert {"torch", "python", "package pydantic"} <= set(found)

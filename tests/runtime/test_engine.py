@@ -207,14 +207,23 @@ def test_cancel_takes_one_step(opened: Open) -> None:
     assert list(answers[0])[-1].finish is list(answers[5])[-1].finish is Finish.CANCELLED
 
 
-def test_timeouts_end_what_runs_and_what_waits(opened: Open) -> None:
+def test_timeouts_end_what_runs_and_what_waits(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    for module in ("engine", "request"):
+        monkeypatch.setattr(f"inlay.runtime.{module}.monotonic", lambda: now[0])
     engine = opened(slots=1)
-    running = engine.submit(Request(_prompt(4), max_tokens=250, ignore_eos=True, timeout=0.2))
-    waiting = engine.submit(Request(_prompt(4), timeout=0.0))
-    while engine.step():
-        pass
+    running = engine.submit(Request(_prompt(4), max_tokens=100, ignore_eos=True, timeout=0.2))
+    waiting = engine.submit(Request(_prompt(4), timeout=0.1))
+    for seconds in (100.0, 100.05, 100.15, 100.19):
+        now[0] = seconds
+        assert engine.step()
     assert list(waiting)[-1].finish is Finish.TIMEOUT
-    assert list(running)[-1].finish in (Finish.TIMEOUT, Finish.LENGTH)
+    assert [each.answer for each in engine._running.values()] == [running]
+    now[0] = 100.21
+    assert not engine.step()
+    pieces = list(running)
+    assert pieces[-1].finish is Finish.TIMEOUT
+    assert 1 <= sum(piece.token is not None for piece in pieces) < 100
 
 
 def test_those_with_priority_go_first(opened: Open) -> None:

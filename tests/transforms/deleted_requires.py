@@ -1,63 +1,173 @@
-"""Delete each single condition of each rule and see whether a test or the fuzzer notices.
+"""Delete each single condition of transforms and analyses, and see whether a test or the fuzzer notices.
 
-    python tests/transforms/deleted_requires.py            # a table; exit code 1 if a deletion went unnoticed
+    python tests/transforms/deleted_requires.py                       # all; exit code 1 if a deletion went unnoticed
+    python tests/transforms/deleted_requires.py match_rope walker     # of these files
+    python tests/transforms/deleted_requires.py --list                # what would be deleted
 
-A condition is a `site.require(…)` of a rule or of the engine, or an `if …: return "reason"` of a `_refuse`. The source
-is copied, the condition taken out of the copy, and the tests of that transform run on it; where they pass, the fuzzer.
+A condition is a `site.require(…)`, or an `if` that only gives up: it returns nothing, a refusal or what was given,
+raises or goes on to the next. The function that holds it runs without it in a process of its own, forked from one that
+has imported everything. A deletion is noticed where pytest ends with failed tests (exit code 1 and nothing else: a run
+that ends otherwise has tested nothing), or where the fuzzer finds a failure. With nothing deleted, both must pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from inlay.testing.broken import Condition, conditions
+import pytest
+
+import inlay.rewrite.engine
+import inlay.rewrite.masks
+import inlay.rewrite.walker
+import inlay.state.position_wise
+import inlay.state.updates
+from inlay.testing.broken import Condition, guards, without
+from inlay.testing.fuzz.__main__ import run
+from inlay.testing.fuzz.templates import Templates
+from inlay.transforms.base import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "inlay"
-FILES = (*sorted((SOURCE / "transforms" / "library").glob("[!_]*.py")), SOURCE / "rewrite" / "engine.py")
-GRAPHS = 400
+SOURCE = Path(inlay.__file__).parent
+LIBRARY = sorted((SOURCE / "transforms" / "library").glob("[!_]*.py"))
+OTHERS = ("rewrite/engine.py", "rewrite/walker.py", "rewrite/masks.py", "state/position_wise.py", "state/updates.py")
+FILES = (*LIBRARY, *(SOURCE / name for name in OTHERS))
+GRAPHS, SEED = 300, 11
+LONGEST = 1200
+"""Seconds after which a run is given up: a deleted condition may have been what ends a loop."""
+HARNESS = "tests/transforms/test_harness.py"
+TESTS: dict[str, list[str]] = {
+    "engine": ["tests/transforms/test_rewrite.py", HARNESS],
+    "walker": ["tests/transforms/test_rewrite.py", "tests/insight/test_near_misses.py", HARNESS],
+    "masks": ["tests/transforms/test_masks.py", HARNESS, "-k", "mask or match_attention-"],
+    "insert_kv_cache": ["tests/transforms/test_kv_refusals.py", HARNESS, "-k", "not match_ and not fuse_"],
+    "position_wise": ["tests/transforms/test_kv_refusals.py"],
+    "updates": ["tests/state", "-k", "update or refus or state"],
+    "pack_weights": ["tests/package/test_packed_weights.py", HARNESS, "-k", "not match_ and not fuse_"],
+}
+"""File → the tests that are about it; for a transform in the library, its cases in the harness."""
+FAILED, PASSED = int(pytest.ExitCode.TESTS_FAILED), int(pytest.ExitCode.OK)
+ENDLESS = 124
+
+
+def tests_of(file: Path) -> list[str]:
+    """The arguments of pytest for a file; a name that is not there yet is left out."""
+    chosen = TESTS.get(file.stem, [HARNESS, "-k", f"{file.stem}-"])
+    return [each for each in chosen if not each.startswith("tests/") or (ROOT / each).exists()]
+
+
+def forked(work: Callable[[], int]) -> int:
+    """The exit code of a piece of work in a process of its own, without its output."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        with contextlib.suppress(BaseException):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            code = work()
+        os._exit(code)
+    end = time.monotonic() + LONGEST
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return ENDLESS
+
+
+def test(file: Path) -> int:
+    """Run the tests of a file in this process; pytest's exit code."""
+    os.chdir(ROOT)
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests_of(file)]))
+
+
+@cache
+def templates(name: str) -> Templates:
+    """Kept between runs: capturing them takes longer than the rest."""
+    return Templates([name] if name else [], seed=SEED)
+
+
+def fuzz(file: Path) -> int:
+    """Run the fuzzer in this process: 1 if it found a failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        only = file.stem if file.stem in registry() else {"masks": "match_attention"}.get(file.stem, "")
+        report = run(GRAPHS, SEED, [only] if only else [], Path(folder), templates(only))
+    return FAILED if report["failures"] else PASSED
+
+
+def warm_up() -> None:
+    """Trace every pattern once, here, and not in each process."""
+    from inlay.rewrite.rule import DTYPES
+    from inlay.rewrite.trees import PATTERNS
+    from inlay.transforms.base import Rewrite
+
+    for cls in registry().values():
+        if issubclass(cls, Rewrite):
+            for alternative in cls().alternatives(set(DTYPES)):
+                PATTERNS.get(alternative.function, alternative.example)
+
+
+def control(file: Path) -> str:
+    """What is wrong with nothing deleted; the fuzzer runs in this process, so that its templates are there."""
+    code = forked(lambda: test(file))
+    if code != PASSED:
+        return f"its tests end with {code}"
+    return "the fuzzer finds a failure" if fuzz(file) != PASSED else ""
 
 
 def noticed_by(condition: Condition) -> str:
-    """What fails without the condition: a test, the fuzzer, or nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "inlay"
-        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        lines = condition.file.read_text().splitlines()
-        lines[condition.line - 1 : condition.end] = [" " * condition.column + "pass"]
-        (copy / condition.file.relative_to(SOURCE)).write_text("\n".join(lines) + "\n")
-        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        engine = condition.file.stem == "engine"
-        chosen = ["tests/transforms/test_rewrite.py"] if engine else ["-k", f"{condition.file.stem}-"]
-        tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/transforms/test_harness.py", *chosen]
-        if _fails(tests, environment):
-            return "a test"
-        only = [] if engine else ["--pass", condition.file.stem]
-        fuzz = ["-m", "inlay.testing.fuzz", "--graphs", str(GRAPHS), "--seed", "11", "-o", folder, *only]
-        return "the fuzzer" if _fails(fuzz, environment) else "nothing"
+    """What fails without the condition: a test, the fuzzer, or nothing; or how the run ended otherwise."""
 
+    def broken(work: Callable[[Path], int]) -> int:
+        def there() -> int:
+            with without(condition):
+                return work(condition.file)
 
-def _fails(arguments: list[str], environment: dict[str, str]) -> bool:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True).returncode != 0
+        return forked(there)
+
+    code = broken(test)
+    if code == PASSED:
+        code = broken(fuzz)
+        return {PASSED: "nothing", FAILED: "the fuzzer", ENDLESS: "never ends"}.get(code, f"exit code {code}")
+    return {FAILED: "a test", ENDLESS: "never ends"}.get(code, f"exit code {code}")
 
 
 def main(names: list[str]) -> int:
-    every = [each for file in FILES if not names or file.stem in names for each in conditions(file)]
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(noticed_by, every))
-    print("| condition | reason it states | without it, noticed by |\n|---|---|---|")
-    for condition, result in zip(every, results, strict=True):
-        print(f"| {condition.where} | {condition.text} | {result} |")
-    missed = results.count("nothing")
-    print(f"\n{len(every)} conditions, {missed} of them could be deleted unnoticed.")
-    return int(missed > 0)
+    files = [file for file in FILES if not names or file.stem in names or names == ["--list"]]
+    if names == ["--list"]:
+        for condition in (each for file in files for each in guards(file)):
+            print(f"{condition.where}: {condition.text}")
+        return 0
+    warm_up()
+    totals: Counter[str] = Counter()
+    print("| condition | what it says | without it, noticed by |\n|---|---|---|", flush=True)
+    for file in files:
+        problem = control(file)
+        if problem:
+            print(f"\n{file.stem}: {problem} with nothing deleted.")
+            return 2
+        for condition in guards(file):
+            result = noticed_by(condition)
+            totals[result] += 1
+            print(f"| {condition.where} | {condition.text.replace('|', '/')} | {result} |", flush=True)
+    print(f"\n{totals.total()} conditions; noticed by: {dict(totals.most_common())}")
+    return int(any(result not in ("a test", "the fuzzer") for result in totals))
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests")]
     raise SystemExit(main(sys.argv[1:]))

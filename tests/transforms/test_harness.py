@@ -81,7 +81,8 @@ def test_a_result_with_mixed_consumers(name: str, case: Case) -> None:
     last = rewrite(program.copy(), find(name)()).sites[0].nodes[-1].name  # type: ignore[arg-type]
     _also_return(program, last, torch.ops.aten.neg.default)
     _also_return(program, last, torch.ops.aten.sum.default)
-    assert check(as_program(program.graph, _parameters(program)), _inputs(program, case), [name]) is None
+    whole = as_program(program.graph, _parameters(program), program.symbols)
+    assert check(whole, [_inputs(program, case)], [name]) is None
     assert len(rewrite(program, find(name)()).sites) == 1  # type: ignore[arg-type]
 
 
@@ -103,7 +104,8 @@ def test_something_is_written_in_between(name: str, case: Case) -> None:
                 node = spoiled.graph.call_function(torch.ops.aten.add_.Tensor, (by_name[written], 0.5))
             node.meta["val"] = value
             tally = Tally()
-            assert check(as_program(spoiled.graph, _parameters(spoiled)), inputs, [name], tally) is None
+            whole = as_program(spoiled.graph, _parameters(spoiled), spoiled.symbols)
+            assert check(whole, [inputs], [name], tally) is None
             fired.add(tally.fired[name])
     assert 0 in fired or len(calls) == 1 or not issubclass(registry()[name], Rewrite), "transforms may adapt, rules not"
 

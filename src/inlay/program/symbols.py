@@ -46,11 +46,16 @@ def symbolic_sizes() -> Iterator[None]:
 
     What cannot be computed raises, and torch does not print a traceback of its own besides.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with _silent("torch._subclasses.fake_tensor"), any_size(), enable_python_dispatcher():
+        yield
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
     before, log.disabled = log.disabled, True
     try:
-        with any_size(), enable_python_dispatcher():
-            yield
+        yield
     finally:
         log.disabled = before
 
@@ -98,6 +103,14 @@ class FakeValues:
     def computing(self) -> Iterator[None]:
         """Within this context torch computes with fake values, and sizes stay symbols."""
         with enable_python_dispatcher(), self.mode:
+            yield
+
+    @contextmanager
+    def assuming_nothing(self) -> Iterator[None]:
+        """Within this context a call that would add an assumption about a size raises instead."""
+        env = self.mode.shape_env
+        assert env is not None
+        with symbolic_sizes(), self.mode, env.error_on_new_guards(), _silent("torch.fx.experimental.symbolic_shapes"):
             yield
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:

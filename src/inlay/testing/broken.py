@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,73 @@ def _statements(tree: ast.AST) -> list[ast.stmt]:
                 each for each in ast.walk(node) if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)
             ]
     return found
+
+
+def guards(file: Path) -> list[Condition]:
+    """Every statement in a file that keeps something from being done, in order: the conditions of rules, and each `if`
+    that only gives up: it says why, and returns a value that was there before or none, raises, or goes on."""
+    tree = ast.parse(file.read_text())
+    found = {each.lineno: each for each in _statements(tree)}
+    found |= {each.lineno: each for each in ast.walk(tree) if isinstance(each, ast.If) and _gives_up(each)}
+    return [
+        Condition(file, line, each.end_lineno or line, each.col_offset, _reason(each) or _test(each))
+        for line, each in sorted(found.items())
+    ]
+
+
+def _gives_up(statement: ast.If) -> bool:
+    *before, last = statement.body
+    if statement.orelse or not all(isinstance(each, (ast.Expr, ast.Assign)) for each in before):
+        return False
+    match last:
+        case ast.Raise() | ast.Continue() | ast.Return(value=None | ast.Constant() | ast.JoinedStr() | ast.Name()):
+            return True
+        case ast.Return(value=ast.Call(func=ast.Name(id=name))):
+            return name in ("Miss", "Meaning", "Refusal", "Mismatch", "Mixed")
+        case ast.Return(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+            return all(isinstance(part, (ast.Constant, ast.Name)) for part in parts)
+    return False
+
+
+def _test(statement: ast.stmt) -> str:
+    return f"if {ast.unparse(statement.test)}" if isinstance(statement, ast.If) else ""
+
+
+@contextmanager
+def without(condition: Condition) -> Iterator[None]:
+    """The function that holds a condition runs without it, whoever calls it and by whatever name."""
+    tree = ast.parse(condition.file.read_text())
+    code = compile(ast.fix_missing_locations(_Delete(condition.line).visit(tree)), str(condition.file), "exec")
+    owner = _function(condition)
+    changed = _code(code, owner.__code__)
+    before, owner.__code__ = owner.__code__, changed
+    try:
+        yield
+    finally:
+        owner.__code__ = before
+
+
+def _function(condition: Condition) -> Any:
+    """The outermost function or method, as it is imported, that holds a condition."""
+    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == str(condition.file))
+    for node in ast.parse(condition.file.read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        for each in inside:
+            if isinstance(each, ast.FunctionDef) and each.lineno <= condition.line <= (each.end_lineno or 0):
+                owner = getattr(module, node.name) if isinstance(node, ast.ClassDef) else module
+                found = inspect.getattr_static(owner, each.name)
+                return inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", None) or found))
+    raise LookupError(f"{condition.where} stands in no function")
+
+
+def _code(module: CodeType, like: CodeType) -> CodeType:
+    todo = [module]
+    while todo:
+        each = todo.pop()
+        if each.co_qualname == like.co_qualname:
+            return each
+        todo += [const for const in each.co_consts if isinstance(const, CodeType)]
+    raise LookupError(f"{like.co_qualname} is not there any more")
 
 
 def _reason(statement: ast.stmt) -> str:

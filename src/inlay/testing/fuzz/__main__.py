@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,8 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from inlay.cli.console import err, failing_kindly, out
-from inlay.errors import UsageError
-from inlay.testing.fuzz.check import Break, Tally, check
+from inlay.testing.fuzz.check import Break, NotComputed, Tally, check
 from inlay.testing.fuzz.grow import grow
 from inlay.testing.fuzz.reduce import reduced, script
 from inlay.testing.fuzz.templates import Templates
@@ -44,15 +44,17 @@ def fuzz(
         else:
             _print(report)
         if report["failures"]:
-            raise UsageError(f"{len(report['failures'])} failure(s).", "Run the scripts named above.")
+            raise typer.Exit(1)
 
 
-def run(graphs: int, seed: int, only: list[str], folder: Path = Path()) -> dict[str, Any]:
-    """Grow and check; what was counted."""
-    templates = Templates(only, variants=2 + graphs // 2000)
-    tally, drawn = Tally(), Counter[str]()
+def run(
+    graphs: int, seed: int, only: list[str], folder: Path = Path(), templates: Templates | None = None
+) -> dict[str, Any]:
+    """Grow and check; what was counted. Templates may be kept from run to run."""
+    templates = templates or Templates(only, variants=4 + graphs // 400, seed=seed)
+    tally, drawn, uncomputed = Tally(), Counter[str](), Counter[str]()
     failures: list[dict[str, str]] = []
-    places, start = 0, time.perf_counter()
+    places, computed, start = 0, 0, time.perf_counter()
 
     def draw(rng: random.Random) -> Any:
         template = templates.draw(rng)
@@ -64,15 +66,20 @@ def run(graphs: int, seed: int, only: list[str], folder: Path = Path()) -> dict[
         for index in range(graphs):
             rng = random.Random(f"{seed}/{index}")
             program, inputs, count = grow(rng, draw)
-            places += count
-            found = check(program, inputs, (), tally)
+            try:
+                found = check(program, inputs, (), tally)
+            except NotComputed as error:
+                uncomputed[_kind(error)] += 1
+                continue
+            places, computed = places + count, computed + 1
             if found is not None:
                 failures.append(_write(found, seed, index, folder))
                 if len(failures) >= _MOST_FAILURES:
                     break
             progress.update(task, advance=1)
     return {
-        "graphs": graphs,
+        "graphs": computed,
+        "not computed": dict(uncomputed.most_common()),
         "seed": seed,
         "places": places,
         "seconds": round(time.perf_counter() - start, 1),
@@ -80,8 +87,15 @@ def run(graphs: int, seed: int, only: list[str], folder: Path = Path()) -> dict[
             name: {"drawn": drawn[name], "fired": tally.fired[name], "refused or missed": tally.refused[name]}
             for name in registry()
         },
+        "values": tally.values,
+        "ill-conditioned": tally.loose,
         "failures": failures,
     }
+
+
+def _kind(error: Exception) -> str:
+    """What an error says, without the names and numbers that differ from graph to graph."""
+    return re.sub(r"[\d\[\], ]*\d[\d\[\], ]*", " # ", str(error))[:100].strip()
 
 
 def _write(found: Break, seed: int, index: int, folder: Path) -> dict[str, str]:
@@ -100,6 +114,10 @@ def _print(report: dict[str, Any]) -> None:
     for name, counts in report["transforms"].items():
         table.add_row(name, *(f"{value:,}" for value in counts.values()))
     out.print(table)
+    for reason, count in report["not computed"].items():
+        out.print(f"{count:,} graphs could not be computed and are not counted: {reason}", markup=False)
+    share = report["ill-conditioned"] / max(report["values"], 1)
+    out.print(f"{report['values']:,} values compared within rounding, {share:.2%} of them ill-conditioned")
     out.print(f"{report['places']:,} places in {report['graphs']:,} graphs, {report['seconds']} s, ", end="")
     out.print(f"{len(report['failures'])} failure(s)")
 

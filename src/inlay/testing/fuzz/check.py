@@ -1,7 +1,15 @@
-"""Run every transform on a program and compare numbers, written inputs and types before and after."""
+"""Run every transform on a program and compare numbers, written inputs and types before and after.
+
+A transform that says it is exact must give the same numbers. One that changes rounding is held to what rounding can do
+to each value: the program before it is run again several times, every number that it reads or computes changed at
+random in its last place (Monte Carlo arithmetic, Parker 1997). How far these runs stray from the plain one, value by
+value, is how well the value is defined; the transform may stray a few times as far and no further. A sum that cancels
+gets the room that it needs, and gives none to the value beside it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,17 +17,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import target_text
+from inlay.errors import one_line
+from inlay.program.bindings import Role
+from inlay.program.graphs import is_view, target_text
 from inlay.program.weights import Derived
+from inlay.testing.fuzz.grow import COND
 from inlay.transforms.base import Numerics, find, registry
 from inlay.transforms.pipeline import check_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from inlay.program.program import Program
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+    Inputs = Mapping[str, torch.Tensor]
+
+DISTURBED = 6
+"""How many runs with numbers changed in their last place tell how well a value is defined."""
+ROOM = 6.0
+"""How many times as far as those a transform may stray."""
+PLACES = 2.0
+"""By how many units in the last place it may stray in any case."""
+LEVELS = 127
+"""What approximate weights are rounded to: the largest of a row is this many steps."""
+
+
+class NotComputed(Exception):  # noqa: N818 - such a program shows nothing, which is a result
+    """The program itself cannot be computed, or is not what it states: there is nothing to compare with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,107 +52,245 @@ class Break:
 
     transform: str
     program: Program
-    inputs: Mapping[str, torch.Tensor]
+    runs: Sequence[Inputs]
     problem: str
 
 
 @dataclass
 class Tally:
-    """How often each transform fired, and what it refused."""
+    """How often each transform fired and was compared, what it refused, and how closely values were compared."""
 
     fired: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    values: int = 0
+    """Numbers compared within a tolerance."""
+    loose: int = 0
+    """Those whose tolerance is more than a tenth of the number: ill-conditioned, they show little."""
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a run gave."""
+
+    values: list[torch.Tensor]
+    """Outputs, then inputs as they are afterwards."""
+    shared: set[tuple[int, int]]
+    """Which of them share storage."""
+    wrong: str
+    """A node whose value is not what it states."""
 
 
 def check(
-    program: Program, inputs: Mapping[str, torch.Tensor], transforms: Sequence[str] = (), tally: Tally | None = None
+    program: Program, runs: Sequence[Inputs], transforms: Sequence[str] = (), tally: Tally | None = None
 ) -> Break | None:
     """Run the transforms one after the other, each on what the one before made; the first that breaks something."""
-    try:
-        expected, shared, _ = compute(program, inputs)
-    except (RuntimeError, IndexError):
-        return None  # the program itself cannot be computed: nothing to compare
+    tally = Tally() if tally is None else tally
+    expected = [_computed(program, inputs) for inputs in runs]
     for name in transforms or registry():
         transform = find(name)()
         try:
             applied = transform.apply(program.copy())
             check_metadata(applied.program)
         except Exception as error:
-            return Break(name, program, _given(program, inputs), f"raised {type(error).__name__}: {error}")
-        if tally is not None:
-            tally.fired[name] += applied.sites
-            tally.refused[name] += len(applied.misses)
+            return Break(name, program, _given(program, runs), f"raised {type(error).__name__}: {error}")
+        tally.refused[name] += len(applied.misses)
         if not applied.sites or transform.adds_inputs:
             continue  # nothing to compare, or nothing to compare with: such a transform has a test of its own
-        try:
-            actual, sharing, wrong = compute(applied.program, inputs)
-        except (RuntimeError, IndexError) as error:
-            return Break(name, program, _given(program, inputs), f"the result cannot be computed: {error}")
-        problem = wrong or differs(expected, actual, transform.numerics)
-        if not problem and not sharing <= shared:
-            problem = f"values {sorted(sharing - shared)[0]} share storage now, inputs counted after outputs"
-        if problem:
-            return Break(name, program, _given(program, inputs), problem)
-        program, expected, shared = applied.program, actual, sharing
+        actual = []
+        for inputs, before in zip(runs, expected, strict=True):
+            try:
+                after = compute(applied.program, inputs)
+            except (RuntimeError, IndexError) as error:
+                return Break(name, program, _given(program, runs), f"the result cannot be computed: {error}")
+            problem = after.wrong or differs(program, inputs, before, after, transform.numerics, tally)
+            if problem:
+                return Break(name, program, _given(program, runs), problem)
+            actual.append(after)
+        tally.fired[name] += applied.sites
+        program, expected = applied.program, actual
     return None
 
 
-def _given(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _computed(program: Program, inputs: Inputs) -> Result:
+    try:
+        result = compute(program, inputs)
+    except (RuntimeError, IndexError) as error:
+        raise NotComputed(one_line(error)) from error
+    if result.wrong:
+        raise NotComputed(result.wrong)
+    return result
+
+
+def _given(program: Program, runs: Sequence[Inputs]) -> list[Inputs]:
     """The inputs, and the weights that transforms before made of them."""
     made = {name: tensor.read() for name, tensor in program.tensors.items() if isinstance(tensor, Derived)}
-    return {**inputs, **made}
+    return [{**inputs, **made} for inputs in runs]
 
 
-def compute(
-    program: Program, inputs: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], set[tuple[int, int]], str]:
-    """Outputs and inputs after a run, which of them share storage, and a node whose value is not what it states."""
-    torch.manual_seed(0)
-    held = {name: value.clone() for name, value in inputs.items()}
-    values: dict[fx.Node, Any] = {}
-    wrong = ""
-    result: list[torch.Tensor] = []
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            made = program.tensors.get(node.name)
-            values[node] = made.read() if isinstance(made, Derived) else held[node.name]
-        elif node.op == "output":
-            result = list(fx.map_arg(node.args[0], values.__getitem__))
+def compute(program: Program, inputs: Inputs) -> Result:
+    """Run a program on copies of inputs."""
+    return _Run(program, inputs).result()
+
+
+def values_of(program: Program, inputs: Inputs) -> dict[str, Any]:
+    """What each node computes, by name."""
+    run = _Run(program, inputs)
+    run.result()
+    return {node.name: value for node, value in run.values.items()}
+
+
+class _Run:
+    """A run of a program, as it is or disturbed: every number read or computed is changed in its last place."""
+
+    def __init__(
+        self, program: Program, inputs: Inputs, noise: torch.Generator | None = None, numerics: Numerics | None = None
+    ) -> None:
+        self.program, self.noise, self.numerics = program, noise, numerics
+        self.held = {name: value.clone() for name, value in inputs.items()}
+        self.parameters = {row.name for row in program.bindings.of(Role.PARAMETER)}
+        self.values: dict[fx.Node, Any] = {}
+        self.sizes: dict[Any, int] = {}
+        """Symbol → the size it stands for in this run."""
+        self.known: dict[Any, int | None] = {}
+        self.wrong = ""
+
+    def result(self) -> Result:
+        torch.manual_seed(0)
+        given = []
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                made = self.program.tensors.get(node.name)
+                given.append(made.read() if isinstance(made, Derived) else self.held[node.name])
+                self._learn(node, given[-1])
+                self._disturb(given[-1], rough=node.name in self.parameters)
+        found = self._graph(self.program.graph, given)
+        every = [*found, *self.held.values()]
+        places = [value.untyped_storage().data_ptr() for value in every]
+        shared = {(one, two) for two in range(len(every)) for one in range(two) if places[one] == places[two] != 0}
+        return Result([value.clone() for value in every], shared, self.wrong)
+
+    def _graph(self, graph: fx.Graph, given: Iterable[Any]) -> list[Any]:
+        values, inputs = self.values, iter(given)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                assert graph.owning_module is not None
+                values[node] = graph.owning_module.get_submodule(node.target)
+            elif node.op == "output":
+                return list(fx.map_arg(node.args[0], values.__getitem__))
+            else:
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+                if node.target is COND:
+                    condition, yes, no, operands = args
+                    values[node] = tuple(self._graph((yes if condition else no).graph, operands))
+                    continue
+                values[node] = node.target(*args, **kwargs)
+                self._look(node, values[node])
+        return []
+
+    def _look(self, node: fx.Node, value: Any) -> None:
+        stated = node.meta["val"]
+        if isinstance(stated, torch.Tensor) and not self.wrong:
+            shape = [self._size(size) for size in stated.shape]
+            same = len(shape) == value.dim() and all(a in (b, None) for a, b in zip(shape, value.shape, strict=True))
+            if not same or stated.dtype != value.dtype:
+                stating = f"{stated.dtype}{shape}"
+                self.wrong = f"{node} ({target_text(node.target)}) states {stating} and is {_type(value)}"
+        if isinstance(value, torch.Tensor) and not is_view(node):
+            self._disturb(value)
+
+    def _learn(self, node: fx.Node, value: torch.Tensor) -> None:
+        """What the symbols in the sizes of an input stand for."""
+        for size, actual in zip(getattr(node.meta["val"], "shape", ()), getattr(value, "shape", ()), strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                self.sizes[size.node.expr] = actual
+
+    def _size(self, size: Any) -> int | None:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self.known:
+            found = expression.subs(self.sizes)
+            self.known[expression] = int(found) if found.is_Integer else None
+        return self.known[expression]
+
+    def _disturb(self, value: torch.Tensor, *, rough: bool = False) -> None:
+        """Change numbers in their last place, where they are.
+
+        Whole numbers stay: positions and other counts are exact however they are computed. So does what is as large as
+        numbers get: it stands for infinity.
+        """
+        if self.noise is None or not value.is_floating_point() or not value.numel() or 0 in value.stride():
+            return
+        limits, wide = torch.finfo(value.dtype), value.double()
+        by = 2 * torch.rand(value.shape, generator=self.noise, dtype=torch.float64) - 1
+        if rough and self.numerics is Numerics.APPROXIMATE:
+            changed = wide + by * wide.abs().amax(-1, keepdim=True) / LEVELS if value.dim() else wide
         else:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-            stated = node.meta["val"]
-            if isinstance(stated, torch.Tensor) and not wrong and not _same_type(stated, values[node]):
-                wrong = f"{node} ({target_text(node.target)}) states {_type(stated)} and is {_type(values[node])}"
-    every = [*result, *held.values()]
-    places = [value.untyped_storage().data_ptr() for value in every]
-    shared = {(one, two) for two in range(len(every)) for one in range(two) if places[one] == places[two] != 0}
-    return [value.clone() for value in every], shared, wrong
+            changed = wide * (1 + by * limits.eps)
+        size = wide.abs()
+        exact = (wide == wide.round()) & (size < 1 / limits.eps) | ~(size < limits.max / 4)
+        value.copy_(torch.where(exact, wide, changed))
 
 
-def _same_type(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.dtype == two.dtype and tuple(one.shape) == tuple(two.shape)
+def _strayed(program: Program, inputs: Inputs, expected: Result, numerics: Numerics) -> list[torch.Tensor]:
+    """How far disturbed runs stray from the plain one, value by value; infinitely, where one of them is not finite and
+    another is."""
+    noise = torch.Generator().manual_seed(1)
+    found = [torch.zeros(value.shape, dtype=torch.float64) for value in expected.values]
+    for _ in range(DISTURBED):
+        result = _Run(program, inputs, noise, numerics).result()
+        for index, (one, two) in enumerate(zip(expected.values, result.values, strict=True)):
+            found[index] = torch.maximum(found[index], _gap(one, two))
+    return found
+
+
+def _gap(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """How far two values are apart: infinitely, where they are not numbers to compare."""
+    same = (one == two) | (one.isnan() & two.isnan())
+    if not one.is_floating_point():
+        return torch.where(same, 0.0, math.inf).double()
+    apart = (one.double() - two.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where(same, torch.zeros_like(apart), apart)
+
+
+def differs(program: Program, inputs: Inputs, before: Result, after: Result, numerics: Numerics, tally: Tally) -> str:
+    """How two results differ, if they do by more than the transform may change."""
+    gaps = []
+    for index, (one, two) in enumerate(zip(before.values, after.values, strict=True)):
+        if one.dtype != two.dtype or one.shape != two.shape:
+            return f"value {index} was {_type(one)} and is {_type(two)}"
+        gaps.append(_gap(one, two))
+        if numerics is Numerics.EXACT and bool(gaps[-1].any()):
+            return f"value {index} differs by {gaps[-1].max():.3g}, and the transform says it is exact"
+    if not after.shared <= before.shared:
+        return f"values {sorted(after.shared - before.shared)[0]} share storage now, inputs counted after outputs"
+    least = [_least(value) for value in before.values]
+    if all(bool((gap <= room).all()) for gap, room in zip(gaps, least, strict=True)):
+        tally.values += sum(gap.numel() for gap in gaps)
+        return ""
+    strayed = _strayed(program, inputs, before, numerics)
+    for index, (one, gap) in enumerate(zip(before.values, gaps, strict=True)):
+        room = ROOM * strayed[index] + least[index]
+        size = one.double().abs()
+        tally.values += gap.numel()
+        tally.loose += int((room > 0.1 * size).sum())
+        if bool((gap > room).any()):
+            at = int((gap / room).nan_to_num(0).argmax())
+            near, value = (float(each.flatten()[at]) for each in (gap, one.double()))
+            return (
+                f"value {index} differs by {near:.3g} at {value:.6g}, where rounding explains {room.flatten()[at]:.3g}"
+            )
+    return ""
+
+
+def _least(value: torch.Tensor) -> torch.Tensor:
+    if not value.is_floating_point():
+        return torch.zeros(value.shape, dtype=torch.float64)
+    limits = torch.finfo(value.dtype)
+    return PLACES * limits.eps * value.double().abs().nan_to_num(0, 0, 0) + limits.tiny
 
 
 def _type(value: torch.Tensor) -> str:
     return f"{value.dtype}{list(value.shape)}"
-
-
-def differs(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], numerics: Numerics) -> str:
-    """How two results differ, if they do: not at all when the transform says it is exact."""
-    for index, (one, two) in enumerate(zip(expected, actual, strict=True)):
-        if not _same_type(one, two):
-            return f"value {index} was {_type(one)} and is {_type(two)}"
-        if not one.is_floating_point() or numerics is Numerics.EXACT:
-            same = torch.equal(torch.nan_to_num(one), torch.nan_to_num(two)) and torch.equal(one.isnan(), two.isnan())
-            if not same:
-                return f"value {index} differs, and the transform says it is exact"
-            continue
-        finite = one.isfinite()
-        if not torch.equal(finite, two.isfinite()):
-            return f"value {index} is finite in other places"
-        gap = (one[finite].double() - two[finite].double()).abs()
-        scale = 1 + one[finite].double().abs().max() if gap.numel() else torch.tensor(1.0)
-        if gap.numel() and gap.max() > _TOLERANCE[one.dtype] * scale:
-            return f"value {index} differs by {gap.max():.3g} where values are at most {scale - 1:.3g}"
-    return ""

@@ -1,8 +1,13 @@
-"""Grow a graph from templates: places stand side by side, read each other's values, and some are spoiled on purpose."""
+"""Grow a graph from templates: places stand side by side, read each other's values, and some are spoiled on purpose.
+
+Sizes are numbers or symbols; places stand in the graph itself or in a branch of a `cond`; inputs hold random numbers,
+some of them extreme.
+"""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from inlay.program.bindings import Binding, Bindings, Role
 from inlay.program.facts import Facts
-from inlay.program.program import Calling, Program
-from inlay.program.symbols import FakeValues, symbolic_sizes
+from inlay.program.graphs import Types, adopt, sizes, subgraphs
+from inlay.program.program import Calling, Program, Symbol
+from inlay.program.symbols import FakeValues
 from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
@@ -22,102 +28,172 @@ if TYPE_CHECKING:
     from inlay.testing.fuzz.templates import Template
 
 aten = torch.ops.aten
+COND = torch.ops.higher_order.cond
 _SIBLINGS = (
     (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
     (aten.silu.default, aten.gelu.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default),
     (aten.rsqrt.default, aten.sqrt.default, aten.neg.default, aten.cos.default),
+    (aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor),
 )
-_OTHER_DTYPE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.int64: torch.int32}
+_OTHER_DTYPE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float64: torch.float32,
+    torch.int64: torch.int32,
+}
+_SYMBOLS = (Symbol("one", 1, 128, 3), Symbol("two", 1, 128, 6))
+_OTHER_SIZES = (1, 2, 4, 7)
+_LARGE_SIZE = 61
+"""Beyond the sum of all constants of a mask."""
 
 
 class Impossible(Exception):  # noqa: N818 - a spoiled place that no longer computes anything is a result
     """A place that cannot be computed the way it was spoiled."""
 
 
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """What an input holds, whatever its symbols stand for."""
+
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    seed: int = 0
+    """Of the random numbers that it holds."""
+    extreme: str = ""
+    value: torch.Tensor | None = None
+    """What it holds instead of random numbers."""
+
+    def at(self, symbols: Mapping[str, int]) -> torch.Tensor:
+        """The input where symbols stand for these sizes."""
+        shape = [size if isinstance(size, int) else symbols[size] for size in self.shape]
+        if self.value is None:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.randn(shape, generator=generator).to(self.dtype)
+            return _extreme(drawn, self.extreme, generator) if self.extreme and drawn.numel() else drawn
+        value: torch.Tensor = self.value
+        for axis, (now, wanted) in enumerate(zip(value.shape, shape, strict=True)):
+            if now != wanted:
+                value = value.index_select(axis, torch.arange(wanted) % now)
+        return value.clone()
+
+
+_CONDITIONS = (torch.tensor(False), torch.tensor(True))
+EXTREMES = ("nan", "inf", "-inf", "zero", "-zero", "largest", "large", "small", "smallest", "all equal")
+
+
+def _extreme(value: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
+    """The value with about a third of its elements extreme, or all of them large, small or equal."""
+    limits = torch.finfo(value.dtype)
+    if kind in ("large", "small"):
+        return value * (limits.max**0.25 if kind == "large" else limits.tiny**0.25)
+    if kind == "all equal":
+        return torch.full_like(value, float(value.flatten()[0]))
+    number = {"zero": 0.0, "-zero": -0.0, "largest": limits.max, "smallest": limits.tiny / 2}.get(kind)
+    chosen = torch.rand(value.shape, generator=generator) < 0.35
+    return value.masked_fill(chosen, float(kind) if number is None else number)
+
+
 class Growth:
     """A graph that grows, the values in it, and what its inputs are."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, outer: Growth | None = None) -> None:
         self.rng = rng
         self.graph = fx.Graph()
-        self.fakes = FakeValues([])
-        self.inputs: dict[fx.Node, torch.Tensor] = {}
+        self.outer = outer
+        """The graph around this one, if it is a branch."""
+        self.reuse = rng.choice((0.35, 0.35, 0.8))
+        """How often a place reads a value that is there."""
+        self.extreme = outer is None and rng.random() < 0.15
+        symbols = _SYMBOLS if rng.random() < 0.4 else ()
+        self.fakes: FakeValues = outer.fakes if outer is not None else FakeValues(symbols)
+        self.inputs: dict[fx.Node, Leaf] = {}
+        self.placed: dict[int, fx.Node] = {}
+        """Fixed value of a template, by its id → the input that holds it."""
         self.parameters: dict[str, torch.Tensor] = {}
         self.values: list[fx.Node] = []
         self.outputs: list[fx.Node] = []
+        self.branches: dict[str, fx.GraphModule] = {}
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call more; impossible if it cannot be computed."""
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """One call more, or the number it gives; impossible if it cannot be computed, or for some sizes only."""
         values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        if target is aten.scaled_dot_product_attention.default and values[1].shape[:-1] != values[2].shape[:-1]:
+        if target is aten.scaled_dot_product_attention.default and sizes(values[1])[:-1] != sizes(values[2])[:-1]:
             raise Impossible("torch reads past the end of such keys and values instead of saying so")
         try:
-            with self.fakes.mode:
-                value = target(*values, **named)
+            value = target(*values, **named)
         except Exception as error:
             raise Impossible(str(error)) from error
+        if type(value) in (int, float, bool):
+            return value
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         if isinstance(value, torch.Tensor):
             self.values.append(node)
         return node
 
-    def input(self, value: torch.Tensor) -> fx.Node:
+    def input(self, leaf: Leaf) -> fx.Node:
         """A new input, which stands before every call."""
         calls = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         with self.graph.inserting_before(calls) if calls is not None else self.graph.inserting_after(None):
             node = self.graph.placeholder(f"in_{len(self.inputs)}")
-        node.meta["val"] = self.fakes.tensor(value.dtype, tuple(value.shape))
-        self.inputs[node] = value
+        node.meta["val"] = self.fakes.tensor(leaf.dtype, leaf.shape)
+        self.inputs[node] = leaf
         return node
 
-    def leaf(self, value: torch.Tensor, *, fixed: bool) -> fx.Node:
+    def leaf(self, value: torch.Tensor, shape: tuple[int | str, ...], *, fixed: bool) -> fx.Node:
         """A value of this type: one that is there, a view of something larger, or a new input."""
         rng = self.rng
-        if not fixed:
-            alike = [node for node in (*self.values, *self.inputs) if _alike(node.meta["val"], value)]
-            if alike and rng.random() < 0.35:
-                return rng.choice(alike)
-            value = self._spoiled(value) if rng.random() < 0.08 else value
-            value = torch.randn(value.shape, generator=self._generator()).to(value.dtype)
-            if rng.random() < 0.15 and value.dim():
-                return self._view(value)
-        return self.input(value)
+        if fixed:
+            if id(value) not in self.placed or rng.random() > self.reuse:
+                self.placed[id(value)] = self.input(Leaf(value.dtype, shape, value=value))
+            return self.placed[id(value)]
+        dtype = value.dtype
+        wanted = self.fakes.tensor(dtype, shape)
+        alike = [node for node in (*self.values, *self.inputs) if _alike(node.meta["val"], wanted)]
+        if alike and rng.random() < self.reuse:
+            return rng.choice(alike)
+        if rng.random() < 0.08:
+            dtype, shape = self._spoiled(dtype, shape)
+        extreme = rng.choice(EXTREMES) if self.extreme and rng.random() < 0.5 else ""
+        leaf = Leaf(dtype, shape, rng.randrange(2**31), extreme)
+        made: fx.Node = self._view(leaf) if rng.random() < 0.15 and shape else self.input(leaf)
+        return made
 
-    def _spoiled(self, value: torch.Tensor) -> torch.Tensor:
+    def _spoiled(self, dtype: torch.dtype, shape: tuple[int | str, ...]) -> tuple[torch.dtype, tuple[int | str, ...]]:
         """Another dtype or another shape."""
-        shape = list(value.shape)
+        made = list(shape)
         match self.rng.randrange(4):
             case 0:
-                return value.to(_OTHER_DTYPE.get(value.dtype, value.dtype))
-            case 1 if shape:
-                shape[self.rng.randrange(len(shape))] = 1
-            case 2 if shape:
-                shape = shape[1:]
+                return _OTHER_DTYPE.get(dtype, dtype), shape
+            case 1 if made:
+                made[self.rng.randrange(len(made))] = 1
+            case 2 if made:
+                made = made[1:]
             case _:
-                shape = [self.rng.choice((1, 2)), *shape]
-        return torch.ones(shape, dtype=value.dtype)
+                made = [self.rng.choice((1, 2)), *made]
+        return dtype, tuple(made)
 
-    def _view(self, value: torch.Tensor) -> fx.Node:
+    def _view(self, leaf: Leaf) -> Any:
         """The value as a view of a larger, turned or broadcast one."""
-        axis = self.rng.randrange(value.dim())
-        match self.rng.randrange(3):
+        axis = self.rng.randrange(len(leaf.shape))
+        shape, size = list(leaf.shape), leaf.shape[axis]
+        way = self.rng.randrange(3) if isinstance(size, int) else 1
+        match way:
             case 0:
-                whole = self.input(torch.cat([value, value], axis))
-                return self.call(aten.slice.Tensor, whole, axis, 0, value.shape[axis])
+                shape[axis] = 2 * int(size)
+                return self.call(aten.slice.Tensor, self.input(_with(leaf, shape)), axis, 0, size)
             case 1:
-                turned = self.input(value.transpose(0, axis).contiguous())
-                return self.call(aten.transpose.int, turned, 0, axis)
+                shape[0], shape[axis] = shape[axis], shape[0]
+                return self.call(aten.transpose.int, self.input(_with(leaf, shape)), 0, axis)
             case _:
-                part = self.input(value.narrow(axis, 0, 1).contiguous())
-                return self.call(aten.expand.default, part, list(value.shape))
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.rng.randrange(2**31))
+                shape[axis] = 1
+                whole = [size if at == axis else -1 for at in range(len(shape))]
+                return self.call(aten.expand.default, self.input(_with(leaf, shape)), whole)
 
     def wave(self, templates: list[Template]) -> int:
         """Places that grow at the same time, call by call in random order; how many could be computed."""
-        standing = [self.place(template) for template in templates]
+        standing = [self.nested(each) if self.rng.random() < 0.06 else self.place(each) for each in templates]
         done = 0
         while standing:
             place = self.rng.choice(standing)
@@ -130,31 +206,86 @@ class Growth:
                 standing.remove(place)
         return done
 
-    def place(self, template: Template) -> Iterator[None]:
+    def leaves(self, template: Template) -> list[fx.Node]:
+        """A node for each placeholder of a template, whose symbols become symbols of this graph."""
+        names: dict[str, str] = {}
+        found = []
+        given = zip(template.leaves, template.shapes, template.fixed, template.parameters, strict=True)
+        for value, shape, fixed, parameter in given:
+            if not self.fakes.symbols:
+                shape = tuple(value.shape)
+            own = (each if isinstance(each, int) else names.setdefault(each, self._symbol()) for each in shape)
+            found.append(self.leaf(value, tuple(own), fixed=fixed))
+            if parameter:
+                self.parameters[found[-1].name] = value
+        return found
+
+    def _symbol(self) -> str:
+        return self.rng.choice([each.name for each in self.fakes.symbols.values()])
+
+    def place(self, template: Template, leaves: list[fx.Node] | None = None, *, spoil: bool = True) -> Iterator[None]:
         """Put a template into the graph, a call at each step, with none, one or two things wrong."""
         calls = [node for node in template.graph.nodes if node.op == "call_function"]
-        wrong = {self.rng.randrange(max(len(calls), 1)) for _ in range(self.rng.choice((0, 0, 1, 1, 2)))}
+        count = self.rng.choice((0, 0, 1, 1, 2)) if spoil else 0
+        wrong = {self.rng.randrange(max(len(calls), 1)) for _ in range(count)}
         made: dict[fx.Node, Any] = {}
-        given = iter(zip(template.leaves, template.fixed, template.parameters, strict=True))
+        given = iter(self.leaves(template) if leaves is None else leaves)
         for node in template.graph.nodes:
             if node.op == "placeholder":
-                value, fixed, parameter = next(given)
-                made[node] = self.leaf(value, fixed=fixed)
-                if parameter:
-                    self.parameters[made[node].name] = value
+                made[node] = next(given)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
-                spoil = calls.index(node) in wrong
-                made[node] = self._spoil(node, args, kwargs) if spoil else self.call(node.target, *args, **kwargs)
+                spoiled = calls.index(node) in wrong
+                made[node] = self._spoil(node, args, kwargs) if spoiled else self.call(node.target, *args, **kwargs)
                 yield
             elif node.op == "output":
-                self.outputs += [made[each] for each in tree_leaves(node.args) if isinstance(each, fx.Node)]
+                found = [made[each] for each in tree_leaves(node.args) if isinstance(each, fx.Node)]
+                self.outputs += [each for each in found if isinstance(each, fx.Node)]
 
-    def _spoil(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def nested(self, template: Template) -> Iterator[None]:
+        """A place in one branch of a `cond`, the same without anything wrong in the other."""
+        operands = self.leaves(template)
+        yield
+        branches = []
+        for spoil in (True, False):
+            inner = Growth(self.rng, self)
+            given = [inner.graph.placeholder(f"arg_{index}") for index in range(len(operands))]
+            for node, operand in zip(given, operands, strict=True):
+                node.meta["val"] = operand.meta["val"]
+            for _ in inner.place(template, given, spoil=spoil):
+                pass
+            branches.append(inner.branch())
+        types = [[_kind(node.meta["val"]) for node in outputs] for _, outputs in branches]
+        if types[0] != types[1] or not types[0]:
+            raise Impossible("the branches give other types")
+        self.rng.shuffle(branches)
+        condition = self.input(Leaf(torch.bool, (), value=self.rng.choice(_CONDITIONS)))
+        called = [self._branch(module) for module, _ in branches]
+        node = self.graph.call_function(COND, (condition, *called, tuple(operands)))
+        node.meta["val"] = tuple(each.meta["val"] for each in branches[0][1])
+        for index in range(len(types[0])):
+            self.outputs.append(self.call(operator.getitem, node, index))
+
+    def branch(self) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """What has grown, as a branch; a branch must not hand on what it is given, nor one value twice."""
+        outputs = list(dict.fromkeys(node for node in self.outputs if _is_tensor(node)))
+        if any(node.op == "placeholder" for node in outputs):
+            raise Impossible("a branch would hand on an operand")
+        self.graph.output(tuple(outputs))
+        return fx.GraphModule(torch.nn.Module(), self.graph), outputs
+
+    def _branch(self, module: fx.GraphModule) -> fx.Node:
+        name = f"branch_{len(self.branches)}"
+        self.branches[name] = module
+        adopt(self.graph, self.branches)
+        return self.graph.get_attr(name)
+
+    def _spoil(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The call with one thing different from the template."""
         rng = self.rng
         target: Any = node.target
-        kind = rng.choice(("consumer", "constant", "insert", "insert", "swap", "other", "write", "write", "target"))
+        writes = ("write", "write") if self.outer is None else ()  # no branch may write to what it is given
+        kind = rng.choice(("consumer", "constant", "insert", "insert", "swap", "other", "target", *writes))
         flat, spec = tree_flatten((args, kwargs))
         tensors = [index for index, each in enumerate(flat) if isinstance(each, fx.Node) and _is_tensor(each)]
         numbers = [index for index, each in enumerate(flat) if isinstance(each, (bool, int, float, torch.dtype))]
@@ -168,7 +299,7 @@ class Growth:
             place = rng.choice(tensors)
             value = flat[place].meta["val"]
             alike = [each for each in (*self.values, *self.inputs) if _alike(each.meta["val"], value)]
-            flat[place] = rng.choice(alike)
+            flat[place] = rng.choice(alike or [flat[place]])
         elif kind == "swap" and len(tensors) > 1:
             one, two = rng.sample(tensors, 2)
             flat[one], flat[two] = flat[two], flat[one]
@@ -179,11 +310,11 @@ class Growth:
             target = rng.choice(family)
         args, kwargs = tree_unflatten(flat, spec)
         made = self.call(target, *args, **kwargs)
-        if kind == "consumer" and _is_tensor(made):
+        if kind == "consumer" and isinstance(made, fx.Node) and _is_tensor(made):
             self.outputs.append(self.call(aten.neg.default, made) if rng.random() < 0.6 else made)
         return made
 
-    def _inserted(self, node: fx.Node) -> fx.Node:
+    def _inserted(self, node: fx.Node) -> Any:
         """A call on the way to an operand."""
         value, rng = node.meta["val"], self.rng
         last = max(value.dim() - 1, 0)
@@ -201,53 +332,89 @@ class Growth:
             lambda: self.call(aten.transpose.int, self.call(aten.transpose.int, node, 0, last), 0, last),
             lambda: self.call(aten.transpose.int, node, 0, last),
             lambda: self.call(aten.slice.Tensor, node, 0, 0, 9223372036854775807),
-            lambda: self.call(aten.view.default, node, list(value.shape)),
+            lambda: self.call(aten.view.default, node, self._sizes(node)),
             lambda: self.call(aten.unsqueeze.default, node, 0),
-            lambda: self.call(aten.expand.default, node, list(value.shape)),
+            lambda: self.call(aten.expand.default, node, self._sizes(node)),
         ]
         return rng.choice(ways)()
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        """The sizes of a value, as numbers and calls."""
+        shape = node.meta["val"].shape
+        return [
+            size if isinstance(size, int) else self.call(aten.sym_size.int, node, axis)
+            for axis, size in enumerate(shape)
+        ]
 
     def _write(self, flat: list[Any], tensors: list[int]) -> None:
         """Something is written in place: an operand, another value, or an input."""
         near = [flat[index] for index in tensors]
         pool = near if near and self.rng.random() < 0.6 else [*self.values, *self.inputs]
         node = self.rng.choice(pool)
-        if not node.meta["val"].is_floating_point() or 0 in node.meta["val"].stride():
+        value = node.meta["val"]
+        if value.is_complex() or "0" in [str(step) for step in value.stride()]:
             raise Impossible("not a place to write to")
-        self.call(aten.add_.Tensor, node, 0.5)
+        if value.dtype is torch.bool:
+            self.call(aten.bitwise_not_.default, node)
+        elif value.is_floating_point():
+            self.call(aten.add_.Tensor, node, 0.5)
+        else:
+            raise Impossible("positions and tokens stay what they are")
 
     def program(self) -> Program:
         """What has grown, as a program."""
         outputs = list(dict.fromkeys(node for node in self.outputs if _is_tensor(node)))
         self.graph.output(tuple(outputs))
-        return as_program(self.graph, self.parameters)
+        return as_program(self.graph, self.parameters, self.fakes.symbols)
+
+    def runs(self) -> list[dict[str, torch.Tensor]]:
+        """Inputs by name; where sizes are symbols, for several of them."""
+        symbols = list(self.fakes.symbols.values())
+        chosen = [{each.name: each.example for each in symbols}]
+        if symbols:
+            chosen.append({each.name: self.rng.choice(_OTHER_SIZES) for each in symbols})
+            chosen.append(chosen[0] | {self.rng.choice(symbols).name: _LARGE_SIZE})
+        return [{node.name: leaf.at(each) for node, leaf in self.inputs.items()} for each in chosen]
 
 
-def as_program(graph: fx.Graph, parameters: Mapping[str, torch.Tensor] | None = None) -> Program:
-    """A program around a graph of static sizes: placeholders are parameters or inputs, what is returned is outputs."""
+def as_program(
+    graph: fx.Graph,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+) -> Program:
+    """A program around a graph: placeholders are parameters or inputs, what is returned is outputs."""
     tensors = {name: InMemory(value) for name, value in (parameters or {}).items()}
+    types = Types({raw: symbol.name for raw, symbol in (symbols or {}).items()})
     ins = [node for node in graph.nodes if node.op == "placeholder"]
-    outs = list(next(iter(reversed(graph.nodes))).args[0])
-    rows = [_row(node.name, Role.PARAMETER if node.name in tensors else Role.INPUT, node) for node in ins]
-    rows += [_row(f"out_{index}", Role.OUTPUT, node) for index, node in enumerate(outs)]
+    outs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    rows = [_row(node.name, Role.PARAMETER if node.name in tensors else Role.INPUT, node, types) for node in ins]
+    rows += [_row(f"out_{index}", Role.OUTPUT, node, types) for index, node in enumerate(outs)]
     names = tuple(row.name for row in rows if row.role is Role.INPUT)
     in_spec = tree_structure((tuple(range(len(names))), {}))
     calling = Calling(in_spec, tree_structure(tuple(range(len(outs)))), names)
-    fx.GraphModule(torch.nn.Module(), graph)
-    return Program("fuzz", graph, Bindings(tuple(rows)), tensors, {}, calling, Facts())
+    adopt(graph, dict(subgraphs(graph)))
+    return Program("fuzz", graph, Bindings(tuple(rows)), tensors, symbols or {}, calling, Facts())
 
 
-def _row(name: str, role: Role, node: fx.Node) -> Binding:
+def _row(name: str, role: Role, node: fx.Node, types: Types) -> Binding:
     value = node.meta["val"]
-    return Binding(name, role, name, str(value.dtype).removeprefix("torch."), tuple(map(int, value.shape)))
+    return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))
+
+
+def _with(leaf: Leaf, shape: list[int | str]) -> Leaf:
+    return replace(leaf, shape=tuple(shape))
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def _alike(one: Any, two: torch.Tensor) -> bool:
-    return bool(one.dtype == two.dtype and tuple(one.shape) == tuple(two.shape))
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    return (value.dtype, *sizes(value))
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return _kind(one) == _kind(two)
 
 
 def _other_constant(value: Any, rng: random.Random) -> Any:
@@ -260,11 +427,14 @@ def _other_constant(value: Any, rng: random.Random) -> Any:
     return rng.choice((2 * value, value + 0.25, -value))
 
 
-def grow(rng: random.Random, draw: Any, waves: int = 2, width: int = 3) -> tuple[Program, dict[str, torch.Tensor], int]:
-    """A program of some places, its inputs by name, and how many places could be computed."""
+def grow(
+    rng: random.Random, draw: Any, waves: int = 2, width: int = 3
+) -> tuple[Program, list[dict[str, torch.Tensor]], int]:
+    """A program of some places, inputs by name for one run or several, and how many places could be computed."""
     growth = Growth(rng)
     templates = [[draw(rng) for _ in range(width)] for _ in range(waves)]
-    with symbolic_sizes():
+    if rng.random() < 0.25:
+        templates[-1] = templates[0]  # the same once more, far away: it may read the same values
+    with growth.fakes.assuming_nothing():
         places = sum(growth.wave(each) for each in templates)
-    program = growth.program()
-    return program, {node.name: value for node, value in growth.inputs.items()}, places
+    return growth.program(), growth.runs(), places

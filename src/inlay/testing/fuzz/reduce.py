@@ -9,20 +9,21 @@ import torch
 from inlay.program.bindings import Role
 from inlay.program.graphs import mutates
 from inlay.program.text import dump
-from inlay.testing.fuzz.check import Break, check
+from inlay.testing.fuzz.check import Break, NotComputed, check, values_of
 from inlay.testing.fuzz.grow import as_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from inlay.program.program import Program
+    from inlay.testing.fuzz.check import Inputs
 
 
 def reduced(found: Break) -> Break:
     """The same failure in the smallest program that removing outputs, calls and inputs one at a time gives."""
     while True:
-        for program, inputs in _smaller(found):
-            again = check(program, inputs, [found.transform])
+        for program, runs in _smaller(found):
+            again = _checked(program, runs, found.transform)
             if again is not None:
                 found = again
                 break
@@ -30,21 +31,31 @@ def reduced(found: Break) -> Break:
             return found
 
 
-def _smaller(found: Break) -> Iterator[tuple[Program, Mapping[str, torch.Tensor]]]:
+def _checked(program: Program, runs: Sequence[Inputs], transform: str) -> Break | None:
+    try:
+        return check(program, runs, [transform])
+    except NotComputed:
+        return None
+
+
+def _smaller(found: Break) -> Iterator[tuple[Program, Sequence[Inputs]]]:
+    for index in range(len(found.runs) if len(found.runs) > 1 else 0):
+        yield found.program, [found.runs[index]]
     outputs = len(found.program.bindings.outs)
     for index in range(outputs if outputs > 1 else 0):
         copy = found.program.copy()
-        output = next(iter(reversed(copy.graph.nodes)))
-        kept = list(output.args[0])
+        output = copy.graph.output_node()
+        kept = list(output.args[0])  # type: ignore[arg-type]
         del kept[index]
         output.args = (tuple(kept),)
-        yield _cleaned(copy, found.inputs)
+        yield _cleaned(copy, found.runs)
+    values = [values_of(found.program, inputs) for inputs in found.runs]
     for name in [node.name for node in found.program.graph.nodes if node.op == "call_function"]:
         copy = found.program.copy()
         node = next(each for each in copy.graph.nodes if each.name == name)
         if mutates(node) and not node.users:
             copy.graph.erase_node(node)
-            yield _cleaned(copy, found.inputs)
+            yield _cleaned(copy, found.runs)
         elif node.users and isinstance(node.meta["val"], torch.Tensor):
             first = next(iter(copy.graph.nodes))
             with copy.graph.inserting_before(first):
@@ -53,32 +64,33 @@ def _smaller(found: Break) -> Iterator[tuple[Program, Mapping[str, torch.Tensor]
             node.replace_all_uses_with(given)
             if not mutates(node):
                 copy.graph.erase_node(node)
-            value = node.meta["val"]
-            drawn = torch.randn(tuple(map(int, value.shape)), generator=torch.Generator().manual_seed(len(name)))
-            yield _cleaned(copy, {**found.inputs, given.name: drawn.to(value.dtype)})
+            computed = [each[name].clone() for each in values]
+            yield _cleaned(copy, [{**old, given.name: new} for old, new in zip(found.runs, computed, strict=True)])
 
 
-def _cleaned(program: Program, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, Mapping[str, torch.Tensor]]:
+def _cleaned(program: Program, runs: Sequence[Inputs]) -> tuple[Program, Sequence[Inputs]]:
     graph = program.graph
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
     names = {node.name for node in graph.nodes if node.op == "placeholder"}
-    parameters = {row.name: inputs[row.name] for row in program.bindings.of(Role.PARAMETER) if row.name in names}
-    return as_program(graph, parameters), {name: value for name, value in inputs.items() if name in names}
+    parameters = {row.name: runs[0][row.name] for row in program.bindings.of(Role.PARAMETER) if row.name in names}
+    kept = [{name: value for name, value in inputs.items() if name in names} for inputs in runs]
+    return as_program(graph, parameters, program.symbols), kept
 
 
 def script(found: Break, origin: str) -> str:
     """A script that shows the failure, or says that it is gone."""
-    drawn = {name: _drawn(value) for name, value in found.inputs.items()}
-    simple = check(found.program, drawn, [found.transform]) is not None
-    lines = [f'    "{name}": {_literal(value, simple)},' for name, value in found.inputs.items()]
-    inputs = "\n".join(lines)
+    drawn = [{name: _drawn(value) for name, value in inputs.items()} for inputs in found.runs]
+    simple = _checked(found.program, drawn, found.transform) is not None
+    runs = "\n".join(_run(inputs, simple) for inputs in found.runs)
     return f'''"""{found.transform}: {found.problem}
 
 Made by {origin}.
 """
+
+from math import inf, nan
 
 import torch
 
@@ -87,15 +99,20 @@ from inlay.program.weights import InMemory
 from inlay.testing.fuzz.check import check
 
 PROGRAM = """{dump(found.program)}"""
-INPUTS = {{
-{inputs}
-}}
+RUNS = [
+{runs}
+]
 
-tensors = {{name: InMemory(value) for name, value in INPUTS.items()}}
-found = check(parse(PROGRAM, tensors), INPUTS, ["{found.transform}"])
+tensors = {{name: InMemory(value) for name, value in RUNS[0].items()}}
+found = check(parse(PROGRAM, tensors), RUNS, ["{found.transform}"])
 print(found.problem if found else "the numbers agree")
 raise SystemExit(found is not None)
 '''
+
+
+def _run(inputs: Inputs, simple: bool) -> str:
+    lines = [f'        "{name}": {_literal(value, simple)},' for name, value in inputs.items()]
+    return "\n".join(["    {", *lines, "    },"])
 
 
 def _drawn(value: torch.Tensor) -> torch.Tensor:
@@ -107,4 +124,5 @@ def _drawn(value: torch.Tensor) -> torch.Tensor:
 def _literal(value: torch.Tensor, simple: bool) -> str:
     if simple and value.is_floating_point():
         return f"torch.randn({list(value.shape)}, generator=torch.Generator().manual_seed(0)).to({value.dtype})"
-    return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
+    wide = value.double() if value.is_floating_point() else value
+    return f"torch.tensor({wide.tolist()}, dtype=torch.float64).to({value.dtype}).reshape({list(value.shape)})"

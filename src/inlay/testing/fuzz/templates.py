@@ -1,24 +1,35 @@
-"""What places look like: every pattern at random sizes, and the examples that transforms state themselves."""
+"""What places look like: every pattern at random sizes and dtypes, the examples that transforms state themselves, and
+attention under random masks of positions."""
 
 from __future__ import annotations
 
+import inspect
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from inlay.errors import CaptureError
 from inlay.program.bindings import Role
+from inlay.rewrite.rule import DTYPES
+from inlay.testing.fuzz.masks import LENGTH, attention_under_masks
 from inlay.testing.rewrites import program_of
 from inlay.transforms.base import Rewrite, registry
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Mapping, Sequence
 
 _SIZES = (1, 1, 2, 3, 4, 5, 8)
 _NUMBERS = (0.25, 0.5, 1.0, 1e-5)
-_DTYPES = {torch.float32, torch.bfloat16}
+_WIDE = 0.15
+"""How often a pattern is drawn in float64, in which none is traced."""
+_EMPTY = 0.12
+"""How often a size that is free is 0."""
+_MASKED = "match_attention"
+_MASKS = 2
+"""How many masks are drawn for each variant of a pattern."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +39,33 @@ class Template:
     transform: str
     graph: fx.Graph
     leaves: tuple[torch.Tensor, ...]
+    shapes: tuple[tuple[int | str, ...], ...]
+    """The sizes of the leaves; a name stands for any size."""
     fixed: tuple[bool, ...]
     parameters: tuple[bool, ...]
     """Which leaves are parameters of the model: transforms may make other weights of them."""
 
 
 class Templates:
-    """Templates by transform, captured when first drawn: a capture takes about half a second."""
+    """Templates by transform, captured when first drawn: a capture takes about half a second.
 
-    def __init__(self, only: Sequence[str] = (), variants: int = 1) -> None:
+    What a template is depends on the seed and its key alone, so a graph can be grown again without those before it.
+    """
+
+    def __init__(self, only: Sequence[str] = (), variants: int = 4, seed: int = 0) -> None:
+        self.seed = seed
         self.known: dict[Any, Template] = {}
         self.keys: dict[str, list[tuple[Any, ...]]] = {}
         for name, cls in registry().items():
             if not only or name in only:
-                keys: list[tuple[Any, ...]] = [("case", index) for index in range(len(cls.fires()) + len(cls.leaves()))]
+                cases = [*cls.fires(), *cls.leaves()]
+                keys: list[tuple[Any, ...]] = [("case", index, False) for index in range(len(cases))]
+                keys += [("case", index, True) for index, case in enumerate(cases) if case.axes]
                 if issubclass(cls, Rewrite):
-                    count = len(list(cls().alternatives(_DTYPES)))
+                    count = len(list(cls().alternatives({DTYPES[0]})))
                     keys += [("pattern", index, variant) for index in range(count) for variant in range(variants)] * 3
+                if name == _MASKED:
+                    keys += [("mask", index, 0) for index in range(_MASKS * variants)] * 3
                 self.keys[name] = keys
 
     def draw(self, rng: random.Random) -> Template:
@@ -52,29 +73,86 @@ class Templates:
         name = rng.choice(list(self.keys))
         key = (name, *rng.choice(self.keys[name]))
         if key not in self.known:
-            self.known[key] = _case(*key) if key[1] == "case" else _pattern(key, rng)
+            kind = _KINDS[key[1]]
+            self.known[key] = kind(name, *key[2:], random.Random(f"{self.seed}/{key}"))
         return self.known[key]
 
 
-def _case(name: str, kind: str, index: int) -> Template:
+def _case(name: str, index: int, any_size: bool, rng: random.Random) -> Template:
     cls = registry()[name]
     case = [*cls.fires(), *cls.leaves()][index]
-    return _capture(name, case.function, case.args, case.after)  # sizes are numbers here, whatever the case's axes
+    return _capture(name, case.function, case.args, case.after, case.axes if any_size else {})
 
 
-def _pattern(key: tuple[Any, ...], rng: random.Random) -> Template:
-    name, _, index, variant = key
+def _pattern(name: str, index: int, variant: int, rng: random.Random) -> Template:
+    """A pattern as it is traced; other variants have other sizes, some of them any size, and other dtypes."""
     cls = registry()[name]
     assert issubclass(cls, Rewrite)
-    alternative = list(cls().alternatives(_DTYPES))[index]
-    example = resized(alternative.example, rng) if variant else dict(alternative.example)
-    tensors = [each for each, value in example.items() if isinstance(value, torch.Tensor)]
-    numbers = {each: value for each, value in example.items() if each not in tensors}
+    dtype = rng.choice(DTYPES) if variant else DTYPES[0]
+    alternative = list(cls().alternatives({dtype}))[index]
+    ways: list[tuple[Mapping[str, Any], Mapping[str, Mapping[int, str]]]] = [(alternative.example, {})]
+    if variant:
+        example = resized(alternative.example, rng)
+        if rng.random() < _WIDE:
+            example = {each: _wide(value) for each, value in example.items()}
+        ways = [(example, any_sizes(alternative.example, rng) if rng.random() < 0.5 else {}), (example, {}), *ways]
+    for values, axes in ways[:-1]:
+        # Some sizes a pattern needs as numbers, and some it cannot have, such as no channel at all.
+        try:
+            return _capture(name, *_of_tensors(alternative.function, values), axes=axes)
+        except CaptureError:
+            continue
+    return _capture(name, *_of_tensors(alternative.function, alternative.example))
 
-    def function(*values: torch.Tensor) -> Any:
-        return alternative.function(**dict(zip(tensors, values, strict=True)), **numbers)
 
-    return _capture(name, function, [example[each] for each in tensors])
+def _of_tensors(
+    function: Callable[..., Any], example: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The function of its tensors alone, with a signature that names them: axes are told by these names."""
+    names = [each for each in inspect.signature(function).parameters if isinstance(example[each], torch.Tensor)]
+    numbers = {each: value for each, value in example.items() if each not in names}
+
+    def named(*values: torch.Tensor) -> Any:
+        return function(**dict(zip(names, values, strict=True)), **numbers)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return named, [example[each] for each in names]
+
+
+def _mask(name: str, index: int, variant: int, rng: random.Random) -> Template:
+    """Attention under a mask made of positions, of any length."""
+    function, values = attention_under_masks(rng)
+    axes = {each: {2: LENGTH} for each in ("q", "k", "v")} if rng.random() < 0.85 else {}
+    return _capture(name, function, values, axes=axes)
+
+
+_KINDS: dict[str, Callable[..., Template]] = {"case": _case, "pattern": _pattern, "mask": _mask}
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def any_sizes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[int, str]]:
+    """One or two sizes of an example that occur in no other size and in no number of it, as axes of any size.
+
+    >>> import random
+    >>> any_sizes({"x": torch.ones(3, 10), "y": torch.ones(3), "half": 5}, random.Random(0))
+    {'x': {0: 'size_3'}, 'y': {0: 'size_3'}}
+    """
+    tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
+    numbers = {value for value in example.values() if type(value) is int}
+    sizes = {size for value in tensors.values() for size in value.shape}
+    free = sorted(
+        size for size in sizes - numbers if size > 2 and all(other % size for other in (sizes | numbers) - {size})
+    )
+    chosen = rng.sample(free, min(len(free), rng.choice((1, 1, 2))))
+    found = {
+        name: {axis: f"size_{size}" for axis, size in enumerate(value.shape) if size in chosen}
+        for name, value in tensors.items()
+    }
+    return {name: axes for name, axes in found.items() if axes}
 
 
 def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -88,12 +166,17 @@ def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     magnitude = rng.choice(_NUMBERS) if rng.random() < 0.7 else None
 
+    def drawn() -> int:
+        return 0 if rng.random() < _EMPTY else rng.choice(_SIZES)
+
     def size(number: int) -> int:
         made, divisor = 1, 2
         while number > 1:
             while number % divisor == 0:
                 number //= divisor
-                made *= divisor if divisor == 2 else sizes.setdefault(divisor, rng.choice(_SIZES))
+                if divisor > 2 and divisor not in sizes:
+                    sizes[divisor] = drawn()
+                made *= sizes.get(divisor, 2)
             divisor += 1
         return made
 
@@ -110,8 +193,14 @@ def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     return {name: value(old) for name, old in example.items()}
 
 
-def _capture(name: str, function: Callable[..., Any], args: Sequence[Any], after: Sequence[str] = ()) -> Template:
-    program = program_of(function, args, after=after)
+def _capture(
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    after: Sequence[str] = (),
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+) -> Template:
+    program = program_of(function, args, axes, after)
     given = iter(args)
     leaves, fixed = [], []
     parameters = tuple(row.role is Role.PARAMETER for row in program.bindings.ins)
@@ -119,4 +208,5 @@ def _capture(name: str, function: Callable[..., Any], args: Sequence[Any], after
         value = next(given) if row.role is Role.INPUT else program.tensors[row.name].read()
         leaves.append(value)
         fixed.append(row.role is not Role.INPUT or not value.is_floating_point())
-    return Template(name, program.graph, tuple(leaves), tuple(fixed), parameters)
+    shapes = tuple(row.shape for row in program.bindings.ins)
+    return Template(name, program.graph, tuple(leaves), shapes, tuple(fixed), parameters)

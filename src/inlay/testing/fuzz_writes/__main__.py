@@ -11,7 +11,6 @@ import typer
 from rich.progress import Progress
 
 from inlay.cli.console import err, failing_kindly, out
-from inlay.errors import UsageError
 from inlay.testing.fuzz_writes.check import Tally, check, reduced
 from inlay.testing.fuzz_writes.grow import grow
 
@@ -34,7 +33,7 @@ def fuzz(
         else:
             _print(report)
         if report["failures"]:
-            raise UsageError(f"{len(report['failures'])} failure(s).", "The smallest graph of each is above.")
+            raise typer.Exit(1)
 
 
 def run(graphs: int, seed: int) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def run(graphs: int, seed: int) -> dict[str, Any]:
                 if len(failures) >= _MOST_FAILURES:
                     break
     return {
-        "graphs": graphs,
+        "graphs": tally.graphs,
+        "without a write": tally.idle,
         "seed": seed,
         "seconds": round(time.perf_counter() - start, 1),
         "in place": tally.in_place,
@@ -69,6 +69,7 @@ def _print(report: dict[str, Any]) -> None:
     for reason, count in report["stayed"].items():
         out.print(f"{count:,} stayed: {reason}")
     out.print(f"{report['left wrapped']:,} calls were left wrapped, in layouts that only the wrapper copies")
+    out.print(f"{report['without a write']:,} graphs write nothing and are not counted")
     out.print(f"{report['graphs']:,} graphs, {report['seconds']} s, {len(report['failures'])} failure(s)")
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class Tally:
     """What the pass did."""
 
+    graphs: int = 0
+    """Graphs with at least one wrapped call, compared to the end."""
+    idle: int = 0
+    """Graphs without one: they show nothing about the pass."""
     in_place: int = 0
     stayed: Counter[str] = field(default_factory=Counter)
     copies_removed: int = 0
@@ -94,6 +98,8 @@ def check(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], tally: Tal
         problem = _differs(before, changed, inputs)
         if tally is not None:
             tally.left += sum(map(is_wrapper, changed.graph.nodes))
+            writes = bool(fixed.in_place or fixed.stayed)
+            tally.graphs, tally.idle = tally.graphs + writes, tally.idle + (not writes)
     return problem
 
 
