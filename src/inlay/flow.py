@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +23,9 @@ from inlay.errors import ContractError, ModelError, UsageError
 from inlay.program.bindings import Role
 from inlay.program.remarks import RemarkKind
 from inlay.program.weights import quantised
-from inlay.state import declare, lift_mutated_buffers
-from inlay.transforms import configure, run
+from inlay.state import declare, lift_mutated_buffers, remarks_on, under_compilers
+from inlay.transforms import Record, configure, run
+from inlay.transforms.base import Stage
 from inlay.transforms.instruments import Dump
 from inlay.transforms.library.insert_kv_cache import LENGTHS
 from inlay.transforms.lock import Lock, locked, versions
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from inlay.compile.manifest import Manifest
     from inlay.config import Resolved
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Instrument, Record
+    from inlay.transforms.pipeline import Instrument
 
 _T = TypeVar("_T")
 DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
@@ -136,7 +137,13 @@ def transform(
     program, records = run(program, configure(resolved), instruments)
     if decoder and not _has_cache(program):
         _refuse_without_state(program, records)
-    return program, resolved, records
+    return program, resolved, [*records, *_copied_state(program)]
+
+
+def _copied_state(program: Program) -> list[Record]:
+    """A record with a remark for every state that compiled code copies or may copy."""
+    remarks = tuple(replace(each, kind=RemarkKind.ANALYSIS) for each in remarks_on(under_compilers(program)))
+    return [Record("in_place", "in_place", Stage.LOWER.value, "skipped", remarks=remarks)] if remarks else []
 
 
 def _refuse_without_state(program: Program, records: Sequence[Record]) -> None:

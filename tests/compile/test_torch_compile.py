@@ -166,20 +166,23 @@ def test_configuration(tmp_path: Path) -> None:
     assert matches(seen[0]) == {"match_swiglu": 1}
 
 
-def test_training_is_refused() -> None:
+@pytest.mark.parametrize("below", ["eager", "aot_eager"])
+def test_training_runs_as_it_came(below: str) -> None:
     model = torch.nn.Linear(3, 3)
-    fast, _ = compiled(model)
-    with pytest.raises(Exception, match=r"Call the compiled model within torch.no_grad\(\)"):
-        fast(torch.ones(3))
+    fast, seen = compiled(model, below=below)
+    fast(torch.ones(3)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(3, 3))
+    assert "gradients are on, and transforms are for inference" in seen[0].notes[0]
     with torch.no_grad():
         assert torch.equal(fast(torch.ones(3)), model(torch.ones(3)))
+    assert seen[1].program is not None
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"belo": "eager"}, "The backend has no option belo. Did you mean below?"),
-        ({"below": "tensorrt"}, "Nothing called tensorrt runs below. Choose eager or inductor."),
+        ({"below": "tensorrt"}, "Nothing called tensorrt runs below. Choose eager or aot_eager or inductor."),
         ({"set": ["match_swigl.enabled=false"]}, "Did you mean match_swiglu?"),
     ],
 )

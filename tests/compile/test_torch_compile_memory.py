@@ -85,7 +85,7 @@ def test_writes_read_what_was_there_before() -> None:
     assert [row.alias.of for row in program.bindings.outs if row.alias] == [a.name, b.name]
     output.args = ((b, a, b),)
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    (returned,) = runnable(program, [None])(one, two)
+    (returned,) = runnable(program, [None]).module(one, two)
     assert (one.tolist(), two.tolist(), returned.tolist()) == ([3.0, 4.0], [1.0, 2.0], [3.0, 4.0])
 
 

@@ -84,6 +84,8 @@ def show(
 
 def describe(program: Program, folds: Folds) -> dict[str, Any]:
     """What `inlay show --json` prints."""
+    from inlay.state import remarks_on, under_compilers
+
     return {
         "name": program.name,
         "architecture": program.facts.architecture,
@@ -108,11 +110,13 @@ def describe(program: Program, folds: Folds) -> dict[str, Any]:
             }
             for row in program.bindings
         ],
+        "remarks": [remark.to_json() for remark in remarks_on(under_compilers(program))],
     }
 
 
 def _print_summary(program: Program, folds: Folds) -> None:
     from inlay.program.bindings import Role
+    from inlay.state import remarks_on, under_compilers
 
     facts = "  ".join(f"{name.replace('_', ' ')} [bold]{fact.value}[/]" for name, fact in program.facts.known())
     odd = [f"{name}: {fact.origin}" for name, fact in program.facts.known() if "(" in fact.origin]
@@ -139,6 +143,8 @@ def _print_summary(program: Program, folds: Folds) -> None:
     for row in (*program.bindings.of(Role.INPUT), *program.bindings.outs):
         alias = f" in the storage of {row.alias.of} ({row.alias.why})" if row.alias else ""
         table.add_row(row.role.value, Text(f"{row.name}: {row.text}{alias}"))
+    for remark in remarks_on(under_compilers(program)):
+        table.add_row("copied", Text(f"{remark.nodes[0]}: {remark.reason}"))
     if program.symbols:
         table.add_row("symbols", ", ".join(f"{symbol.name} {symbol.text}" for symbol in program.symbols.values()))
     out.print(table)

@@ -1,7 +1,8 @@
-"""Adapter: what runs a graph in this process: torch itself, or code that Inductor makes."""
+"""Adapter: what runs a graph in this process: torch itself, AOTAutograd, or code that Inductor makes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,22 +11,27 @@ from torch import fx
 from inlay.ops.define import DECOMPOSITIONS
 from inlay.program.bindings import Role
 from inlay.program.graphs import copy_graph
-from inlay.state import canonical_updates, in_place
+from inlay.state import canonical_updates, in_place, under_compilers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inlay.program.program import Program
+    from inlay.program.remarks import Remark
 
-BELOW = ("eager", "inductor")
-"""What may run the program."""
+BELOW = ("eager", "aot_eager", "inductor")
+"""What may run the program: its calls one by one, the same after AOTAutograd made them functional, or compiled code."""
 
 
 def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Something that computes `module`: itself, or code that Inductor makes of it."""
+    """Something that computes `module`: itself, or what AOTAutograd or Inductor makes of it."""
     if below == "eager":
         run: Callable[..., Any] = module.forward
         return run
+    if below == "aot_eager":
+        from torch._dynamo import lookup_backend
+
+        return lookup_backend(below)(module, list(inputs))
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
@@ -33,12 +39,23 @@ def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Call
     return compiled  # type: ignore[no-any-return]
 
 
-def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Runnable:
+    """A program as a module, and what is said of the states that it copies."""
+
+    module: fx.GraphModule
+    remarks: list[Remark]
+
+
+def runnable(program: Program, same: Sequence[int | None], below: str = "eager") -> Runnable:
     """The program as a module that takes its flat inputs, writes to those it mutates, and returns its flat outputs.
 
     `same` says for every value to return which input it is; None takes the program's next output.
     """
-    made = in_place(canonical_updates(program)[0])
+    canonical, _ = canonical_updates(program)
+    made = in_place(canonical)
+    if below != "eager":
+        made = replace(made, states=tuple(under_compilers(program)))
     graph = copy_graph(made.program.graph)
     root = graph.owning_module or torch.nn.Module()
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -53,4 +70,4 @@ def runnable(program: Program, same: Sequence[int | None]) -> fx.GraphModule:
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.get_attr(row.name))
         graph.erase_node(node)
-    return fx.GraphModule(root, graph, class_name="Inlay")
+    return Runnable(fx.GraphModule(root, graph, class_name="Inlay"), made.remarks)

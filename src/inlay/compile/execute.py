@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from inlay.compile.manifest import Bucket
     from inlay.program.bindings import Binding, Bindings
+    from inlay.program.remarks import Remark
 
     Run = Callable[[list[Any]], Sequence[Any]]
     Runs = Callable[[Mapping[str, Any]], list[Any]]
@@ -66,8 +67,11 @@ class Executable:
         bindings: Bindings,
         buckets: Sequence[tuple[Bucket, Runs]],
         initial: Mapping[str, torch.Tensor],
+        remarks: Sequence[Remark] = (),
     ) -> None:
+        """`remarks` say which state is not updated in place, and why."""
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
+        self.remarks = tuple(remarks)
         self.results = [row.name for row in bindings.outs if row.alias is None]
         self._types = [
             (row, getattr(torch, row.dtype), _fixed(row)) for row in bindings.of(Role.INPUT) if row.is_tensor

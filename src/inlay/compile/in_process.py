@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from inlay.compile.engines import find_engine
 from inlay.compile.execute import BoundStep, Executable, Execution
 from inlay.compile.manifest import Bucket
+from inlay.state import recognise, remarks_on, under_compilers, under_eager
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,8 @@ def compile_lowered(lowered: Lowered, engine: str = "inductor") -> Executable:
         (Bucket(name, sizes, (), (), plan.results), _execution(plan, engine, weights))
         for name, sizes, plan in lowered.buckets
     ]
-    return Executable(program.bindings, buckets, initial)
+    states = under_eager(recognise(program)) if engine == "eager" else under_compilers(program)
+    return Executable(program.bindings, buckets, initial, remarks_on(states))
 
 
 def _execution(plan: Plan, engine: str, weights: dict[str, torch.Tensor]) -> Execution:

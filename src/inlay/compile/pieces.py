@@ -42,7 +42,7 @@ def piece_of(module: fx.GraphModule) -> Piece:
     fakes = FakeValues.with_values(values)
     try:
         with fakes.computing(), fx.traceback.preserve_node_meta():
-            trace = traced(_Constants(module).run, values)
+            trace = traced(_Eager(module).run, values)
         _drop_modes(trace.graph)
         changed = _written_inputs(trace.graph)
         _refuse_shared_outputs(trace.graph)
@@ -54,10 +54,12 @@ def piece_of(module: fx.GraphModule) -> Piece:
         raise CaptureError(f"it cannot be traced to ATen: {type(error).__name__}: {one_line(error)}.") from error
 
 
-class _Constants(fx.Interpreter):
-    """Python floats that Dynamo passes as tensors, such as the epsilon of a norm, are numbers again.
+class _Eager(fx.Interpreter):
+    """Runs what Dynamo traced as eager runs it.
 
-    Reading one of them adds a guard on its value, as for any number that Dynamo takes for constant.
+    Python floats that Dynamo passes as tensors, such as the epsilon of a norm, are numbers again: reading one of them
+    adds a guard on its value, as for any number that Dynamo takes for constant. Dropout that is off hands on its
+    operand, of which torch's decomposition makes a copy.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -66,17 +68,29 @@ class _Constants(fx.Interpreter):
             return float(held)
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.nn.functional.dropout and args and not _trains(*args, **kwargs):
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def _trains(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether a call of `torch.nn.functional.dropout` drops anything."""
+    return training
+
 
 def _is_input(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
 def _drop_modes(graph: fx.Graph) -> None:
-    """Switching gradients or autocast off changes nothing where both are off."""
+    """Switching gradients or autocast off changes nothing where both are off, or nothing has a gradient."""
     for node in list(graph.nodes):
         name = target_text(node.target)
         if name.endswith("_enter_autocast") and True in node.args[2:3]:
             raise CaptureError("the model switches autocast on.", "Convert it instead: model.to(torch.bfloat16).")
+        if name.endswith("_set_grad_enabled") and node.args == (True,) and not torch.is_grad_enabled():
+            raise CaptureError("the model switches gradients on, and transforms are for inference.")
     for node in reversed(list(graph.nodes)):
         name = target_text(node.target)
         if name.endswith(("_set_grad_enabled", "_enter_autocast", "_exit_autocast")):

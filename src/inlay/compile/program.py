@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -11,7 +11,7 @@ from inlay.compile.engines import find_engine
 from inlay.compile.given import Given
 from inlay.errors import UsageError
 from inlay.program.bindings import Role
-from inlay.state import InPlace, declare, in_place, lift_mutated_buffers
+from inlay.state import InPlace, declare, in_place, lift_mutated_buffers, under_compilers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,8 +48,11 @@ def compile_program(
         program = declare(program, alias)
     if lift_mutable_buffers:
         program = lift_mutated_buffers(program)
+    code = find_engine(engine)(program)
     made = in_place(program)
-    return CompiledProgram(made, find_engine(engine)(program), engine)
+    if engine != "eager":
+        made = replace(made, states=tuple(under_compilers(program)))
+    return CompiledProgram(made, code, engine)
 
 
 @dataclass(eq=False)
@@ -77,12 +80,12 @@ class CompiledProgram:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The state bindings, how each is written, and whether that happens in place."""
+        """The state bindings, how each is written, and whether this engine does that in place."""
         return self.made.states
 
     @property
     def remarks(self) -> list[Remark]:
-        """What could not be in place, and why."""
+        """What is not in place, or not known to be, and why."""
         return self.made.remarks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

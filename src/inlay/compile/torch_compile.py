@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from inlay.compile.below import BELOW, run_below, runnable
 from inlay.compile.pieces import piece_of
 from inlay.config import resolve
-from inlay.errors import CaptureError, UsageError, nearest
+from inlay.errors import CaptureError, ContractError, InlayError, TransformError, UsageError, nearest, one_line
+from inlay.program.remarks import Remark, RemarkKind
 from inlay.transforms import Record, Transform, configure, run
 from inlay.transforms.pipeline import Step
 from inlay.transforms.structured_trace import tracing
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from inlay.program.program import Program
+    from inlay.transforms.pipeline import Instrument
 
 _LOG = logging.getLogger("inlay")
 _PIECE = "torch.compile hands over pieces of a model"
@@ -36,7 +38,8 @@ class Compiled:
     """After the transforms; None where the piece runs as it came."""
     records: tuple[Record, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences: why a piece runs as it came, which anchor stayed unmatched."""
+    """Sentences: why a piece runs as it came, which transform was left out, which state is copied, which anchor stayed
+    unmatched."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,11 @@ def inlay(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend. Options: `below` (`eager` or `inductor`), `config` (files), `set` (settings), `on_compiled`
-    (called with a `Compiled` for every piece).
+    """The backend. Options: `below` (`eager`, `aot_eager` or `inductor`), `config` (files), `set` (settings),
+    `on_compiled` (called with a `Compiled` for every piece).
+
+    Whatever torch runs, it runs: a transform that fails is left out, and a piece that cannot be rewritten runs as it
+    came, both with a note. Mistakes in the options and counts that were stated and are not met are errors.
 
     >>> from inlay.compile import inlay
     >>> def twice(x):
@@ -68,21 +74,52 @@ def inlay(
     1
     """
     chosen = _options(options, mode)
-    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
-        raise UsageError(
-            "Inlay compiles for inference, and gradients are on for an input or a parameter.",
-            "Call the compiled model within torch.no_grad().",
-        )
     steps = configure(resolve(files=chosen.config, settings=chosen.set))
-    try:
-        piece = piece_of(module)
-    except CaptureError as error:
-        made = Compiled(None, notes=(f"A piece runs as it came: {error}",))
-    else:
-        result, made = _transform(piece.program, steps)
-        module = runnable(result, piece.same)
+    made, rewritten = _rewrite(module, inputs, steps, chosen.below)
+    if rewritten is not None:
+        try:
+            fast = run_below(chosen.below, rewritten, inputs)
+        except Exception as error:
+            made = _as_it_came(
+                f"{chosen.below} cannot run what the transforms made of it: {_told(error)}", made.records
+            )
+        else:
+            _tell(made, chosen)
+            return fast
     _tell(made, chosen)
     return run_below(chosen.below, module, inputs)
+
+
+def _rewrite(
+    module: fx.GraphModule, inputs: Sequence[Any], steps: list[Step], below: str
+) -> tuple[Compiled, fx.GraphModule | None]:
+    """The piece after the transforms; None where it runs as it came. What eager runs never fails here."""
+    tensors = (*module.parameters(), *(each for each in inputs if isinstance(each, torch.Tensor)))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return _as_it_came("gradients are on, and transforms are for inference. Call it within torch.no_grad()."), None
+    records: tuple[Record, ...] = ()
+    try:
+        piece = piece_of(module)
+        made = _transform(piece.program, steps)
+        records = made.records
+        assert made.program is not None
+        result = runnable(made.program, piece.same, below)
+    except (ContractError, UsageError):
+        raise  # a count that was stated, or a mistake in it
+    except CaptureError as error:
+        return _as_it_came(str(error)), None
+    except Exception as error:
+        return _as_it_came(_told(error), records), None
+    remarks = tuple(f"{remark.nodes[0]}: {remark.reason}." for remark in result.remarks)
+    return replace(made, notes=(*made.notes, *remarks)), result.module
+
+
+def _as_it_came(why: str, records: tuple[Record, ...] = ()) -> Compiled:
+    return Compiled(None, records, (f"A piece runs as it came: {why}",))
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, InlayError) else f"{type(error).__name__}: {one_line(error)}."
 
 
 def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
@@ -100,10 +137,26 @@ def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
     return chosen
 
 
-def _transform(program: Program, steps: list[Step]) -> tuple[Program, Compiled]:
+def _transform(program: Program, steps: list[Step]) -> Compiled:
+    """Every transform that can run; one that fails is left out, and the next gets the program as it was before."""
     unmet = _Unmet(frozenset(step.key for step in steps if step.transform.options.expect is None))
-    result, records = run(program, [_without_contract(step) for step in steps], [unmet, *tracing()])
-    return result, Compiled(result, tuple(records), tuple(unmet.notes))
+    instruments: list[Instrument] = [unmet, *tracing()]
+    records: list[Record] = []
+    notes: list[str] = []
+    for step in steps:
+        try:
+            program, made = run(program, [_without_contract(step)], instruments)
+        except TransformError as error:
+            made = [_left_out(step, error)]
+            notes.append(f"{step.key} is left out: {error}")
+        records += made
+    return Compiled(program, tuple(records), (*notes, *unmet.notes))
+
+
+def _left_out(step: Step, error: TransformError) -> Record:
+    each = step.transform
+    remark = Remark(RemarkKind.REFUSED, each.name, each.name, str(error))
+    return Record(step.key, each.name, each.stage.value, "failed", remarks=(remark,))
 
 
 def _without_contract(step: Step) -> Step:

@@ -10,6 +10,7 @@ import ast
 import logging
 import operator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,24 +41,23 @@ _ARITHMETIC: dict[type[Any], Any] = {
 }
 
 
+_QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
+for _name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
+    logging.getLogger(_name).addFilter(lambda _: not _QUIET.get())
+
+
 @contextmanager
 def symbolic_sizes() -> Iterator[None]:
     """Within this context every operator can be computed on fake tensors with symbolic sizes, one of them 1 or not.
 
     What cannot be computed raises, and torch does not print a traceback of its own besides.
     """
-    with _silent("torch._subclasses.fake_tensor"), any_size(), enable_python_dispatcher():
-        yield
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    log = logging.getLogger(name)
-    before, log.disabled = log.disabled, True
+    token = _QUIET.set(True)
     try:
-        yield
+        with any_size(), enable_python_dispatcher():
+            yield
     finally:
-        log.disabled = before
+        _QUIET.reset(token)
 
 
 def is_known(condition: Any) -> bool:
@@ -110,7 +110,7 @@ class FakeValues:
         """Within this context a call that would add an assumption about a size raises instead."""
         env = self.mode.shape_env
         assert env is not None
-        with symbolic_sizes(), self.mode, env.error_on_new_guards(), _silent("torch.fx.experimental.symbolic_shapes"):
+        with symbolic_sizes(), self.mode, env.error_on_new_guards():
             yield
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._guards import tracing
 from torch._inductor import pattern_matcher as inductor
 
 from inlay.errors import ProgramError, one_line
@@ -68,7 +69,8 @@ def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> T
     names: dict[Any, tuple[str, ...]] = {}
     module = _Module(function, scalars, tensors)
     try:
-        with warnings.catch_warnings():
+        # A backend is called while Dynamo traces: export would take its sizes and guards for those of the pattern.
+        with warnings.catch_warnings(), tracing(None):
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, tuple(example[name] for name in tensors), strict=False)
             graph = exported.run_decompositions({}).graph

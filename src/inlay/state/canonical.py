@@ -26,9 +26,11 @@ def canonical_updates(program: Program) -> tuple[Program, list[str]]:
 
 
 def _needs_it(state: State) -> bool:
-    """Not when every write is one to the whole state that compilers know: `index_put`, `index_copy`."""
-    plain = {"aten::index_put_", "aten::index_copy_"}
-    return any(write.place.views or write.target._schema.name not in plain for write in state.writes)
+    """Not when every write is one to the whole state that compilers know: rows of it, or all of it by one kernel."""
+    if any(write.place.views for write in state.writes):
+        return True
+    names = {write.target._schema.name for write in state.writes}
+    return not names <= {"aten::index_put_", "aten::index_copy_"} and names != {"aten::copy_"}
 
 
 def _rewrite(graph: fx.Graph, state: State, moved: dict[fx.Node, fx.Node]) -> bool:
@@ -47,6 +49,7 @@ def _rewrite(graph: fx.Graph, state: State, moved: dict[fx.Node, fx.Node]) -> bo
         if put is None:
             return False
         now.append(put)
+    puts = set(now[1:])  # what they put may be a value that the state then holds
     for node, (place, count) in state.versions.items():
         if node is base or not node.users:
             continue
@@ -57,7 +60,7 @@ def _rewrite(graph: fx.Graph, state: State, moved: dict[fx.Node, fx.Node]) -> bo
                 indexer = Indexer(graph, node)
                 for view in place.views:
                     at = indexer.call(view.target, at, *view.args)
-        node.replace_all_uses_with(at, propagate_meta=False)
+        node.replace_all_uses_with(at, lambda user: user not in puts, propagate_meta=False)
         moved[node] = at
     output = graph.output_node()
     values: Any = list(output.args[0])  # type: ignore[arg-type]

@@ -13,12 +13,13 @@ from inlay.program.bindings import Alias, Bindings
 from inlay.program.graphs import MODULE, SOURCE
 from inlay.program.remarks import Remark, RemarkKind
 from inlay.program.symbols import symbolic_sizes
+from inlay.state.copied import under_eager
 from inlay.state.declared import DECLARED
 from inlay.state.updates import State, recognise, sharing
 from inlay.state.wrapped import is_wrapper, read
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from inlay.program.bindings import Binding
     from inlay.program.program import Program
@@ -30,7 +31,7 @@ RECOGNISED = "kv_cache_update"
 
 @dataclass(frozen=True, eq=False)
 class InPlace:
-    """A program that writes to its state itself, and what is known of each state."""
+    """A program that writes to its state itself, and what is known of each state when its calls are made one by one."""
 
     program: Program
     states: tuple[State, ...]
@@ -40,16 +41,17 @@ class InPlace:
     @property
     def remarks(self) -> list[Remark]:
         """What could not be in place, why, and what it costs."""
-        return [_remark(state) for state in self.states if not state.eligible]
+        return remarks_on(self.states)
 
 
 def in_place(program: Program) -> InPlace:
-    """Write every eligible state in place; copy the others back at the end. Nothing is left to whoever runs it.
+    """Write every state in place where that is sound; copy the others back at the end. The caller has nothing to do.
 
     For a state, the program returned hands back the binding itself. `program` is not changed.
     """
     made = program.copy()
     states = recognise(made)
+    told = under_eager(states)
     values: Any = made.graph.output_node().args[0]
     declared = {
         index: state.binding.name
@@ -68,7 +70,7 @@ def in_place(program: Program) -> InPlace:
             _write(made.graph, state, bases[state.binding.name])
     _hand_back(made.graph, states, bases)
     made.graph.eliminate_dead_code()
-    return InPlace(replace(made, bindings=_told(made.bindings, states)), tuple(states), declared)
+    return InPlace(replace(made, bindings=_told(made.bindings, states)), tuple(told), declared)
 
 
 def _unwrap(graph: fx.Graph, call: fx.Node) -> None:
@@ -175,6 +177,12 @@ def _bytes(binding: Binding) -> str:
     return " * ".join([*symbols, f"{binding.nbytes:,} bytes"])
 
 
+def remarks_on(states: Sequence[State]) -> list[Remark]:
+    """Which of these states are not in place, why, and what it costs."""
+    return [_remark(state) for state in states if not state.eligible]
+
+
 def _remark(state: State) -> Remark:
-    reason = f"{state.reason}; {state.binding.text}, {_bytes(state.binding)}, is copied at every call"
+    copied = "is copied" if state.certain else "may be copied"
+    reason = f"{state.reason}; {state.binding.text}, {_bytes(state.binding)}, {copied} at every call"
     return Remark(RemarkKind.REFUSED, "in_place", state.form, reason, nodes=(state.binding.name,))

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from inlay.state.updates import Write
 
 aten = torch.ops.aten
+_SCATTERED = (aten.scatter_.src, aten.scatter_.value, aten.scatter_add_.default)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where an axis of a part lies in the whole: from `start` along `axis`, `size` long."""
+    """Where an axis of a part lies in the whole: from `start` along `axis` in steps, `size` of them."""
 
-    axis: int
+    axis: int | None
+    """None for an axis of one element that the whole does not have."""
     start: Any
     size: Any
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,32 @@ def _step(found: Region, target: Any, args: tuple[Any, ...]) -> Region | None:
         case aten.slice.Tensor:
             given: tuple[Any, ...] = (*args, *(0, 0, None, 1)[len(args) :])
             dim, start, _, step = given
-            start = 0 if start is None else start
-            if step != 1 or not _is_not_negative(start):
-                return None
             axis = axes[dim % rank]
-            axes[dim % rank] = replace(axis, start=_sum(axis.start, start))
+            moved = _stepped(axis, 0 if start is None else start)
+            if moved is None or type(step) is not int:
+                return None
+            axes[dim % rank] = replace(axis, start=moved, step=axis.step * step)
             return replace(found, axes=tuple(axes))
         case aten.select.int:
             dim, at = args
-            if not _is_not_negative(at):
-                return None
             axis = axes.pop(dim % rank)
-            return Region(tuple(axes), found.fixed | {axis.axis: _sum(axis.start, at)})
+            moved = _stepped(axis, at)
+            if moved is None or axis.axis is None:
+                return None
+            return Region(tuple(axes), found.fixed | {axis.axis: moved})
+        case aten.unsqueeze.default:
+            axes.insert(args[0] % (rank + 1), Axis(None, 0, 1))
+            return replace(found, axes=tuple(axes))
+        case aten.squeeze.dim:
+            axis = axes[args[0] % rank]
+            if type(axis.size) is not int:
+                return None
+            if axis.size == 1:
+                axes.pop(args[0] % rank)
+            fixed = {axis.axis: axis.start} if axis.size == 1 and axis.axis is not None else {}
+            return Region(tuple(axes), found.fixed | fixed)
+        case aten.alias.default:
+            return found
         case aten.transpose.int:
             one, two = args[0] % rank, args[1] % rank
             axes[one], axes[two] = axes[two], axes[one]
@@ -85,9 +102,23 @@ def _step(found: Region, target: Any, args: tuple[Any, ...]) -> Region | None:
     return None
 
 
-def _is_not_negative(value: Any) -> bool:
-    held = value.meta["val"] if isinstance(value, fx.Node) else value
-    return is_known(held >= 0)
+def _stepped(axis: Axis, at: Any) -> Any | None:
+    """Where the place `at` of an axis lies in the whole; None where that is not known."""
+    if isinstance(at, int) and at < 0:
+        if type(axis.size) is not int:
+            return None
+        at = max(at + axis.size, 0)
+    held = at.meta["val"] if isinstance(at, fx.Node) else at
+    if not is_known(held >= 0) or (axis.step != 1 and not isinstance(at, int)):
+        return None
+    return _sum(axis.start, at * axis.step if isinstance(at, int) else at)
+
+
+def _is_whole(axis: Axis, whole: fx.Node) -> bool:
+    """Whether an axis of a part is one of the whole from its beginning to its end."""
+    if axis.axis is None or axis.step != 1 or not (isinstance(axis.start, int) and axis.start == 0):
+        return False
+    return str(axis.size) == str(whole.meta["val"].shape[axis.axis])
 
 
 def _sum(one: Any, two: Any) -> Any:
@@ -115,14 +146,25 @@ class Indexer:
         match write.target._schema.name:
             case "aten::copy_":
                 return self._put(whole, found, {}, write.args[0])
-            case "aten::index_copy_":
+            case "aten::index_copy_" | "aten::index_add_":
                 dim, index, source = write.args
-                return self._put(whole, found, {dim % len(found.axes): index}, source)
-            case "aten::scatter_" if write.target is aten.scatter_.src:
+                if write.kwargs.get("alpha", 1) != 1:
+                    source = self.call(aten.mul.Tensor, source, write.kwargs["alpha"])
+                adds = write.target is aten.index_add_.default
+                return self._put(whole, found, {dim % len(found.axes): index}, source, accumulate=adds)
+            case "aten::scatter_" | "aten::scatter_add_" if write.target in _SCATTERED:
                 dim, index, source = write.args
-                return self._scatter(whole, found, dim % len(found.axes), index, source)
+                if write.target is aten.scatter_.value:
+                    source = self._number(whole, source)
+                adds = write.target is aten.scatter_add_.default
+                return self._scatter(whole, found, dim % len(found.axes), index, source, accumulate=adds)
+            case "aten::index_fill_" if write.target is aten.index_fill_.int_Scalar:
+                dim, index, value = write.args
+                return self._put(whole, found, {dim % len(found.axes): index}, self._number(whole, value))
             case "aten::index_put_":
                 return self._index_put(whole, found, write)
+            case _ if write.place.views:
+                return self._put(whole, found, {}, write.node)  # a part is computed from what it was, and put back
         return None
 
     def _index_put(self, whole: fx.Node, found: Region, write: Write) -> fx.Node | None:
@@ -135,19 +177,30 @@ class Indexer:
             return None
         return self._put(whole, found, given, values)
 
-    def _scatter(self, whole: fx.Node, found: Region, dim: int, index: fx.Node, source: fx.Node) -> fx.Node | None:
-        if sizes(index.meta["val"]) != sizes(source.meta["val"]):
+    def _scatter(
+        self, whole: fx.Node, found: Region, dim: int, index: fx.Node, source: fx.Node, *, accumulate: bool
+    ) -> fx.Node | None:
+        if source.meta["val"].dim() and sizes(index.meta["val"]) != sizes(source.meta["val"]):
             return None
-        axes = tuple(replace(axis, size=size) for axis, size in zip(found.axes, index.meta["val"].shape, strict=True))
-        return self._put(whole, replace(found, axes=axes), {dim: index}, source)
+        axes = tuple(
+            axis if position == dim else replace(axis, size=size)
+            for position, (axis, size) in enumerate(zip(found.axes, index.meta["val"].shape, strict=True))
+        )
+        return self._put(whole, replace(found, axes=axes), {dim: index}, source, accumulate=accumulate)
 
-    def _put(self, whole: fx.Node, found: Region, given: dict[int, fx.Node], source: fx.Node) -> fx.Node:
+    def _put(
+        self, whole: fx.Node, found: Region, given: dict[int, fx.Node], source: fx.Node, *, accumulate: bool = False
+    ) -> fx.Node | None:
         """Indices of all axes of the whole, shaped so that together they have the shape of what is written."""
         rank = len(found.axes)
         given_sizes = source.meta["val"].shape if source.meta["val"].dim() == rank else [1] * rank
         indices: list[Any] = [None] * whole.meta["val"].dim()
         for position, axis in enumerate(found.axes):
             index = given.get(position)
+            if index is not None and not _is_whole(axis, whole):
+                return None  # a negative index counts from the end of the part, and one beyond it is an error
+            if axis.axis is None:
+                continue
             if index is None:
                 # A source that is not broadcast says the size more simply than ends minus starts do.
                 size = axis.size if str(given_sizes[position]) == "1" else given_sizes[position]
@@ -155,11 +208,21 @@ class Indexer:
             if index.meta["val"].dim() == 1 and rank > 1:
                 shape = [-1 if each == position else 1 for each in range(rank)]
                 index = self.call(aten.view.default, index, shape)
+            if axis.step != 1:
+                index = self.call(aten.mul.Tensor, index, axis.step)
             indices[axis.axis] = self._moved(index, axis.start)
         for place, start in found.fixed.items():
             zero = self.call(aten.zeros.default, [1] * rank, dtype=torch.int64, device=_device(whole))
             indices[place] = self._moved(zero, start)
-        return self.call(aten.index_put.default, whole, indices, source)
+        if source.meta["val"].dtype != whole.meta["val"].dtype:  # `copy_` casts, `index_put` does not
+            source = self.call(aten._to_copy.default, source, dtype=whole.meta["val"].dtype)
+        more = [True] if accumulate else []
+        return self.call(aten.index_put.default, whole, indices, source, *more)
+
+    def _number(self, whole: fx.Node, value: Any) -> fx.Node:
+        """A number as a tensor that fits everywhere."""
+        held = whole.meta["val"]
+        return self.call(aten.full.default, [], value, dtype=held.dtype, device=held.device)
 
     def _moved(self, index: fx.Node, start: Any) -> fx.Node:
         for part in start if isinstance(start, tuple) else (start,):

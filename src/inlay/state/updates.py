@@ -65,6 +65,8 @@ class State:
     """Which of the graph's outputs hands the new value back."""
     writes: tuple[Write, ...] = ()
     reason: str = ""
+    certain: bool = True
+    """Whether the reason is known to cost a copy; an engine that is not known not to copy is not certain."""
     versions: dict[fx.Node, tuple[Place, int]] = field(default_factory=dict, repr=False)
     """Nodes that are nothing but a part of the state as it is after so many writes."""
 
@@ -262,6 +264,8 @@ def _written(target: Any, held: torch.Tensor, args: tuple[Any, ...]) -> Any:
             return values[1].numel()
         case "aten::index_put_":
             indices = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args[0]]
+            if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
+                return held.numel()  # data decides; to ask for the size would make a symbol that nobody binds
             with symbolic_sizes():
                 return aten.index.Tensor(held, indices).numel()
     return held.numel()

@@ -32,7 +32,7 @@ class Record:
     transform: str
     stage: str
     status: str
-    """`ran`, `disabled`, or `skipped` (nothing for it to do)."""
+    """`ran`, `disabled`, `skipped` (nothing for it to do), or `failed` (left out by the backend for torch.compile)."""
     sites: int = 0
     seconds: float = 0.0
     nodes: tuple[int, int] = (0, 0)
