@@ -117,7 +117,7 @@ class Executable:
 
 @dataclass(frozen=True)
 class _Cache:
-    """What the indices that a decoder is given may be. A slot of -1 would be written to: it is the last one, of others."""
+    """The valid ranges of the indices that a decoder is given. A slot of -1 would otherwise be the last slot."""
 
     slots: int
     room: int
