@@ -17,7 +17,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from itertools import combinations, pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,9 +26,6 @@ from torch import fx
 from inlay.program.program import Symbol
 from inlay.program.symbols import FakeValues
 from inlay.rewrite.masks import Masks, Meaning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 aten = torch.ops.aten
 _CAPTURED = 101
@@ -66,23 +64,36 @@ class Drawn:
     def masks(self) -> list[fx.Node]:
         return [reader.args[0] for reader in self.readers]  # type: ignore[misc]
 
-    def computed(self, length: int, positions: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """What each reader reads at this length, computed by torch; at some positions only, or at all."""
+    def computed(self, length: int) -> list[torch.Tensor]:
+        """What each reader reads at this length: every row and column, computed by torch."""
         values: dict[fx.Node, Any] = {}
         for node in self.graph.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-                if positions is not None and node.target is aten.arange.start:
-                    values[node] = (positions + args[0]).to(kwargs.get("dtype", torch.int64))
-                elif positions is not None and node.target in (aten.expand.default, aten.ones.default):
-                    *tensor, shape = args
-                    shape = [len(positions) if size == length else size for size in shape]
-                    values[node] = node.target(*tensor, shape, **kwargs)
-                else:
-                    values[node] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs)
             elif node.op == "placeholder":
                 values[node] = torch.empty(length, device="meta")
         return [values[reader].reshape(values[reader].shape[-2:]) for reader in self.readers]
+
+    def computed_at(self, rows: torch.Tensor, columns: torch.Tensor, length: int) -> dict[fx.Node, Any]:
+        """What each node is at these rows and columns: element by element, so views are left out."""
+        values: dict[fx.Node, Any] = {}
+        both = torch.stack([rows, columns])
+        for node in self.graph.nodes:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.get)
+            if node.op == "placeholder" or node.target is aten.sym_size.int:
+                values[node] = length
+            elif node.target is aten.arange.start:
+                values[node] = (both + args[0]).to(kwargs.get("dtype", torch.int64))
+            elif node.target is aten.unsqueeze.default:
+                values[node] = args[0][1 - args[1]] if args[0].dim() == 2 else args[0]
+            elif node.target is aten.expand.default:
+                values[node] = args[0].expand(len(rows))
+            elif node.target is aten.ones.default:
+                values[node] = torch.ones(len(rows), dtype=kwargs["dtype"])
+            elif node.op == "call_function":
+                values[node] = node.target(*args, **kwargs)
+        return values
 
 
 class Drawing:
@@ -311,7 +322,7 @@ class Drawing:
         target = self.call(aten.clone.default, self.whole(mask)) if rng.random() < 0.7 else None
         if target is not None:
             self.read(target)
-            seen = rng.choice((target, self.call(aten.permute.default, target, [1, 0])))
+            seen = self.call(aten.permute.default, target, [1, 0]) if self.in_shapes and rng.random() < 0.5 else target
             other = self.whole(self.logic(1))
             self.call(rng.choice((aten.bitwise_or_.Tensor, aten.bitwise_and_.Tensor, aten.copy_.default)), seen, other)
             self.read(target)
@@ -341,9 +352,8 @@ def draw(seed: int, largest: int = 40, *, in_shapes: bool = True) -> Drawn:
     return drawing.drawn
 
 
-def shown(meaning: Meaning, positions: torch.Tensor) -> torch.Tensor:
-    """What a meaning says the mask shows."""
-    back = positions[:, None] - positions[None, :]
+def shown(meaning: Meaning, back: torch.Tensor) -> torch.Tensor:
+    """What a meaning says the mask shows, `back` being row less column."""
     if not meaning.causal:
         return torch.ones_like(back, dtype=torch.bool)
     return (back >= 0) & (back < meaning.window) if meaning.window else back >= 0
@@ -357,14 +367,14 @@ def seen(mask: torch.Tensor) -> torch.Tensor | None:
     return mask == 0 if bool(known.all()) else None
 
 
-def truth(shows: torch.Tensor | None, positions: torch.Tensor) -> Meaning | None:
-    """What a mask is at these positions: causal, a window, or showing everything; if it is."""
+def truth(shows: torch.Tensor | None, rows: torch.Tensor, columns: torch.Tensor) -> Meaning | None:
+    """What a mask is at these places: causal, a window, or showing everything; if it is."""
     if shows is None:
         return None
-    last = positions[shows[-1]]
-    window = int(positions[-1] - last.min() + 1) if len(last) else 0
-    candidates = (Meaning(False), Meaning(True), Meaning(True, window))
-    return next((each for each in candidates if torch.equal(shows, shown(each, positions))), None)
+    back = rows - columns
+    last = back[shows & (rows == rows.max())]
+    candidates = (Meaning(False), Meaning(True), Meaning(True, int(last.max() + 1) if len(last) else 0))
+    return next((each for each in candidates if torch.equal(shows, shown(each, back))), None)
 
 
 @dataclass
@@ -380,28 +390,45 @@ class Judged:
         """The part of the masks with a meaning that were understood."""
         return 1 - self.counts["missed"] / max(1, self.counts["meaningful"])
 
-    def judge(self, seed: int, largest: int, places: Callable[[Drawn], list[tuple[int, torch.Tensor | None]]]) -> None:
-        """Draw a mask, derive it, compute it, compare."""
+    def judge(self, seed: int, largest: int) -> None:
+        """Draw a mask, derive it, compute it, compare: everywhere, or at breakpoints where constants are large."""
         drawn = draw(seed, largest, in_shapes=largest <= 40)
         masks = Masks(drawn.graph)
         claims = [masks.meaning(mask, reader) for mask, reader in zip(drawn.masks(), drawn.readers, strict=True)]
-        truths: list[set[Meaning | None]] = [set() for _ in claims]
-        for length, some in places(drawn):
-            positions = torch.arange(length) if some is None else some
-            for index, mask in enumerate(drawn.computed(length, some)):
-                shows, claim = seen(mask), claims[index]
-                if claim.known and (shows is None or not torch.equal(shows, shown(claim, positions))):
-                    self.wrong.append(f"seed {seed}, reader {index}, length {length}: {claim}")
-                if length > 8:
-                    truths[index].add(truth(shows, positions))
+        reach = 2 * sum(drawn.constants) + 9
+        truths = self._compared(f"seed {seed}", drawn, claims, reach, largest)
+        if any(claim.known for claim in claims):
+            self._compared(f"seed {seed}", drawn, claims, 6, largest)
+        if any(not claim.known and truth is not None for claim, truth in zip(claims, truths, strict=True)):
+            again = self._compared(f"seed {seed}", drawn, claims, reach + 11, largest)
+            truths = [one if one == two else None for one, two in zip(truths, again, strict=True)]
         for index, (claim, found) in enumerate(zip(claims, truths, strict=True)):
             self._count(f"seed {seed}, reader {index}", drawn, claim, found)
 
-    def _count(self, name: str, drawn: Drawn, claim: Meaning, found: set[Meaning | None]) -> None:
+    def _compared(
+        self, name: str, drawn: Drawn, claims: list[Meaning], length: int, largest: int
+    ) -> list[Meaning | None]:
+        """What the masks are at this length; claims that differ are wrong."""
+        if largest <= 40:
+            rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
+            masks = drawn.computed(length)
+        else:
+            rows, columns = breakpoints(drawn, length)
+            values = drawn.computed_at(rows, columns, length)
+            masks = [values[reader] for reader in drawn.readers]
+        truths = []
+        for index, (mask, claim) in enumerate(zip(masks, claims, strict=True)):
+            shows = seen(mask)
+            same = shows is not None and claim.known and torch.equal(shows, shown(claim, rows - columns))
+            if claim.known and not same:
+                self.wrong.append(f"{name}, reader {index}, length {length}: {claim}")
+            truths.append(claim if same else truth(shows, rows, columns))
+        return truths
+
+    def _count(self, name: str, drawn: Drawn, claim: Meaning, meaning: Meaning | None) -> None:
         self.counts["masks"] += 1
         self.counts["claimed"] += claim.known
-        (meaning, *others) = found
-        if others or meaning is None:
+        if meaning is None:
             return
         if not drawn.plain:
             self.counts["meaningful, not plain"] += 1
@@ -414,25 +441,39 @@ class Judged:
             self.missed.append(f"{name}: {meaning} is not understood: {claim.reason}")
 
 
-def squares(drawn: Drawn) -> list[tuple[int, torch.Tensor | None]]:
-    """Short lengths, and two beyond twice the sum of the constants, all positions."""
-    reach = 2 * sum(drawn.constants)
-    return [(1, None), (6, None), (reach + 9, None), (reach + 20, None)]
+def breakpoints(drawn: Drawn, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns at which any comparison changes, ± 1.
+
+    A comparison is a line `a * row + b * column + c = 0`. The rows are those where two lines meet, or a line an edge of
+    the square, ± 1, and one between each two of them; the columns those of every line in that row, ± 1.
+    """
+    rows, columns = torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1])
+    values = drawn.computed_at(rows, columns, length)
+    lines = {(0, 1, 0), (0, 1, 1 - length), (1, -1, 0)}
+    for node in drawn.graph.nodes:
+        if getattr(node.target, "_opname", "") in (*_COMPARE, "eq", "ne"):
+            left, right = (values[each] if isinstance(each, fx.Node) else each for each in node.args)
+            if left.dtype != torch.bool:
+                gap = (left.double() - right).nan_to_num(0, 0, 0).expand(3).tolist()
+                lines.add((round(gap[1] - gap[0]), round(gap[2] - gap[0]), round(gap[0])))
+    found = {0, length - 1}
+    for one, two in combinations(lines, 2):
+        cross = one[0] * two[1] - two[0] * one[1]
+        if cross:
+            found |= _near((one[1] * two[2] - two[1] * one[2]) // cross, length)
+    found |= {(low + high) // 2 for low, high in pairwise(sorted(found))}
+    points = set()
+    for row in found:
+        points |= {(row, 0), (row, length - 1)}
+        for a, b, c in lines:
+            if b:
+                points |= {(row, column) for column in _near(-(a * row + c) // b, length)}
+    rows, columns = torch.tensor(sorted(points)).unbind(1)
+    return rows, columns
 
 
-def breakpoints(drawn: Drawn) -> list[tuple[int, torch.Tensor | None]]:
-    """Two lengths beyond twice the sum of the constants, at every sum and difference of them ± 1 from both ends."""
-    sums = {0}
-    for constant in drawn.constants[:5]:
-        sums = {each + constant * sign for each in sums for sign in (-1, 0, 1)}
-    near = {each + step for each in sums for step in (-1, 0, 1)}
-    reach = 2 * sum(drawn.constants) + 9
-    return [(length, _around(near, length)) for length in (reach, reach + 11)]
-
-
-def _around(near: set[int], length: int) -> torch.Tensor:
-    found = {position for each in near for position in (each, length // 2 + each, length - 1 + each)}
-    return torch.tensor(sorted(each for each in found if 0 <= each < length))
+def _near(position: int, length: int) -> set[int]:
+    return {each for each in range(position - 1, position + 3) if 0 <= each < length}
 
 
 def main() -> int:
@@ -444,7 +485,7 @@ def main() -> int:
     torch.set_num_threads(1)
     judged = Judged()
     for seed in range(options.seed, options.seed + options.count):
-        judged.judge(seed, 2**20 if options.large else 40, breakpoints if options.large else squares)
+        judged.judge(seed, 2**20 if options.large else 40)
     print(*judged.missed[:20], sep="\n")
     print(*judged.wrong[:20], sep="\n")
     print(dict(judged.counts), f"understood {judged.understood:.4f}, wrong {len(judged.wrong)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from decoders import captured, with_cache
-from random_masks import Judged, breakpoints, squares
+from random_masks import Judged
 from torch import Tensor, fx
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -31,7 +31,7 @@ INF = float("-inf")
 def _judge(first: int, count: int, largest: int = 40) -> Judged:
     judged = Judged()
     for seed in range(first, first + count):
-        judged.judge(seed, largest, squares if largest == 40 else breakpoints)
+        judged.judge(seed, largest)
     assert not judged.wrong, judged.wrong[:5]
     assert judged.understood >= 0.99, judged.missed[:5]
     return judged

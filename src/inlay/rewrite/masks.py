@@ -92,7 +92,7 @@ def _meaning(form: Form) -> Meaning:
         return Meaning(False, reason=f"the mask is not understood: {reason}")
     except UndecidedError:
         return Meaning(False, reason="the mask has too many cases")
-    return Meaning(False, reason=_other(settled(seen, known)))
+    return Meaning(False, reason=_other(seen, known))
 
 
 def _seen(form: Form) -> Formula:
@@ -126,14 +126,16 @@ def _window(seen: Formula, size: Linear) -> int:
     return length - first if first else 0
 
 
-def _other(seen: Formula) -> str:
+def _other(seen: Formula, known: list[Linear]) -> str:
     """What a mask shows that is neither causal nor a window."""
     edges: set[int] = set()
     for each in inequalities(seen):
         back = dict(each.terms).get(-2, 0)
-        if back not in (1, -1) or each.terms != (_BACK * back).terms:
+        if back in (1, -1) and each.terms == (_BACK * back).terms:
+            edges.add(-each.constant if back == 1 else each.constant + 1)
+        elif settled(each, known) == each:
             return f"the mask depends on {each} >= 0, and not on row - column alone"
-        edges.add(-each.constant if back == 1 else each.constant + 1)
+    seen = settled(seen, known)
     parts: list[str] = []
     before = holds(seen, {-2: min(edges, default=0) - 1, -1: 0})
     text = "row - column"
