@@ -34,7 +34,7 @@ def test_symbolic_shapes() -> None:
 
 
 def test_fake_parameters() -> None:
-    """capture/fake.py: register_parameter is what every way of making a parameter goes through."""
+    """capture/fake.py: the hook of registration sees every way of making a parameter, and its result is taken."""
     from inlay.capture.fake import fake_parameters, is_fake, with_fakes
 
     with fake_parameters():
@@ -60,6 +60,21 @@ def test_custom_operator_home() -> None:
     assert registered_by(torch.ops.aten.mul.Tensor) == ""
 
 
+def test_guards_of_sizes() -> None:
+    """capture/assumptions.py: torch keeps what it assumed of sizes, and the line that asked."""
+    from inlay.capture.assumptions import assumptions
+
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.shape[0] // 4 == 1 else x
+
+    dynamic = {"x": {0: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(Branches(), (torch.ones(5),), dynamic_shapes=dynamic, strict=False)
+    (found,) = [each for each in assumptions(exported.graph) if each.source]
+    assert found.source.startswith("test_adapters.py:")
+    assert "//4" in str(found.expression)
+
+
 def test_transformers_loading() -> None:
     """capture/hf_weights.py"""
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -75,7 +90,7 @@ def test_transformers_loading() -> None:
 
 
 def test_transformers_gguf(tmp_path: Path) -> None:
-    """capture/hf_gguf.py: transformers reads through gguf.GGUFReader, which we stand in for."""
+    """capture/hf_gguf.py: what transformers makes of a small file with the header alone."""
     from inlay.capture.gguf import read_header
     from inlay.capture.hf_gguf import read_config
 

@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, "which length 301 is not"),
     "a branch on a multiple": (lambda x: x if x.shape[1] % 4 else x * 2, "which length"),
     "a number that was baked in": (lambda x: x * int(x.shape[1] / 3), "which length"),
-    "a branch on the batch": (lambda x: x.flip(0) if x.shape[0] > 7 else x, "which batch 8 is not"),
     "a branch on both": (
         lambda x: x * 2 if x.shape[0] * x.shape[1] > 100 else x,
         "only where batch*length <= 100",
@@ -102,11 +101,30 @@ def test_the_same_program_for_all_sizes(name: str) -> None:
 
 @pytest.mark.fast
 def test_one_is_a_size_of_its_own() -> None:
-    """A model that asks for it is captured from 2 on; without limits, torch's own bounds are the range."""
+    """A module that asks for it is captured from 2 on."""
     alone = _captured(lambda x: x * 2 if x.shape[1] == 1 else x)
     assert {symbol.name: symbol.low for symbol in alone.symbols.values()} == {"batch": 1, "length": 2}
-    bounded = _captured(lambda x: x * 2 if x.shape[1] > 300 else x, limit=None)
-    assert {symbol.name: symbol.high for symbol in bounded.symbols.values()} == {"batch": None, "length": 300}
+
+
+TABLE = torch.randn(32, 4)
+RANGES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, 300),
+    "a loop over chunks": (_in_chunks, 64),
+    "a table of positions": (lambda x: x + TABLE[: x.shape[1]], 32),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", RANGES)
+def test_the_range_of_a_module(name: str) -> None:
+    """A module that does not say how far it goes is captured as far as it is one program, and runs no further."""
+    function, high = RANGES[name]
+    program = _captured(function, limit=None)
+    assert {symbol.name: symbol.high for symbol in program.symbols.values()} == {"batch": None, "length": high}
+    module, x = program.module(), torch.randn(3, high + 1, 4)
+    torch.testing.assert_close(module(x[:, :-1]), function(x[:, :-1]))
+    with pytest.raises(RuntimeError):
+        module(x)
 
 
 QWEN3_5: dict[str, Any] = {

@@ -183,7 +183,7 @@ ACROSS: dict[str, tuple[str, Any]] = {
     "sequences in another order": (_ALONG, lambda h, w: h.transpose(0, 1).reshape(-1, 8).view(h.shape)),
     "rows in another order": (
         "aten.view.default works along the axis of sequences",
-        lambda h, w: h[:, -1].t().reshape(-1).view(h.shape[0], 8) * 2,
+        lambda h, w: h[:, -1].transpose(0, 1).reshape(-1).view(h.shape[0], 8) * 2,
     ),
     "times the batch": ("the size of the batch is used as a number", lambda h, w: h * h.shape[0]),
     "filled with the batch": ("the size of the batch is used", lambda h, w: h + torch.full((8,), h.shape[0] * 1.0)),
@@ -282,6 +282,21 @@ def test_positions_for_heads_lined_up() -> None:
 )
 def test_sizes_that_are_numbers(axes: Any, reason: str) -> None:
     assert reason in _reason(captured(attend, axes))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("decoder", "reason"),
+    [
+        (
+            lambda x, w: attend(x if x.shape[1] < 9 else -x, w),
+            "max_length is 16, and it was captured for a length to 8",
+        ),
+        (lambda x, w: attend(x if x.shape[0] < 3 else -x, w), "max_batch is 4, and it was captured for a batch to 2"),
+    ],
+)
+def test_captured_for_less(decoder: Any, reason: str) -> None:
+    assert reason in _reason(captured(decoder))
 
 
 class _Counts(torch.nn.Module):

@@ -71,18 +71,48 @@ def assumptions(graph: fx.Graph) -> list[Assumption]:
 
 
 def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> Program:
-    """The program, if all that was assumed holds at every size from 2 on; its lower bounds are those the model has."""
+    """The program with the ranges in which all that was assumed holds.
+
+    A module that says nothing of its sizes gets the largest range around those of its example. Where a model says how
+    far it goes, and where what was assumed is no range, it is refused.
+    """
     symbols = dict(program.symbols)
-    claimed = {raw: replace(symbol, high=model.limits.get(symbol.name, symbol.high)) for raw, symbol in symbols.items()}
     # What the model itself asked for says more than what followed from it within torch.
     for each in sorted(made, key=lambda each: not each.source):
-        broken = _broken(each, claimed, 2)
-        if broken is not None:
-            raise _refusal(program, each, broken)
-        if each.source and model.kind == "module" and (alone := _broken(each, claimed, 1)) is not None:
-            for raw in (raw for raw, size in alone.items() if size == 1):
-                symbols[raw] = replace(symbols[raw], low=max(2, symbols[raw].low))
+        free = {str(symbol): symbol for symbol in each.expression.free_symbols}
+        if not free or not free.keys() <= symbols.keys():
+            continue  # sizes that data decides on are checked when the program runs
+        for raw in free:
+            claimed = symbols[raw]
+            limit = model.limits.get(claimed.name)
+            kept, broken = _kept(each, raw, free, symbols, limit)
+            if broken is not None and (limit is not None or kept is None):
+                raise _refusal(program, each, broken)
+            symbols[raw] = replace(claimed, high=claimed.high if kept is None else kept)
+            if model.kind == "module" and each.source and claimed.low == 1 and not _holds_at(each, free, raw, 1):
+                symbols[raw] = replace(symbols[raw], low=2)
     return replace(program, symbols=symbols)
+
+
+def _kept(
+    each: Assumption, raw: str, free: Mapping[str, Any], symbols: Mapping[str, Symbol], limit: int | None
+) -> tuple[int | None, dict[str, int] | None]:
+    """The size up to which an assumption holds, if it is a range, and sizes for which it does not hold."""
+    symbol = symbols[raw]
+    sizes = _sizes(each.expression, symbol if limit is None else replace(symbol, high=limit))
+    for other in _OTHERS if len(free) > 1 else (0,):
+        given = {name: min(max(other, symbols[name].low), symbols[name].high or other) for name in free}
+        held = _holds(each.expression, {free[name]: given[name] for name in free} | {free[raw]: sizes})
+        if not held.all():
+            first = int(sizes[int(np.argmin(held))])
+            alone = len(free) == 1 and first > symbol.example
+            return first - 1 if alone else None, {**given, raw: first}
+    return None, None
+
+
+def _holds_at(each: Assumption, free: Mapping[str, Any], raw: str, size: int) -> bool:
+    given = {symbol: np.array([size if name == raw else _OTHERS[-1]]) for name, symbol in free.items()}
+    return bool(_holds(each.expression, given).all())
 
 
 def _environments(graph: fx.Graph) -> Iterable[Any]:
@@ -98,33 +128,16 @@ def _source(guard: Any) -> str:
     return "" if not file or file.startswith(_TORCH) else f"{Path(file).name}:{frame.lineno}"
 
 
-def _broken(each: Assumption, symbols: Mapping[str, Symbol], least: int) -> dict[str, int] | None:
-    """Sizes within the claimed ranges for which an assumption does not hold."""
-    free = {str(symbol): symbol for symbol in each.expression.free_symbols}
-    if not free or not free.keys() <= symbols.keys():
-        return None  # sizes that data decides on are checked when the program runs
-    for raw in free:
-        sizes = _sizes(each.expression, symbols[raw], least)
-        for others in _OTHERS if len(free) > 1 else (0,):
-            given: dict[str, Any] = {
-                other: min(max(others, symbols[other].low), symbols[other].high or others) for other in free
-            }
-            held = _holds(each.expression, {free[other]: given[other] for other in free} | {free[raw]: sizes})
-            if not held.all():
-                return {**given, raw: int(sizes[int(np.argmin(held))])}
-    return None
-
-
-def _sizes(expression: Any, symbol: Symbol, least: int) -> Any:
-    """Every size of a range; without an upper bound, to twice what the constants add up to."""
+def _sizes(expression: Any, symbol: Symbol) -> Any:
+    """Every size of a range from 2 on; without an upper bound, to twice what the constants add up to."""
     constants = sum(abs(int(each)) for each in expression.atoms(sympy.Integer))
     high = symbol.high if symbol.high is not None else max(1024, 2 * constants)
-    low = max(symbol.low, least)
+    low = max(symbol.low, 2)
     return np.append(np.arange(low, min(high, _EXHAUSTIVE) + 1), max(low, high))
 
 
 def _holds(expression: Any, given: Mapping[Any, Any]) -> Any:
-    sizes = next(value for value in given.values() if isinstance(value, np.ndarray))
+    sizes: Any = next(value for value in given.values() if isinstance(value, np.ndarray))
     try:
         return np.broadcast_to(_computed(expression, given), sizes.shape)
     except _Unknown:

@@ -87,7 +87,7 @@ class InsertKVCache(Transform):
         applied = Applied(program, 0)
         calls = [node for node in program.graph.nodes if node.target is _ATTENTION]
         options: Any = self.options
-        found = _examine(program, calls, options.max_length) if calls else _without_attention(program)
+        found = _examine(program, calls, options) if calls else _without_attention(program)
         if isinstance(found, Mixed):
             root = calls[0] if calls else found.node
             applied.misses.append(Miss(root, found.node, f"refused: {found}", 0, 1, refused=True))
@@ -127,17 +127,18 @@ def _without_attention(program: Program) -> Mixed | None:
     return replace(mixed, reason=f"{mixed.reason}, and there is no attention to keep rows for") if mixed else None
 
 
-def _examine(program: Program, calls: list[fx.Node], room: int) -> _Found | Mixed:
+def _examine(program: Program, calls: list[fx.Node], options: Any) -> _Found | Mixed:
     if program.bindings.state:
         return Mixed(calls[0], "the model brings state of its own")
     batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return Mixed(calls[0], f"its length is {length}, not dynamic")
-    high = program.symbols[length].high
-    if high is not None and room > high:
-        return Mixed(calls[0], f"it was captured for lengths to {high}, and the cache is to have {room} rows")
     if batch == length or (batch not in program.symbols and batch != "1"):
         return Mixed(calls[0], f"its batch is {batch}, neither dynamic nor 1")
+    for raw, name, most in ((length, "max_length", options.max_length), (batch, "max_batch", options.max_batch)):
+        high = program.symbols[raw].high if raw in program.symbols else None
+        if high is not None and most > high:
+            return Mixed(calls[0], f"{name} is {most}, and it was captured for a {program.symbols[raw].name} to {high}")
     for call in calls:
         given: dict[str, Any] = dict(normalised(call))
         if given["mask"] is not None:
