@@ -23,7 +23,7 @@ from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from inlay.testing.fuzz.templates import Template
 
@@ -41,6 +41,10 @@ _OTHER_DTYPE = {
     torch.float16: torch.float32,
     torch.float64: torch.float32,
     torch.int64: torch.int32,
+}
+_PRODUCTS = {
+    *(aten.linear.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default),
+    *(aten.matmul.default, aten.conv1d.default, aten.convolution.default, aten.scaled_dot_product_attention.default),
 }
 _SYMBOLS = (Symbol("one", 1, 128, 3), Symbol("two", 1, 128, 6))
 _OTHER_SIZES = (1, 2, 4, 7)
@@ -118,8 +122,7 @@ class Growth:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """One call more, or the number it gives; impossible if it cannot be computed, or for some sizes only."""
         values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        if target is aten.scaled_dot_product_attention.default and sizes(values[1])[:-1] != sizes(values[2])[:-1]:
-            raise Impossible("torch reads past the end of such keys and values instead of saying so")
+        _check_operands(target, values)
         try:
             value = target(*values, **named)
         except Exception as error:
@@ -399,6 +402,16 @@ def as_program(
 def _row(name: str, role: Role, node: fx.Node, types: Types) -> Binding:
     value = node.meta["val"]
     return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))
+
+
+def _check_operands(target: Any, values: Sequence[Any]) -> None:
+    """What torch takes for fake values and not for real ones."""
+    if target in _PRODUCTS:
+        dtypes = {each.dtype for each in values if isinstance(each, torch.Tensor) and each.dtype is not torch.bool}
+        if len(dtypes) > 1:
+            raise Impossible(f"a product of {' and '.join(sorted(map(str, dtypes)))}")
+    if target is aten.scaled_dot_product_attention.default and sizes(values[1])[:-1] != sizes(values[2])[:-1]:
+        raise Impossible("torch reads past the end of such keys and values instead of saying so")
 
 
 def _with(leaf: Leaf, shape: list[int | str]) -> Leaf:

@@ -77,6 +77,7 @@ class MatchAttention(Transform):
             Case("three axes", lambda q, k: sdpa(q, k, k), (query[0], key[0])),
             Case("values of one head", lambda q, k: sdpa(q, k, k[:, :1]), (query, key)),
             Case("keys of one sequence", lambda q, k: sdpa(q, k[:1], k[:1]), (query, key)),
+            Case("no heads", lambda q, k: sdpa(q, k, k), (query[:, :0], key[:, :0])),
             Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
             Case("causal over another length", lambda q, k: sdpa(q, k, k, is_causal=True), (query[:, :, :3], key)),
             Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
@@ -111,6 +112,8 @@ def _refuse(node: fx.Node) -> str:
     key, value = given["key"].meta["val"], given["value"].meta["val"]
     if sizes(key)[:3] != sizes(value)[:3]:
         return "shape: key and value differ in batch, heads or length"
+    if not int(key.shape[1]):
+        return "shape: there are no heads"
     if sizes(query)[0] != sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
         return "shape: the heads of the query are not groups of those of the key"
     if given["dropout_p"]:

@@ -102,6 +102,7 @@ class MatchSoftmaxAttention(Rewrite):
             Case("a mask with more rows", lambda q, m: rule.pattern(q[:, :, :1], q, q, m, 0.3), (q, mask)),
             Case("three axes", three_axes, (torch.randn(4, 8, 8), torch.randn(8, 8))),
             Case("rows cut in two", cut_rows, (rows, torch.randn(2, 1, 1, 1), torch.randn(8, 1, 1))),
+            Case("no heads", lambda q, m: rule.pattern(q, q, q, m, 0.3), (q[:, :0], mask)),
             Case("values of one head", lambda q, v, m: rule.pattern(q, q, v, m, 0.3), (q, q[:, :1], mask)),
             Case(
                 "one bias for all",
@@ -148,6 +149,7 @@ class MatchSoftmaxAttention(Rewrite):
         site.require(q.dtype == k.dtype == v.dtype == site.value("mask").dtype, "dtype: operands differ in dtype")
         same = sizes(q)[:2] == sizes(k)[:2] == sizes(v)[:2]
         site.require(same, "shape: query, key and value differ in batch or heads")
+        site.require(sizes(k)[1:2] != ["0"], "shape: there are no heads", site.node("k"))
         mask, scores = sizes(site.value("mask")), [*sizes(q)[:3], sizes(k)[2]]
         fits = len(mask) <= 4 and all(one in ("1", two) for one, two in zip(mask[::-1], scores[::-1], strict=False))
         site.require(fits, "shape: the mask is larger than the scores")
