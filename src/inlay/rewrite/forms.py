@@ -48,6 +48,7 @@ Number: TypeAlias = Linear | float
 """What a tensor holds in one case: a sum of indexes and sizes; or a constant that is infinite or no integer."""
 Case: TypeAlias = tuple[Formula, Number]
 ONE, ZERO = Linear((), 1), Linear()
+_SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class UnknownFormError(Exception):
@@ -117,7 +118,7 @@ class Forms:
         return self._known[node]
 
     def _call(self, node: fx.Node) -> Form | str:
-        if node.op == "placeholder":
+        if node.op != "call_function":
             return f"it depends on the values of {node}"
         if node.target not in _OPERATORS:
             return f"it is computed with {target_text(node.target)}, which is not known to be about positions"
@@ -128,7 +129,7 @@ class Forms:
             return _OPERATORS[node.target](_Call(self, node))
         except UnknownFormError as reason:
             return f"{node}: {reason}"
-        except UndecidedError:
+        except (UndecidedError, RecursionError):
             return f"{node}: it has too many cases"
 
     def known(self, node: fx.Node) -> Form:
@@ -280,11 +281,13 @@ def _expanded(expression: Any) -> Linear:
     """A size as a sum; what is not a sum of symbols in it counts as a symbol of which nothing is known."""
     terms: dict[Variable, int] = {}
     constant = 0
-    for term, factor in expression.as_coefficients_dict().items():
-        if term.is_number:
+    for term, factor in expression.expand().as_coefficients_dict().items():
+        if term.is_number and (term * factor).is_Integer:
             constant += int(term * factor)
-        else:
+        elif factor.is_Integer:
             terms[str(term)] = int(factor)
+        else:
+            terms[str(term * factor)] = 1
     return Linear.total(terms, constant)
 
 
@@ -313,7 +316,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors whose values a call reads."""
     if node.target in _NEW:
         return []
-    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SCALARS)]
 
 
 def _tensors_behind(node: fx.Node) -> set[fx.Node]:

@@ -88,11 +88,11 @@ def _meaning(form: Form) -> Meaning:
         shown = _BACK if not window else all_of((_BACK, -_BACK + window - 1))
         if impossible(known, seen, negated(shown)) and impossible(known, negated(seen), shown):
             return Meaning(True, window)
+        return Meaning(False, reason=_other(seen, known))
     except UnknownFormError as reason:
         return Meaning(False, reason=f"the mask is not understood: {reason}")
-    except UndecidedError:
+    except (UndecidedError, RecursionError):
         return Meaning(False, reason="the mask has too many cases")
-    return Meaning(False, reason=_other(seen, known))
 
 
 def _seen(form: Form) -> Formula:
