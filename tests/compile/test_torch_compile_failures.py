@@ -1,0 +1,207 @@
+"""torch.compile(model, backend="inlay"): what fails in Inlay never fails the model, and is said."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from compiling import compiled, fresh, matches  # noqa: F401
+
+from inlay.compile.pieces import piece_of
+from inlay.errors import CaptureError
+from inlay.rewrite.trees import trace_pattern
+from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program import Program
+
+F = torch.nn.functional
+
+
+@torch.library.custom_op("inlay_test::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    """Runs, and cannot be compiled: nothing says what it gives."""
+    return x.clone()
+
+
+@pytest.fixture
+def failing() -> None:
+    """Transforms that change the program and then fail, or make of it what no compiler takes."""
+
+    @transform("test_fails", stage=Stage.CLEAN, numerics=Numerics.EXACT)
+    class Fails(Transform):
+        """Fails halfway."""
+
+        def apply(self, program: Program) -> Applied:
+            for node in program.graph.nodes:
+                if node.target is torch.ops.aten.silu.default:
+                    node.target = torch.ops.aten.neg.default
+            raise KeyError("nothing here")
+
+    @transform("test_cannot_be_compiled", stage=Stage.CLEAN, numerics=Numerics.EXACT)
+    class CannotBeCompiled(Transform):
+        """Every silu is followed by an operator without a fake kernel."""
+
+        def apply(self, program: Program) -> Applied:
+            for node in list(program.graph.nodes):
+                if node.target is torch.ops.aten.silu.default:
+                    with program.graph.inserting_after(node):
+                        made = program.graph.call_function(torch.ops.inlay_test.without_fake.default, (node,))
+                    made.meta = dict(node.meta)
+                    node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+            return Applied(program, 1)
+
+    return
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) * (x + 1)
+
+
+def _with(tmp_path: Path, name: str) -> list[Path]:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"transforms: {{{name}: {{expect: any, reason: a test}}}}")
+    return [file]
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_transform_that_fails_is_left_out(tmp_path: Path) -> None:
+    fast, seen = compiled(gated, config=_with(tmp_path, "test_fails"))
+    x = torch.randn(5)
+    assert torch.equal(fast(x), gated(x))
+    (made,) = seen
+    assert matches(made) == {"match_swiglu": 1}, "the others run on the program as it was"
+    (record,) = [each for each in made.records if each.status == "failed"]
+    assert record.key == "test_fails"
+    assert "KeyError: 'nothing here'" in record.remarks[0].reason
+    assert made.notes[0].startswith("test_fails is left out: The transform test_fails failed: KeyError")
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("below", ["aot_eager", "inductor"])
+def test_what_cannot_be_compiled_runs_as_it_came(tmp_path: Path, below: str) -> None:
+    fast, seen = compiled(gated, config=_with(tmp_path, "test_cannot_be_compiled"), below=below)
+    x = torch.randn(5)
+    torch.testing.assert_close(fast(x), gated(x))
+    (made,) = seen
+    assert made.program is None
+    assert made.notes[0].startswith(f"A piece runs as it came: {below} cannot run what the transforms made of it: ")
+
+
+def test_patterns_are_not_traced_with_the_sizes_of_the_model() -> None:
+    """While a backend runs, Dynamo's sizes and guards are there for everybody who asks torch for them."""
+    found = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(trace_pattern(gated, {"x": torch.randn(3, 4)}))
+        return module.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 2) * x.shape[1] if x.shape[1] > 3 else x
+
+    x = torch.randn(2, 6)
+    assert torch.equal(torch.compile(model, backend=backend, dynamic=True)(x), model(x))
+    assert found[0].calls == 3
+
+
+class Attends(torch.nn.Module):
+    """A mask that is made of positions, and a rotation by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each.view(batch, length, 2, 8).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        places = torch.arange(length)
+        angles = places[:, None] * 10.0 ** -torch.arange(4)
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+        q, k = (each * cos + torch.cat([-each[..., 4:], each[..., :4]], -1) * sin for each in (q, k))
+        made = F.scaled_dot_product_attention(q, k, v, places[None, :] <= places[:, None])
+        return made.transpose(1, 2).reshape(batch, length, 16)
+
+
+@pytest.mark.parametrize("below", ["eager", "aot_eager"])
+def test_dynamic_attention(below: str) -> None:
+    model = Attends()
+    fast, seen = compiled(model, dynamic=True, below=below)
+    for shape in ((2, 5), (3, 9), (1, 4), (2, 1)):
+        x = torch.randn(*shape, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-6)
+    for made in seen:
+        assert {record.status for record in made.records} <= {"ran", "disabled", "skipped"}, made.notes
+    assert matches(seen[0])["match_attention"] == 1
+    assert matches(seen[0])["match_rope"] == 2
+
+
+def test_dropout_that_is_off_hands_on_its_operand() -> None:
+    fast, seen = compiled(lambda x: F.dropout(x, 0.5, training=False))
+    x = torch.ones(3)
+    assert fast(x).data_ptr() == x.data_ptr()
+    assert seen[0].program is not None
+
+
+def test_gradients_that_the_model_switches_on() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return F.silu(x) * weight
+
+    fast, seen = compiled(model)
+    with torch.no_grad():
+        assert fast(torch.ones(3)).requires_grad
+    assert "switches gradients on" in seen[0].notes[0]
+
+
+def test_state_that_is_copied_is_said() -> None:
+    def model(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.copy_(torch.cat([cache[1:], x]))
+        return cache.sum(0)
+
+    for below in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        fast, seen = compiled(model, below=below)
+        one, two = torch.arange(32.0).view(8, 4), torch.arange(32.0).view(8, 4)
+        torch.testing.assert_close(fast(one, torch.ones(1, 4)), model(two, torch.ones(1, 4)))
+        assert torch.equal(one, two)
+        (note,) = seen[0].notes
+        assert "computed apart: cat" in note
+        assert "f32[8, 4], 128 bytes" in note
+
+
+def test_two_threads_compile_at_once() -> None:
+    """Registries, traced patterns and what is switched for a moment belong to everybody, or to one thread."""
+    start, failed = threading.Barrier(2), list[BaseException]()
+
+    def work(seed: int) -> None:
+        try:
+            start.wait()
+            for width in (seed, seed + 4):
+                model, x = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.SiLU()), torch.randn(3, width)
+                fast, seen = compiled(lambda x, model=model: model(x) * (x + 1), dynamic=True)
+                with torch.no_grad():
+                    torch.testing.assert_close(fast(x), model(x) * (x + 1))
+                assert matches(seen[0]) == {"match_swiglu": 1}, seen[0].notes
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (3, 4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed, failed
+
+
+def test_a_trace_that_fails_is_a_reason() -> None:
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    with pytest.raises(CaptureError, match="Dynamo gave no type for an input"):
+        piece_of(torch.fx.GraphModule(torch.nn.Module(), graph))
