@@ -81,6 +81,39 @@ class Patterns:
         return _swap(gm.graph, aten.relu.default, aten.gelu.default)
 
 
+class Counted:
+    """A pass that keeps its count, as vLLM's pattern passes do; this one adds to it in every run."""
+
+    def __init__(self) -> None:
+        self.matched_count = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.matched_count += _swap(graph, aten.relu.default, aten.gelu.default)
+
+
+def _registered(search: Any, replacement: Any, *example: torch.Tensor) -> Any:
+    from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+
+    made = PatternMatcherPass()
+    register_replacement(search, replacement, list(example), fwd_only, made)
+    return made
+
+
+def relu_patterns() -> Any:
+    """A real collection of Inductor's, for what a captured program has."""
+    return _registered(lambda x: aten.relu(x), lambda x: aten.sigmoid(x), torch.empty(2, 3))
+
+
+def post_grad_patterns() -> Any:
+    """One for what Inductor decomposes a program to: no captured program has these operators."""
+
+    def search(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        hidden = aten.mm(x, weight)
+        return hidden / (torch.exp(-hidden) + 1)
+
+    return _registered(search, lambda x, weight: aten.mm(x, weight), torch.empty(2, 3), torch.empty(3, 4))
+
+
 def with_functions(gm: fx.GraphModule) -> fx.GraphModule:
     """Plain torch functions and methods, as symbolic_trace would give them."""
     for node in list(gm.graph.nodes):

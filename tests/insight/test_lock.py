@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from architectures import without_weights
 from inlay import Example
 from inlay.cli.main import app
+from inlay.transforms import base
+from inlay.transforms.base import Numerics, Rewrite, Stage
 from inlay.transforms.lock import read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,84 @@ def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch,
     assert not found["holds"]
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     assert f"::error file={lock}" in _run("check", "--lock", str(lock)).stdout
+
+
+class DoubleTanh(Rewrite):
+    """Somebody's own transform."""
+
+    name, stage, numerics = "double_tanh", Stage.FUSE, Numerics.ROUNDING
+
+    def examples(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"x": torch.ones(3, 5, dtype=dtype)}
+
+    def pattern(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh().tanh()
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.tanh().tanh().clone()
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of somebody whose package registers a transform."""
+    monkeypatch.setitem(base._REGISTRY, DoubleTanh.name, DoubleTanh)
+    file = tmp_path / "mine.yaml"
+    file.write_text("# with a comment\ntransforms:\n  double_tanh: {enabled: true}\n")
+    return file
+
+
+@pytest.fixture
+def locked_with(tmp_path: Path, mine: Path) -> Path:
+    file = tmp_path / "with.lock"
+    options = ["--config", str(mine), "--set", "match_rope.enabled=false"]
+    assert _run("lock", MODEL, *options, "-o", str(file)).exit_code == 0
+    return file
+
+
+def test_a_check_uses_the_configuration_of_the_lock(locked_with: Path) -> None:
+    transforms = read_lock(locked_with).models[0].transforms
+    assert "double_tanh" in transforms
+    assert "match_rope" not in transforms
+    checked = _run("check", "--lock", str(locked_with))
+    assert checked.exit_code == 0, checked.output
+    assert checked.stdout == "1 models match as locked.\n"
+
+
+def test_the_remedy_of_a_check_keeps_the_configuration(
+    locked_with: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that it prints locks the user's own transform again."""
+    _written(monkeypatch, "returned")
+    checked = _run("check", "--lock", str(locked_with))
+    assert checked.exit_code == 1
+    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("If that is right: inlay ")]
+    words = shlex.split(line.partition("inlay ")[2])
+    assert words == ["lock", MODEL, "--config", str(mine), "--set", "match_rope.enabled=false", "-o", str(locked_with)]
+    before = read_lock(locked_with).models[0].transforms
+    assert _run(*words).exit_code == 0
+    assert set(read_lock(locked_with).models[0].transforms) == set(before)
+    assert _run("check", "--lock", str(locked_with)).exit_code == 0
+
+
+def test_a_configuration_that_changed_is_reported(locked_with: Path, mine: Path) -> None:
+    mine.write_text("transforms: {double_tanh: {enabled: true}}  # the same, written differently")
+    assert _run("check", "--lock", str(locked_with)).exit_code == 0
+    mine.write_text("transforms: {double_tanh: {enabled: false}}")
+    checked = _run("check", "--lock", str(locked_with))
+    assert checked.exit_code == 1
+    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("differs:")]
+    assert line.endswith("mine.yaml: The file changed since it was locked; it is checked with what is locked of it.")
+    mine.unlink()
+    checked = _run("check", "--lock", str(locked_with))
+    assert checked.exit_code == 0, checked.output
+    assert "mine.yaml: The file is not here; it is checked with what is locked of it." in checked.stdout
+
+
+def test_other_options_than_those_of_the_lock(locked_with: Path) -> None:
+    checked = _run("check", "--lock", str(locked_with), "--set", "match_rms_norm.enabled=false")
+    assert checked.exit_code == 1
+    assert "match_rms_norm does not run any more." in checked.stdout
+    assert "double_tanh" not in checked.stdout
 
 
 def test_updating_shows_what_changes(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:

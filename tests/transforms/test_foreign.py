@@ -74,6 +74,7 @@ def test_kinds_of_passes(program: Program, name: str) -> None:
     before = dump(program)
     result, record = _run(program, name)
     assert record.sites == 1
+    assert record.counted == (name == "Patterns")
     assert record.transform == f"foreign_passes:{name}"
     assert result.op_counts()["aten.gelu.default"] == 1
     assert "aten.relu.default" not in result.op_counts()
@@ -88,6 +89,76 @@ def test_inductor_pass_object(program: Program) -> None:
     applied = ForeignPass(foreign_passes.inductor_pass()).apply(program.copy())
     assert applied.sites == 1
     _same(applied.program, _expected())
+
+
+def _four(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x.relu().tanh().relu() @ y.relu()).relu()
+
+
+@pytest.fixture(scope="module")
+def four() -> Program:
+    return program_of(_four, [torch.ones(2, 3), torch.ones(3, 4)])
+
+
+def _swapped(four: Program, function: Any, for_: str = "aten.gelu.default") -> Record:
+    result, (record,) = run(four, [Step("foreign", ForeignPass(function))])
+    assert (result.op_counts()[for_], result.op_counts()["aten.relu.default"]) == (4, 0)
+    return record
+
+
+def test_a_count_that_a_pass_keeps(four: Program) -> None:
+    """Whether it adds to it or sets it, and however often it ran before."""
+    counted = foreign_passes.Counted()
+    for _ in range(2):
+        record = _swapped(four, counted)
+        assert (record.sites, record.counted) == (4, True)
+        assert "matches=4 " in record.summary
+
+
+def test_the_count_of_an_inductor_pass(four: Program) -> None:
+    record = _swapped(four, foreign_passes.relu_patterns(), "aten.sigmoid.default")
+    assert (record.sites, record.counted, record.notes) == (4, True, ())
+
+
+def test_what_is_not_counted_is_not_called_matches(four: Program) -> None:
+    record = _swapped(four, foreign_passes.in_place)
+    assert (record.sites, record.counted) == (4, False)
+    assert "changed_nodes=4 " in record.summary
+    assert "matches=" not in record.summary
+    assert (record.to_json()["matches"], record.to_json()["changed_nodes"]) == (None, 4)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["the collection", "a function that applies it"])
+def test_patterns_for_another_level(four: Program, wrapped: bool) -> None:
+    """A zero that could be nothing else says so, with the operators that are not there."""
+    patterns = foreign_passes.post_grad_patterns()
+    function = (lambda gm: patterns.apply(gm)) if wrapped else patterns
+    result, (record,) = run(four, [Step("foreign", ForeignPass(function))])
+    assert (result, record.sites) == (four, 0)
+    (note,) = record.notes
+    assert note.reason.startswith("1 of its 1 patterns cannot match: the program does not call ")
+    for name in ("aten.mm.default", "aten.exp.default", "aten.neg.default"):
+        assert name in note.reason
+    assert "aten.relu" not in note.reason
+    assert "post-grad" in note.reason
+
+
+def test_a_pass_of_the_form_of_another_level(four: Program) -> None:
+    class Silent(foreign_passes.PostGrad):
+        def __call__(self, graph: Any) -> None:
+            pass
+
+    _, (record,) = run(four, [Step("foreign", ForeignPass(Silent()))])
+    assert [note.reason.partition(".")[0] for note in record.notes] == [
+        "It takes a graph, as Inductor's post-grad passes do"
+    ]
+
+
+def test_patterns_of_this_level_that_match_nothing() -> None:
+    """Nothing is said of levels where every operator is there."""
+    program = program_of(lambda x: x.tanh(), [torch.ones(2, 3)])
+    _, (record,) = run(program, [Step("foreign", ForeignPass(foreign_passes.Patterns()))])
+    assert (record.sites, record.notes) == (0, ())
 
 
 def test_a_pass_that_does_nothing_matched_nothing(program: Program) -> None:
@@ -105,8 +176,7 @@ def test_functions_and_methods_become_operators(program: Program) -> None:
 
 def test_a_graph_that_was_made_anew(program: Program) -> None:
     result, record = _run(program, "retraced")
-    assert record.sites == 1
-    assert result.op_counts()["aten.neg.default"] == sum(program.op_counts().values())
+    assert record.sites == result.op_counts()["aten.neg.default"] == sum(program.op_counts().values())
     assert [row.name for row in result.bindings.ins] == [n.name for n in result.graph.nodes if n.op == "placeholder"]
     _same(result, program.module()(*ARGS))
 
@@ -192,12 +262,12 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 0, result.output
     (record,) = json.loads(result.stdout)
     assert record["key"] == "my_own_passes:gelu"
-    assert record["matches"] == 1
+    assert (record["matches"], record["changed_nodes"]) == (None, 5), "five calls of tanh, and nobody says sites"
     folder = tmp_path / "dumps"
     shown = ["show", "models:convolutions", "--pass", "my_own_passes:gelu", "--dump", str(folder)]
     result = CliRunner().invoke(app, shown)
     assert "aten.gelu" in result.stdout
-    assert "my_own_passes:gelu: [SUMMARY] matches=1" in result.stderr
+    assert "my_own_passes:gelu: [SUMMARY] changed_nodes=5 (matches are not counted)" in result.stderr
     assert (folder / "001_clean_my_own_passes_gelu.py").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,16 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, TrustOption, read_program, resolved_for
+from inlay.cli.models import DType, DTypeOption, TrustOption, read_program, resolved_for
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from inlay.cli.models import DType
     from inlay.program.program import Program
-    from inlay.transforms.lock import LockedModel
+    from inlay.transforms.lock import LockedModel, Made
     from inlay.transforms.pipeline import Step
 
 
@@ -37,10 +35,11 @@ def lock(
     Example: [bold]inlay lock ./my-model -o matches.lock[/]
     """
     with failing_kindly():
-        from inlay.transforms.lock import Lock, versions
+        from inlay.transforms.lock import Lock, Made, versions
 
-        found = [_entry(model, files or (), settings or (), dtype, trust).locked for model in models]
-        text = Lock(versions=versions(), models=found).text()
+        made = Made.of(files or (), settings or (), dtype.value if dtype else "")
+        found = [_entry(model, made, trust).locked for model in models]
+        text = Lock(versions=versions(), made=made, models=found).text()
         before = output.read_text() if output.exists() else ""
         for line in difflib.unified_diff(
             before.splitlines(), text.splitlines(), "before", str(output), lineterm="", n=1
@@ -59,17 +58,21 @@ def check(
 ) -> None:
     """Hold the models of a lock against it: what became different, in sentences; exit code 1 if sites did.
 
+    The configuration, settings and dtype are those the lock was written with, unless others are given.
+
     On GitHub Actions the sentences are annotations of the lock file.
 
     Example: [bold]inlay check --lock matches.lock[/]
     """
     with failing_kindly():
-        from inlay.transforms.lock import Comparison, compare, read_lock, versions
+        from inlay.transforms.lock import Comparison, Made, compare, read_lock, versions
 
         locked = read_lock(file)
-        seen = Comparison()
+        given = Made.of(files or (), settings or (), dtype.value if dtype else "")
+        made = Made(**{**dict(locked.made), **{name: value for name, value in given if value}})
+        seen = Comparison(list(made.changes()))
         for old in locked.models:
-            new = _entry(old.model, files or (), settings or (), dtype, trust)
+            new = _entry(old.model, made, trust)
             seen.differences += compare(old, new.locked, new.why)
         if as_json:
             print_json(seen.to_json())
@@ -94,7 +97,9 @@ def check(
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:
-                out.print(f"If that is right: inlay lock {' '.join(each.model for each in locked.models)} -o {file}")
+                trusted = ["--trust-remote-code"] if trust else []
+                words = [*(each.model for each in locked.models), *made.arguments(), *trusted, "-o", str(file)]
+                out.print(f"If that is right: inlay lock {shlex.join(words)}", markup=False, soft_wrap=True)
         if not seen.holds:
             raise typer.Exit(int(ExitCode.FAILED))
 
@@ -115,12 +120,12 @@ class _Entry:
         return explained.findings[0].text if explained.findings else ""
 
 
-def _entry(model: str, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool) -> _Entry:
+def _entry(model: str, made: Made, trust: bool) -> _Entry:
     from inlay.transforms import configure, run
     from inlay.transforms.lock import locked
 
-    program = read_program(model, dtype, trust)
-    resolved = resolved_for(program, files, settings)
+    program = read_program(model, DType(made.dtype) if made.dtype else None, trust)
+    resolved = resolved_for(program, made.files, made.settings)
     # What is locked is what happens: a contract that does not hold is a difference like any other.
     steps = configure(resolved)
     for step in steps:

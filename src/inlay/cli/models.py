@@ -13,7 +13,7 @@ from inlay.cli.console import progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inlay.config import Resolved
+    from inlay.config import Kept, Resolved
     from inlay.program.program import Program
 
 ModelArgument = Annotated[
@@ -66,7 +66,7 @@ TrustOption = Annotated[
 ]
 
 
-def resolved_for(program: Program, files: Sequence[Path] | None, settings: Sequence[str] | None) -> Resolved:
+def resolved_for(program: Program, files: Sequence[Path | Kept] | None, settings: Sequence[str] | None) -> Resolved:
     """The configuration for a program: defaults, overlays for its architecture, files and settings."""
     from inlay.config import resolve
 

@@ -33,14 +33,14 @@ def verify(
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Say what each transform does to the numbers: nothing, rounding, or wrong; exit code 1 if anything is.
+    """Say what each transform does to numbers and types: nothing, rounding, or wrong; exit code 1 if anything is.
 
     The program runs on random inputs before and after every transform; the referee is the captured program in float64.
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
     with failing_kindly():
-        from inlay.insight.verify import Change, Verify
+        from inlay.insight.verify import FAILURES, Verify
         from inlay.transforms import configure, run
 
         expected = expected_of(against) if against is not None else {}
@@ -51,7 +51,7 @@ def verify(
             print_json([verdict.to_json() for verdict in seen.verdicts])
         else:
             _print(seen.verdicts)
-        if any(verdict.change in (Change.WRONG, Change.MATCH_LOSS) for verdict in seen.verdicts):
+        if any(verdict.change in FAILURES for verdict in seen.verdicts):
             raise typer.Exit(int(ExitCode.FAILED))
 
 

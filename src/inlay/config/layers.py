@@ -60,8 +60,27 @@ class Resolved:
     """Another name of a transform → its name."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A configuration file whose contents were kept."""
+
+    origin: str
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, file: Path | str) -> Kept:
+        """What a file holds now."""
+        try:
+            text = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"The configuration {file} cannot be read: {one_line(error)}.") from error
+        contents = _parsed(text, str(file))
+        _read(contents, str(file))
+        return cls(str(file), contents)
+
+
 def resolve(
-    *, architecture: str = "", model: str = "", files: Sequence[Path | str] = (), settings: Sequence[str] = ()
+    *, architecture: str = "", model: str = "", files: Sequence[Path | str | Kept] = (), settings: Sequence[str] = ()
 ) -> Resolved:
     """Put the layers together.
 
@@ -82,38 +101,41 @@ def resolve(
     return Resolved(tuple(Entry(key, values) for key, values in options.items()), aliases)
 
 
-def _layers(architecture: str, model: str, files: Iterable[Path | str]) -> Iterator[tuple[str, _File]]:
+def _layers(architecture: str, model: str, files: Iterable[Path | str | Kept]) -> Iterator[tuple[str, _File]]:
     here = resources.files("inlay.config")
-    yield "default.yaml", _read(here.joinpath("default.yaml").read_text(), "default.yaml")
+    yield "default.yaml", _read(_parsed(here.joinpath("default.yaml").read_text(), "default.yaml"), "default.yaml")
     for origin, layer in _overlays():
         if layer.match is not None and _applies(layer.match, architecture, model):
             yield origin, layer
     for file in files:
-        try:
-            text = Path(file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"The configuration {file} cannot be read: {one_line(error)}.") from error
-        yield str(file), _read(text, str(file))
+        kept = file if isinstance(file, Kept) else Kept.of(file)
+        yield kept.origin, _read(kept.contents, kept.origin)
 
 
 def _overlays() -> Iterator[tuple[str, _File]]:
     folder = resources.files("inlay.config").joinpath("models")
     for each in sorted(folder.iterdir(), key=lambda each: each.name):
         if each.name.endswith(".yaml"):
-            yield f"models/{each.name}", _read(each.read_text(), f"models/{each.name}")
+            origin = f"models/{each.name}"
+            yield origin, _read(_parsed(each.read_text(), origin), origin)
 
 
 def _applies(match: _Match, architecture: str, model: str) -> bool:
     return architecture in match.architecture or any(fnmatch(model, pattern) for pattern in match.model)
 
 
-def _read(text: str, origin: str) -> _File:
+def _parsed(text: str, origin: str) -> Any:
     try:
-        return _File.model_validate(yaml.safe_load(text) or {})
+        return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise UsageError(f"{origin} is not YAML{where}: {getattr(error, 'problem', None) or error}.") from error
+
+
+def _read(contents: Any, origin: str) -> _File:
+    try:
+        return _File.model_validate(contents)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -29,6 +29,7 @@ SUGGESTIONS = {
     Reason.EXTRA: "Move the extra call before or after the pattern, or add it as another `pattern_…` of the rule.",
     Reason.MUTATION: "Move the write before or after the pattern.",
     Reason.OVERLAPPED: "Nothing to do: the nodes are part of another site.",
+    Reason.REPLACEMENT: "Correct the rule: its replacement, or the fake kernel of the operator it calls.",
     Reason.REFUSED: "",
 }
 _ABOUT_PATTERNS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)

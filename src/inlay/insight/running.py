@@ -9,7 +9,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from inlay.errors import ProgramError
 from inlay.program.bindings import Role
+from inlay.program.graphs import subgraphs
+from inlay.program.stated import Statements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,28 +37,15 @@ class Runner:
         precise: torch.dtype | None = None,
         on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
     ) -> list[Any]:
-        """What a program returns for inputs by name. With `precise` every floating-point number is of that kind."""
-        values: dict[fx.Node, Any] = {}
-        rows = {row.name: row for row in program.bindings.ins}
-        result: list[Any] = []
+        """What a program returns for inputs by name. With `precise` every floating-point number is of that kind.
+
+        `on_value` sees every input and every value on the way, those of nested graphs included.
+        """
+        weights = {row.name for row in program.bindings.ins if row.role is not Role.INPUT}
+        names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+        given = [self._weight(program, name, precise) if name in weights else inputs[name] for name in names]
         with torch.no_grad():
-            for node in program.graph.nodes:
-                if node.op == "placeholder":
-                    row = rows[node.name]
-                    given = inputs[row.name] if row.role is Role.INPUT else self._weight(program, row.name, precise)
-                    values[node] = _cast(given, precise)
-                elif node.op == "output":
-                    result = list(fx.map_arg(node.args[0], values.__getitem__))
-                elif node.op == "get_attr":
-                    owner = program.graph.owning_module
-                    values[node] = owner.get_submodule(str(node.target)) if owner is not None else None
-                else:
-                    values[node] = _call(node, values, precise)
-                    on_value(node, values[node])
-                for operand in node.all_input_nodes:
-                    if _last_use(operand, node):
-                        del values[operand]
-        return result
+            return list(_Running(program.graph, precise, on_value)(*given))
 
     def _weight(self, program: Program, name: str, precise: torch.dtype | None) -> torch.Tensor:
         ref = program.tensors[name]
@@ -63,6 +53,34 @@ class Runner:
         if key not in self.held:
             self.held[key] = _cast(ref.read(), precise)
         return self.held[key]
+
+
+class _Running(torch.nn.Module):
+    """A graph that is run call by call, and in the same way the graphs nested in it."""
+
+    def __init__(self, graph: fx.Graph, precise: torch.dtype | None, on_value: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__()
+        self.graph, self.precise, self.on_value = graph, precise, on_value
+        self.nested = {name: _Running(inner.graph, precise, on_value) for name, inner in subgraphs(graph)}
+
+    def forward(self, *inputs: Any) -> Any:
+        given = iter(inputs)
+        values: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], values.__getitem__)
+            if node.op == "get_attr":
+                values[node] = self.nested[node.target]
+                continue
+            if node.op == "placeholder":
+                values[node] = _cast(next(given), self.precise)
+            else:
+                values[node] = _call(node, values, self.precise)
+            self.on_value(node, values[node])
+            for operand in node.all_input_nodes:
+                if _last_use(operand, node):
+                    del values[operand]
+        raise ProgramError("The graph returns nothing.")
 
 
 def _last_use(operand: fx.Node, at: fx.Node) -> bool:
@@ -92,6 +110,16 @@ def _cast(value: Any, precise: torch.dtype | None) -> Any:
     if precise is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.to(precise)
+
+
+def misstated(program: Program, inputs: Mapping[str, Any], runner: Runner | None = None) -> dict[str, str]:
+    """The nodes whose value is of another dtype, shape or strides than they state, and what each states and is.
+
+    A fake kernel is held against the real one by that.
+    """
+    seen = Statements(program.types)
+    (runner or Runner())(program, inputs, on_value=seen.see)
+    return seen.wrong
 
 
 def random_inputs(program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:

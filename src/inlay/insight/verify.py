@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.errors import one_line
 from inlay.insight.running import Runner, random_inputs
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
+from inlay.program.stated import Statements
+from inlay.rewrite.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +37,13 @@ class Change(StrEnum):
     METADATA_LOSS = "metadata loss"
     NEARER = "rounding, nearer"
     FARTHER = "rounding, farther"
+    MISTYPED = "wrong type"
+    """A replacement of another type than what it replaces, or a value that is not of the type its node states."""
     WRONG = "wrong"
+
+
+FAILURES = (Change.WRONG, Change.MISTYPED, Change.MATCH_LOSS)
+"""Changes that nobody wants, whatever a transform says about its numerics."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,15 @@ class Verdict:
         return {**vars(self), "worst": [vars(each) for each in self.worst]}
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a program returned for all inputs, which nodes are not what they state, and why it could not be computed."""
+
+    results: list[Any]
+    wrong: Mapping[str, str]
+    error: str = ""
+
+
 @dataclass
 class Verify:
     """An instrument: runs the program after each transform that changed it. What it saw is in `verdicts`."""
@@ -81,38 +100,58 @@ class Verify:
         """The first program is what the others are held against; the referee computes it precisely."""
         if not hasattr(self, "_inputs"):
             self._inputs = [random_inputs(program, self.seed + each) for each in range(self.rounds)]
-            self._referee = self._run(program, torch.float64)
-            self._results = self._run(program)
+            self._referee = [
+                each for given in self._inputs for each in self.runner(program, given, precise=torch.float64)
+            ]
+            self._last = self._run(program)
             self._program = program
 
     def after(self, step: Transform, program: Program, record: Record) -> None:
         """Compare, and classify the change."""
-        if record.status != "ran":
+        if record.status != "ran" or self._last.error:
             return
+        refused = [each.reason for each in record.misses if reason_of(each.reason) is Reason.REPLACEMENT]
         lost = self.expected.get(record.key, record.sites) - record.sites
-        if not record.sites:
-            if lost > 0:
-                self.verdicts.append(Verdict(record.key, 0, Change.MATCH_LOSS, 0.0, 0.0, 0.0, f"{lost} sites fewer"))
-            return
-        results = self._run(program)
-        verdict = self._judge(record, results, program)
-        if lost > 0 and verdict.change is not Change.WRONG:
-            verdict = Verdict(**{**vars(verdict), "change": Change.MATCH_LOSS, "reason": f"{lost} sites fewer"})
-        self.verdicts.append(verdict)
-        self._results, self._program = results, program
+        verdict = Verdict(record.key, record.sites, Change.NONE, 0.0, 0.0, 0.0)
+        if record.sites:
+            run = self._run(program)
+            verdict = self._judge(record, run, program)
+            self._last, self._program = run, program
+        if verdict.change not in (Change.WRONG, Change.MISTYPED):
+            if refused:
+                text = f"{refused[0]} ({len(refused)} sites refused)"
+                verdict = replace(verdict, change=Change.MISTYPED, reason=text)
+            elif lost > 0:
+                verdict = replace(verdict, change=Change.MATCH_LOSS, reason=f"{lost} sites fewer")
+        if record.sites or verdict.reason:
+            self.verdicts.append(verdict)
 
-    def _run(self, program: Program, precise: torch.dtype | None = None) -> list[Any]:
-        return [each for inputs in self._inputs for each in self.runner(program, inputs, precise=precise)]
+    def _run(self, program: Program) -> _Run:
+        seen, results = Statements(program.types), []
+        try:
+            for inputs in self._inputs:
+                results += self.runner(program, inputs, on_value=seen.see)
+        except Exception as error:
+            return _Run([], seen.wrong, one_line(error) or type(error).__name__)
+        return _Run(results, seen.wrong)
 
-    def _judge(self, record: Record, results: list[Any], program: Program) -> Verdict:
-        difference = max((_relative(one, two) for one, two in zip(self._results, results, strict=True)), default=0.0)
-        before, after = (_error(each, self._referee) for each in (self._results, results))
-        types = [(_type(one), _type(two)) for one, two in zip(self._results, results, strict=True)]
+    def _judge(self, record: Record, run: _Run, program: Program) -> Verdict:
+        verdict = Verdict(record.key, record.sites, Change.NONE, 0.0, 0.0, 0.0)
+        last, results = self._last.results, run.results
+        wrong = [text for name, text in run.wrong.items() if name not in self._last.wrong]
+        if wrong:
+            return replace(verdict, change=Change.MISTYPED, reason=wrong[0])
+        if run.error:
+            why = f"the program cannot be computed: {run.error}"
+            return replace(verdict, change=Change.WRONG, after=math.inf, reason=why)
+        difference = max((_relative(one, two) for one, two in zip(last, results, strict=True)), default=0.0)
+        before, after = (_error(each, self._referee) for each in (last, results))
+        types = [(_type(one), _type(two)) for one, two in zip(last, results, strict=True)]
         change, reason = Change.NONE, ""
-        if is_wrong(self._results, results, self._referee):
-            change = Change.WRONG
-            finite = _all_finite(results) or not _all_finite(self._results)
-            reason = f"the error grew from {before:.1e} to {after:.1e}" if finite else "not finite"
+        if is_wrong(last, results, self._referee):
+            change, reason = Change.WRONG, f"the error grew from {before:.1e} to {after:.1e}"
+            if _spoiled(last, results, self._referee):
+                after, reason = math.inf, "not finite"
         elif any(one != two for one, two in types):
             one, two = next(pair for pair in types if pair[0] != pair[1])
             change, reason = Change.METADATA_LOSS, f"{one} became {two}"
@@ -151,9 +190,26 @@ def is_wrong(before: Sequence[Any], after: Sequence[Any], referee: Sequence[Any]
     """Whether results differ from what they were by more than rounding, as a referee sees it."""
     if [_shape(each) for each in before] != [_shape(each) for each in after]:
         return True
-    if not _all_finite(after):
-        return _all_finite(before)
+    if _spoiled(before, after, referee):
+        return True
     return _error(after, referee) > _WRONG * max(_error(before, referee), _epsilon(after))
+
+
+def _spoiled(before: Sequence[Any], after: Sequence[Any], referee: Sequence[Any]) -> bool:
+    """Whether a result is not finite where it was, or where it is and should not be, or is another kind of infinite."""
+    for was, now, precise in zip(before, after, referee, strict=True):
+        if not isinstance(was, torch.Tensor) or was.shape != now.shape or was.shape != precise.shape:
+            continue
+        odd = ~(was.isfinite() & now.isfinite() & precise.isfinite())
+        was, now, precise = was[odd], now[odd], precise[odd]
+        if not bool((_alike(now, was) | _alike(now, precise) | now.isfinite() & precise.isfinite()).all()):
+            return True
+    return False
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Where two values are equal, or neither is a number."""
+    return (one == two) | (one.isnan() & two.isnan())
 
 
 def _shape(value: Any) -> Any:
@@ -161,35 +217,34 @@ def _shape(value: Any) -> Any:
 
 
 def _relative(one: Any, two: Any) -> float:
-    """The largest difference, relative to the largest value; infinite when shapes differ."""
+    """The largest difference, relative to the largest value; infinite when shapes differ, or only one is a number."""
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-        return 0.0 if one == two else float("inf")
+        return 0.0 if one == two else math.inf
     if one.shape != two.shape:
-        return float("inf")
+        return math.inf
     if not one.numel():
         return 0.0
     left, right = one.double(), two.double()
-    scale = float(left.abs().max()) or 1.0
-    return float((left - right).abs().max()) / scale
+    gap = (left - right).abs().masked_fill(_alike(left, right), 0.0)
+    scale = float(left.where(left.isfinite(), 0.0).abs().max()) or 1.0
+    return float(gap.max()) / scale if bool(gap.isfinite().all()) else math.inf
 
 
 def _error(results: Sequence[Any], referee: Sequence[Any]) -> float:
-    """Root mean square error, relative to the referee, over all results."""
+    """Root mean square error, relative to the referee, over all results that are finite in both."""
     total = scale = 0.0
     for one, two in zip(results, referee, strict=True):
         if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape:
-            total += float((one.double() - two.double()).square().sum())
-            scale += float(two.double().square().sum())
-    return (total / scale) ** 0.5 if scale else 0.0
+            finite = one.isfinite() & two.isfinite()
+            left, right = one[finite].double(), two[finite].double()
+            total += float((left - right).square().sum())
+            scale += float(right.square().sum())
+    return math.sqrt(total / (scale or 1.0))
 
 
 def _epsilon(results: Sequence[Any]) -> float:
     kinds = [each.dtype for each in results if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return max((torch.finfo(kind).eps for kind in kinds), default=1e-7)
-
-
-def _all_finite(results: Sequence[Any]) -> bool:
-    return all(bool(torch.isfinite(each).all()) for each in results if isinstance(each, torch.Tensor))
 
 
 def _type(value: Any) -> str:

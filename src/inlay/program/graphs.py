@@ -150,6 +150,26 @@ def is_view(node: fx.Node) -> bool:
     return returned or node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether a value is a result of its graph, as it is or as a view of it.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> output = graph.output(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
+    >>> is_returned(x)
+    True
+    """
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if is_view(user) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call writes to.
 
@@ -227,6 +247,14 @@ class Types:
     def shape(self, value: torch.Tensor) -> tuple[int | str, ...]:
         """The sizes of a tensor."""
         return tuple(self.dim(size) for size in value.shape)
+
+    def layout(self, value: Any) -> str:
+        """The type of a value and how it lies in memory: `f32[batch, 8] strides [8, 1]`."""
+        if isinstance(value, torch.Tensor):
+            return f"{self.text(value)} strides [{', '.join(str(self.dim(step)) for step in value.stride())}]"
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(self.layout(item) for item in value)})"
+        return self.text(value)
 
     def text(self, value: Any) -> str:
         """The type of a value: `f32[batch, 8]`, `batch`, `(f32[2], f32[2])`; empty when unknown."""

@@ -70,6 +70,18 @@ def depends_on_data(size: Any) -> bool:
     return bool(free_unbacked_symbols(size))
 
 
+def same_number(one: Any, two: Any) -> bool:
+    """Whether two sizes are the same whatever the symbols are; one that no input has may be any.
+
+    Asking adds no assumption.
+    """
+    if isinstance(one, int) and isinstance(two, int):
+        return one == two
+    if str(one) == str(two) or free_unbacked_symbols((one, two)):
+        return True
+    return is_known(one == two)
+
+
 class FakeValues:
     """Makes fake tensors whose sizes are named symbols, and computes the values of a graph's nodes from them."""
 

@@ -10,9 +10,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import all_graphs, mutates, provenance
-from inlay.program.symbols import symbolic_sizes
+from inlay.program.graphs import all_graphs, is_returned, mutates, provenance
+from inlay.program.stated import difference
+from inlay.program.symbols import FakeValues, symbolic_sizes
 from inlay.program.trace import traced
+from inlay.program.types import settle as settle_types
+from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rule import Alternative, Miss, Refusal, Rule, Site
 from inlay.rewrite.trees import PATTERNS, Tree
 from inlay.rewrite.walker import Found, Walker
@@ -38,19 +41,22 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
     """Apply a rule wherever it matches, in `program` itself and in its nested graphs."""
     outcome = Outcome()
     alternatives = alternatives_for(program, rule)
-    traces: dict[Any, fx.Graph] = {}
+    replacements = Replacements(rule)
     for _, graph in all_graphs(program.graph):
-        accepted, misses = settle(program, graph, rule, alternatives)
+        accepted, misses = settle(program, graph, rule, alternatives, replacements)
         replaced: dict[fx.Node, fx.Node] = {}
+        moved: set[fx.Node] = set()
         for site, alternative in sorted(accepted, key=lambda pair: pair[0].nodes[-1]):
             if not rule.takes(site.outputs[0]):
                 continue
             try:
-                _replace(site, rule, alternative, traces, replaced)
+                moved |= _replace(site, alternative, replacements, replaced)
             except Refusal as refusal:
                 misses.append(_refused(site, refusal))
                 continue
             outcome.sites.append(site)
+        if moved:
+            settle_types(graph, moved, FakeValues.of(program.graph))
         outcome.misses.extend(misses)
     return outcome
 
@@ -67,10 +73,14 @@ def alternatives_for(program: Program, rule: Rule) -> list[Alternative]:
 
 
 def settle(
-    program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
+    program: Program,
+    graph: fx.Graph,
+    rule: Rule,
+    alternatives: list[Alternative],
+    replacements: Replacements | None = None,
 ) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
     """The sites of one graph that may be replaced together, and every miss; the graph stays as it is."""
-    found, misses = _search(program, graph, rule, alternatives)
+    found, misses = _search(program, graph, rule, alternatives, replacements or Replacements(rule))
     claimed: dict[fx.Node, Site] = {}
     accepted: list[tuple[Site, Alternative]] = []
     for site, alternative in found:
@@ -85,7 +95,7 @@ def settle(
 
 
 def _search(
-    program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative]
+    program: Program, graph: fx.Graph, rule: Rule, alternatives: list[Alternative], replacements: Replacements
 ) -> tuple[list[tuple[Site, Alternative]], list[Miss]]:
     order = {node: index for index, node in enumerate(graph.nodes)}
     writes = [node for node in order if mutates(node)]
@@ -100,7 +110,7 @@ def _search(
             result = walker.match(root)
             if isinstance(result, Found):
                 site = _site(program, graph, tree, result, order)
-                miss = _refusal(site, rule, alternative, order, writes)
+                miss = _refusal(site, replacements, alternative, order, writes)
                 if miss is None:
                     sites[root] = (site, alternative)
                     misses.pop(root, None)
@@ -122,7 +132,7 @@ def _site(program: Program, graph: fx.Graph, tree: Tree, found: Found, order: di
 
 
 def _refusal(
-    site: Site, rule: Rule, alternative: Alternative, order: dict[fx.Node, int], writes: list[fx.Node]
+    site: Site, replacements: Replacements, alternative: Alternative, order: dict[fx.Node, int], writes: list[fx.Node]
 ) -> Miss | None:
     """Why a matched site must be left alone, if it must."""
     first, last = order[site.nodes[0]], order[site.nodes[-1]]
@@ -139,7 +149,8 @@ def _refusal(
                 site.require(constant, f"constant differs: {name} is computed, not a constant", site.node(name))
         _place(site, [held for held in site.values.values() if isinstance(held, fx.Node)])
         _check_types(site, alternative)
-        rule.check(site)
+        replacements.rule.check(site)
+        replacements.check(site, alternative)
     except Refusal as refusal:
         return _refused(site, refusal)
     return None
@@ -183,22 +194,51 @@ def _text(value: torch.Tensor) -> str:
     return f"{value.dtype}{[str(size) for size in value.shape]}"
 
 
+class Replacements:
+    """The replacement of a rule as a graph, traced once for all sites whose inputs are of the same types."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self._traces: dict[Any, fx.Graph] = {}
+
+    def trace(self, site: Site, alternative: Alternative) -> fx.Graph:
+        """The replacement over the site's own inputs: a placeholder for each that is a tensor, in order."""
+        arguments = {**_arguments(site, alternative.example), **alternative.fixed}
+        key = tuple((name, _key(value)) for name, value in arguments.items())
+        if key not in self._traces:
+            self._traces[key] = _trace(self.rule, arguments)
+        return self._traces[key]
+
+    def check(self, site: Site, alternative: Alternative) -> None:
+        """What replaces a value must be of its dtype and shape, and lie in memory as it did where that is visible."""
+        made, wrong = _results(self.trace(site, alternative)), Reason.REPLACEMENT.value
+        graph, found, wanted = site.graph, len(made), len(site.outputs)
+        site.require(found == wanted, f"{wrong}: it gives {found} values, and the pattern {wanted}")
+        for old, new in zip(site.outputs, made, strict=True):
+            value = new.meta["val"] if isinstance(new, fx.Node) else new
+            gives, was = difference(value, old.meta["val"], site.program.types)
+            hidden = _only_moved(value, old.meta["val"]) and graph is site.program.graph and not is_returned(old)
+            site.require(gives == was or hidden, f"{wrong}: it gives {gives}, and {old} is {was}", old)
+
+
+def _key(value: Any) -> Any:
+    return (_text(value), str(value.stride())) if isinstance(value, torch.Tensor) else value
+
+
+def _results(trace: fx.Graph) -> list[Any]:
+    return tree_leaves(trace.output_node().args[0])
+
+
 def _replace(
-    site: Site,
-    rule: Rule,
-    alternative: Alternative,
-    traces: dict[Any, fx.Graph],
-    replaced: dict[fx.Node, fx.Node],
-) -> None:
-    """Put the replacement in; `replaced` knows what became of the outputs of sites before, which this one may read."""
-    arguments = {**_arguments(site, alternative.example), **alternative.fixed}
-    key = tuple((name, _text(value) if isinstance(value, torch.Tensor) else value) for name, value in arguments.items())
-    if key not in traces:
-        traces[key] = _trace(rule, arguments)
-    trace = traces[key]
-    tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    site: Site, alternative: Alternative, replacements: Replacements, replaced: dict[fx.Node, fx.Node]
+) -> set[fx.Node]:
+    """Put the replacement in; which of its values lie in memory in another way than what they replace.
+
+    `replaced` knows what became of the outputs of sites before, which this one may read.
+    """
+    trace = replacements.trace(site, alternative)
     placeholders = [node for node in trace.nodes if node.op == "placeholder"]
-    read = [site.values[name] for name in tensors]
+    read = [site.values[name] for name in alternative.example if isinstance(site.value(name), torch.Tensor)]
     mapping: dict[fx.Node, Any] = dict(zip(placeholders, (replaced.get(node, node) for node in read), strict=True))
     with site.graph.inserting_before(_place(site, mapping.values())):
         for node in trace.nodes:
@@ -206,14 +246,22 @@ def _replace(
                 mapping[node] = site.graph.node_copy(node, mapping.__getitem__)
                 kept = {"val": node.meta.get("val")}
                 mapping[node].meta = kept | provenance(site.outputs[0])
-    results = tree_leaves(next(iter(reversed(trace.nodes))).args[0])
-    for old, new in zip(site.outputs, results, strict=True):
+    moved = set()
+    for old, new in zip(site.outputs, _results(trace), strict=True):
         old.replace_all_uses_with(mapping[new])
         replaced[old] = mapping[new]
+        if difference(new.meta["val"], old.meta["val"], site.program.types) != ("", ""):
+            moved.add(mapping[new])
     for node in reversed(site.nodes):
         if node.users:
-            raise ProgramError(f"{rule.name}: {node} is still read after its replacement.")
+            raise ProgramError(f"{replacements.rule.name}: {node} is still read after its replacement.")
         site.graph.erase_node(node)
+    return moved
+
+
+def _only_moved(one: Any, two: torch.Tensor) -> bool:
+    """Whether two values differ in their strides at most."""
+    return isinstance(one, torch.Tensor) and _text(one) == _text(two)
 
 
 def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:

@@ -17,6 +17,8 @@ class Reason(StrEnum):
     EXTRA = "extra node"
     MUTATION = "mutation between"
     OVERLAPPED = "overlapped by"
+    REPLACEMENT = "wrong replacement"
+    """What the rule puts in place is of another type than what it replaces: a fault of the rule, not of the place."""
     REFUSED = "refused"
 
 

@@ -118,6 +118,24 @@ class _Converter:
         return value
 
 
+def called_by(pattern: Any) -> list[set[Any]]:
+    """The operators that one of Inductor's own patterns calls; alternatives of one call are together."""
+    found: list[set[Any]] = []
+    seen: set[int] = set()
+    todo = [pattern]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, (list, tuple)):
+            todo += each
+        elif isinstance(each, inductor.PatternExpr) and id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, (inductor.CallFunction, inductor.CallFunctionVarArgs)):
+                found.append(set(each.fns))
+            todo += [getattr(each, name, ()) for name in ("args", "outputs", "pattern", "inner_pattern")]
+            todo += getattr(each, "kwargs", {}).values()
+    return found
+
+
 @dataclass
 class PatternCache:
     """Traced patterns, by function and example types: a trace takes about half a second."""

@@ -8,10 +8,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from inlay.capture import Example, capture
+from inlay.insight.running import misstated
+from inlay.program.bindings import Role
 from inlay.program.diff import diff
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
 from inlay.program.program import Program
 from inlay.program.text import dump
+from inlay.rewrite.reasons import Reason, reason_of
 from inlay.transforms.base import Applied, Numerics, Transform, find
 from inlay.transforms.pipeline import check_metadata
 
@@ -71,7 +74,8 @@ def assert_rewrites(
     """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
 
     Numbers are compared on random inputs of the shapes and dtypes of `args`: exactly when the transform says it is
-    exact, not at all when it says it adds inputs. Metadata that is not a type or a source must not matter: the run is
+    exact, not at all when it says it adds inputs. On the way every value is held against what its node states: a fake
+    kernel must say what the real one makes. Metadata that is not a type or a source must not matter: the run is
     repeated without any.
 
     >>> silu = torch.nn.functional.silu
@@ -83,6 +87,8 @@ def assert_rewrites(
     assert applied.sites == sites, (
         f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no miss'}"
     )
+    faulty = [miss.reason for miss in applied.misses if reason_of(miss.reason) is Reason.REPLACEMENT]
+    assert not faulty, faulty[0]
     bare = program.copy()
     for node in all_nodes(bare.graph):
         node.meta = {key: node.meta[key] for key in ("val", SOURCE, MODULE) if key in node.meta}
@@ -121,15 +127,17 @@ def _numerics(transform: str | Transform) -> Numerics:
 
 def _apply(program: Program, transform: str | Transform) -> Applied:
     applied = _instance(transform).apply(program.copy())
-    check_metadata(applied.program)
+    check_metadata(applied.program, program)
     return applied
 
 
 def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], numerics: Numerics) -> None:
     runs = before.module(), after.module()
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_ROUNDS):
+    for round_ in range(_ROUNDS):
         inputs = [_random_like(arg, generator) for arg in args]
+        if not round_:
+            _assert_types_are_true(before, after, inputs)
         with torch.no_grad():
             one, two = (tree_leaves(run(*_copies(inputs))) for run in runs)
         for left, right in zip(one, two, strict=True):
@@ -140,6 +148,16 @@ def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], n
             assert left.shape == right.shape
             tolerance = 0.0 if numerics is Numerics.EXACT else _TOLERANCE.get(left.dtype, 0.0)
             torch.testing.assert_close(right, left, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _assert_types_are_true(before: Program, after: Program, inputs: Sequence[Any]) -> None:
+    """Fake kernels are held against the real ones: new values must be what their nodes state."""
+    names = [row.name for row in before.bindings.of(Role.INPUT)]
+    was, now = (
+        misstated(each, dict(zip(names, tree_leaves(_copies(inputs)), strict=True))) for each in (before, after)
+    )
+    wrong = [text for name, text in now.items() if name not in was]
+    assert not wrong, f"a fake kernel is wrong: {wrong[0]}"
 
 
 def _random_like(arg: Any, generator: torch.Generator) -> Any:

@@ -62,6 +62,8 @@ class Applied:
     places: list[str] = field(default_factory=list)
     """Name of the first output of each site, as it was before."""
     misses: list[Miss] = field(default_factory=list)
+    counted: bool = True
+    """Whether `sites` are sites. Someone else's pass may give no count: then they are the calls that it changed."""
     notes: list[str] = field(default_factory=list)
     """What is worth knowing beside: they become remarks of the kind `analysis`."""
 

@@ -7,7 +7,8 @@ import inspect
 import pkgutil
 import re
 import sys
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import fx
 
 from inlay.errors import TransformError, UsageError, nearest, one_line
-from inlay.program.graphs import adopt, copy_graph, subgraphs
+from inlay.program.graphs import adopt, all_graphs, copy_graph, labels, subgraphs
 from inlay.program.text import dump
 from inlay.transforms.base import Applied, Numerics, Options, Stage, Transform
+from inlay.transforms.levels import level_notes, takes_graph
 from inlay.transforms.returned import same_boundary, tidy
 
 if TYPE_CHECKING:
@@ -32,28 +34,41 @@ class ForeignPass(Transform):
     """A pass that was not written for Inlay.
 
     It is handed a GraphModule whose parameters and buffers are placeholders, and may change it in place or return
-    another one. Such a pass says nothing of sites: `sites` is 1 if the program changed and 0 if it did not, unless the
-    pass returns a number itself, as Inductor's pattern passes do. Nor does it say what it does to numbers, so nothing
-    is taken for granted.
+    another one. It is counted by the number it returns, as Inductor's pattern passes do, or by its `matched_count`; a
+    pass that gives no number is not counted, and `sites` are the calls that it changed. Nor does it say what it does
+    to numbers, so nothing is taken for granted.
     """
 
     stage, numerics = Stage.CLEAN, Numerics.APPROXIMATE
 
     def __init__(self, function: Any, options: Options | None = None) -> None:
         super().__init__(options)
-        self.function = as_pass(function)
+        self.given = as_pass(function)
 
     def apply(self, program: Program) -> Applied:
-        before = dump(program)
-        module = _module(program)
-        result, count = _result(self.function(module), module)
+        before, module = dump(program), _module(program)
+        returned, count = self.given(module)
+        result = _result(returned, module)
         graph = result.graph
         tidy(graph, program)
         same_boundary(graph, program)
         adopt(graph, dict(subgraphs(graph)))
         made = replace(program, graph=graph)
-        changed = dump(made) != before
-        return Applied(made, count if count is not None and changed else int(changed))
+        if dump(made) == before:
+            claimed = [f"It says that it matched {count} times, and the program is as it was."] if count else []
+            return Applied(made, 0, notes=[*claimed, *level_notes(self.given.source, program)])
+        if count is None:
+            return Applied(made, _changed_calls(program, made), counted=False)
+        return Applied(made, count or 1, counted=bool(count))
+
+
+def _changed_calls(before: Program, after: Program) -> int:
+    """How many calls one program has and the other has not, whatever they are called and read; at least 1."""
+    one, two = (
+        Counter(label for _, graph in all_graphs(each.graph) for label in labels(graph, each.types))
+        for each in (before, after)
+    )
+    return max((one - two).total(), (two - one).total(), 1)
 
 
 def foreign(text: str) -> Transform:
@@ -114,7 +129,27 @@ def _modules_beside(name: str) -> Iterable[str]:
     return [each.name for each in pkgutil.iter_modules(paths, f"{package}.")]
 
 
-def as_pass(found: Any, text: str = "") -> Callable[[fx.GraphModule], Any]:
+@dataclass(frozen=True)
+class Pass:
+    """Someone's pass: the object it is, and how to call it with a GraphModule."""
+
+    source: Any
+    call: Callable[[fx.GraphModule], Any]
+
+    def __call__(self, module: fx.GraphModule) -> tuple[Any, int | None]:
+        """What it returned, and how often it says it matched: None if it does not say."""
+        counts = isinstance(getattr(self.source, "matched_count", None), int)
+        if counts:
+            self.source.matched_count = (
+                0  # whether a pass adds to it or sets it, this run's count is what is there then
+            )
+        returned = self.call(module)
+        if type(returned) is int:
+            return None, returned
+        return returned, self.source.matched_count if counts else None
+
+
+def as_pass(found: Any, text: str = "") -> Pass:
     """One way of calling every kind of pass: with a GraphModule. A class is made an instance of first."""
     text = text or getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
@@ -126,25 +161,12 @@ def as_pass(found: Any, text: str = "") -> Callable[[fx.GraphModule], Any]:
     if not callable(found):
         # Inductor's collections of patterns are applied, not called.
         if callable(getattr(found, "apply", None)):
-            return lambda module: found.apply(module)
+            return Pass(found, lambda module: found.apply(module))
         problem = f"{text} is a {type(found).__name__}, which cannot be called."
         raise UsageError(problem, "Name a function, a class or an instance that takes a GraphModule.")
-    if _takes_graph(found):
-        return lambda module: found(module.graph)
-    taken: Callable[[fx.GraphModule], Any] = found
-    return taken
-
-
-def _takes_graph(found: Any) -> bool:
-    """Whether a pass works on an `fx.Graph`: Inductor's passes do, and say so by a `uuid` or by annotation."""
-    if callable(getattr(found, "uuid", None)):
-        return True
-    try:
-        parameters = list(inspect.signature(found).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    said = parameters[0].annotation if parameters else None
-    return said is fx.Graph or (isinstance(said, str) and said.rpartition(".")[2] == "Graph")
+    if takes_graph(found):
+        return Pass(found, lambda module: found(module.graph))
+    return Pass(found, found)
 
 
 def _module(program: Program) -> fx.GraphModule:
@@ -153,19 +175,17 @@ def _module(program: Program) -> fx.GraphModule:
     return fx.GraphModule(graph.owning_module or torch.nn.Module(), graph, class_name="Program")
 
 
-def _result(returned: Any, module: fx.GraphModule) -> tuple[fx.GraphModule, int | None]:
-    """What a pass made, and how many sites it says there were."""
+def _result(returned: Any, module: fx.GraphModule) -> fx.GraphModule:
+    """What a pass made."""
     if hasattr(returned, "graph_module"):
         returned = returned.graph_module
     match returned:
         case None | bool():
-            return module, None
-        case int():
-            return module, returned
+            return module
         case fx.GraphModule():
-            return returned, None
+            return returned
         case fx.Graph():
-            return fx.GraphModule(module, returned), None
+            return fx.GraphModule(module, returned)
     raise TransformError(
         f"It returned a {type(returned).__name__}.", "A pass returns a GraphModule, a PassResult, a Graph or nothing."
     )

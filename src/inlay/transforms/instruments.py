@@ -44,7 +44,7 @@ class Dump:
         entry: dict[str, object] = {"transform": record.key, "stage": record.stage, "status": record.status}
         if record.status == "ran" and record.sites:
             entry["file"] = self._write(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
-            entry["matches"] = record.sites
+            entry["matches" if record.counted else "changed_nodes"] = record.sites
         elif record.status == "ran":
             entry["why"] = record.misses[0].reason if record.misses else "nothing in the program starts like it"
         else:

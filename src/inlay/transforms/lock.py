@@ -8,24 +8,25 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inlay import host
+from inlay.config import Kept
 from inlay.errors import UsageError
 from inlay.program.text import dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from inlay.config import Resolved
     from inlay.program.program import Program
     from inlay.transforms.pipeline import Record
 
-FORMAT = 1
+FORMAT = 2
 _PACKAGES = ("inlay", "torch", "transformers")
 _HEADER = "# Written by `inlay lock`; `inlay check --lock FILE` compares. Review changes of it like code.\n"
 
@@ -51,12 +52,48 @@ class LockedModel(BaseModel):
     transforms: dict[str, LockedTransform]
 
 
+class Made(BaseModel):
+    """The options a lock was written with: a check uses them again."""
+
+    model_config = ConfigDict(extra="forbid")
+    config: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Configuration file, as it was named → what it held."""
+    settings: list[str] = Field(default_factory=list)
+    dtype: str = ""
+
+    @classmethod
+    def of(cls, files: Sequence[Path], settings: Sequence[str], dtype: str) -> Made:
+        """The options of now."""
+        kept = [Kept.of(file) for file in files]
+        return cls(config={each.origin: each.contents for each in kept}, settings=list(settings), dtype=dtype)
+
+    @property
+    def files(self) -> list[Kept]:
+        """The configuration files as they were."""
+        return [Kept(name, contents) for name, contents in self.config.items()]
+
+    def arguments(self) -> list[str]:
+        """The options as words of a command."""
+        words = [word for name in self.config for word in ("--config", name)]
+        words += [word for each in self.settings for word in ("--set", each)]
+        return words + (["--dtype", self.dtype] if self.dtype else [])
+
+    def changes(self) -> Iterator[Difference]:
+        """The configuration files that are not any more what they were."""
+        for name, contents in self.config.items():
+            if not Path(name).exists():
+                yield Difference(name, "The file is not here; it is checked with what is locked of it.", fails=False)
+            elif Kept.of(name).contents != contents:
+                yield Difference(name, "The file changed since it was locked; it is checked with what is locked of it.")
+
+
 class Lock(BaseModel):
     """A lock file."""
 
     model_config = ConfigDict(extra="forbid")
     format: int = FORMAT
     versions: dict[str, str] = Field(default_factory=dict)
+    made: Made = Field(default_factory=Made)
     models: list[LockedModel]
 
     def text(self) -> str:
@@ -113,6 +150,7 @@ class Difference:
     """One thing that is not as it was locked. What only informs is no failure."""
 
     model: str
+    """The model, or the configuration file."""
     sentence: str
     fails: bool = True
     transform: str = ""

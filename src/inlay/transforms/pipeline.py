@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from inlay.errors import ContractError, InlayError, TransformError, UsageError, nearest, one_line
 from inlay.program.graphs import all_nodes, target_text
 from inlay.program.remarks import Remark, RemarkKind
+from inlay.program.stated import check_types
 from inlay.rewrite.rule import Rule
 from inlay.transforms.base import Applied, Options, Stage, Transform, find
 
@@ -34,6 +35,8 @@ class Record:
     status: str
     """`ran`, `disabled`, `skipped` (nothing for it to do), or `failed` (left out by the backend for torch.compile)."""
     sites: int = 0
+    counted: bool = True
+    """Whether `sites` are sites: calls that changed, where a pass gives no count."""
     seconds: float = 0.0
     nodes: tuple[int, int] = (0, 0)
     places: tuple[str, ...] = ()
@@ -45,7 +48,10 @@ class Record:
         if self.status != "ran":
             return f"{self.key}: [SUMMARY] {self.status}"
         before, after = self.nodes
-        return f"{self.key}: [SUMMARY] matches={self.sites} nodes={before}→{after} time={self.seconds:.2f}s"
+        found = (
+            f"matches={self.sites}" if self.counted else f"changed_nodes={self.sites} (it gives no count of matches)"
+        )
+        return f"{self.key}: [SUMMARY] {found} nodes={before}→{after} time={self.seconds:.2f}s"
 
     @property
     def misses(self) -> tuple[Remark, ...]:
@@ -65,7 +71,8 @@ class Record:
             "transform": self.transform,
             "stage": self.stage,
             "status": self.status,
-            "matches": self.sites,
+            "matches": self.sites if self.counted else None,
+            "changed_nodes": None if self.counted else self.sites,
             "seconds": round(self.seconds, 4),
             "nodes": list(self.nodes),
             "remarks": remarks,
@@ -157,7 +164,7 @@ def _run_one(program: Program, step: Step, predecessors: list[str]) -> tuple[Pro
     start = time.perf_counter()
     try:
         applied = each.apply(program.copy())
-        check_metadata(applied.program)
+        check_metadata(applied.program, program)
     except InlayError as error:
         raise TransformError(_failed(step.key, predecessors, str(error))) from error
     except Exception as error:
@@ -171,6 +178,7 @@ def _run_one(program: Program, step: Step, predecessors: list[str]) -> tuple[Pro
         record,
         status="ran",
         sites=applied.sites,
+        counted=applied.counted,
         seconds=seconds,
         nodes=nodes,
         places=tuple(applied.places),
@@ -192,12 +200,14 @@ def _remark(each: Transform, miss: Miss) -> Remark:
     )
 
 
-def check_metadata(program: Program) -> None:
-    """Every value has a type, every operand is computed before it is used."""
+def check_metadata(program: Program, before: Program) -> None:
+    """Every value has a type, the one that its operands give it where it is not as `before`; every operand is computed
+    before it is used; every output is of the type it must have."""
     for node in all_nodes(program.graph):
         if node.op == "call_function" and "val" not in node.meta:
             raise TransformError(f"{node.name} ({target_text(node.target)}) has no type.")
     program.graph.lint()
+    check_types(program, before)
 
 
 def check_contract(step: Step, before: Program, applied: Applied) -> None:

@@ -38,17 +38,17 @@ def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.Grap
     step = find(transform)() if isinstance(transform, str) else transform
 
     def run(module: fx.GraphModule) -> fx.GraphModule:
-        applied = step.apply(_around(module, step.name))
+        before = _around(module, step.name)
+        applied = step.apply(before.copy())
         if not applied.sites:
             return module
+        check_metadata(applied.program, before)
         graph = applied.program.graph
         held: dict[str, Any] = dict(subgraphs(graph))
         for node in graph.nodes:
             if node.op == "get_attr" and node.target not in held:
                 held[node.target] = _attribute(module, node.target)
-        made = fx.GraphModule(held, graph, class_name=type(module).__name__)
-        check_metadata(applied.program)
-        return made
+        return fx.GraphModule(held, graph, class_name=type(module).__name__)
 
     return run
 

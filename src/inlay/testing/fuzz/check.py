@@ -90,7 +90,7 @@ def check(
         transform = find(name)()
         try:
             applied = transform.apply(program.copy())
-            check_metadata(applied.program)
+            check_metadata(applied.program, program)
         except Exception as error:
             return Break(name, program, _given(program, runs), f"raised {type(error).__name__}: {error}")
         tally.refused[name] += len(applied.misses)

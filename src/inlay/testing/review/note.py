@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from inlay.ops.catalog import ENTRIES
-from inlay.ops.define import DEVICES
+from inlay.ops.define import DECOMPOSITIONS, DEVICES
 
 if TYPE_CHECKING:
     from inlay.testing.review.checklist import Review
@@ -46,14 +48,36 @@ def iteration_note(review: Review) -> list[str]:
 def _path(review: Review) -> tuple[str, str]:
     """By what computes the operators that came: somebody's kernel, Triton, or neither."""
     came = sorted({name for each in review.models for name, change in each.operators.items() if change > 0})
-    if not came:
+    found = [(name, *_kernel(operator)) for name in came if (operator := _operator(name)) is not None]
+    if not found:
         return "other", "no operator came into a program"
-    known = {entry.operator: entry for entry in ENTRIES if entry.operator}
-    names = [name.rpartition(".")[0].replace(".", "::") for name in came]
-    if any(name in DEVICES for name in names):
-        return "triton_fallback_path", f"{', '.join(came)}: a Triton kernel of Inlay's"
-    found = [known[name] for name in names if name in known]
-    if found or all(name.startswith("aten::") for name in names):
-        evidence = "; ".join(entry.evidence for entry in found) or "torch's own operators"
-        return "existing_kernel_path", f"{', '.join(came)}: {evidence}"
-    return "other", f"{', '.join(came)}: computed by its reference, which the compiler sees into"
+    paths = {path for _, path, _ in found}
+    path = next(each for each in ("triton_fallback_path", "other", "existing_kernel_path") if each in paths)
+    names: dict[str, list[str]] = {}
+    for name, _, why in found:
+        names.setdefault(why, []).append(name)
+    return path, "; ".join(f"{', '.join(which)}: {why}" for why, which in names.items())
+
+
+def _operator(name: str) -> Any:
+    """The operator that a program calls by this name; None for what is no operator, such as `getitem`."""
+    found: Any = torch.ops
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def _kernel(operator: torch._ops.OpOverload) -> tuple[str, str]:
+    """What computes an operator, and what a compiler makes of a call of it."""
+    name = f"{operator.namespace}::{operator._opname}"
+    known = [entry.evidence for entry in ENTRIES if entry.operator == name]
+    if name in DEVICES:
+        return "triton_fallback_path", "a Triton kernel of Inlay's"
+    if known or operator.namespace == "aten":
+        return "existing_kernel_path", "; ".join(known) or "torch's own operators"
+    if operator in DECOMPOSITIONS or operator._can_decompose():
+        return "other", "computed by its reference, which the compiler sees into"
+    return "other", "a custom operator, opaque to Inductor: called as it is, with nothing fused into it"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import all_graphs, is_view, sizes, written_between
+from inlay.program.graphs import all_graphs, is_returned, is_view, sizes, written_between
 from inlay.rewrite.schema import normalised
 from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
 
@@ -111,12 +111,4 @@ def _must_stay(node: fx.Node, source: fx.Node) -> bool:
     written in place after it. A view of everything stays where it would make an input an output."""
     if is_view(node):
         return source.op == "placeholder" and any(user.op == "output" for user in node.users)
-    seen, todo = {node}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "output":
-                return True
-            if is_view(user) and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return written_between(node, node.graph.output_node()) is not None
+    return is_returned(node) or written_between(node, node.graph.output_node()) is not None

@@ -1,0 +1,169 @@
+"""Types that nodes state (dtype, shape, strides), held against what computes them: a fake kernel, or a run.
+
+Memory plans, views and the transforms that follow believe what a node states. A fake kernel that is wrong, or a value
+that was replaced by one of another type, makes them wrong without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from inlay.errors import TransformError
+from inlay.program.graphs import Types, all_graphs, operands, subgraphs, target_text
+from inlay.program.symbols import FakeValues, same_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.program.program import Program
+
+
+def difference(one: Any, two: Any, types: Types, same: Callable[[Any, Any], bool] = same_number) -> tuple[str, str]:
+    """Two values as text, where dtype, shape or strides differ; two empty texts where they do not.
+
+    Strides of an axis of one element, or of a tensor without any, mean nothing.
+
+    >>> difference(torch.ones(2, 3), torch.ones(3, 2).T, Types({}))
+    ('f32[2, 3] strides [3, 1]', 'f32[2, 3] strides [1, 2]')
+    >>> difference(torch.ones(2, 1), torch.ones(1, 2).T, Types({}))
+    ('', '')
+    """
+    left, right = tree_leaves(one), tree_leaves(two)
+    if len(left) != len(right):
+        return types.text(one), types.text(two)
+    for each, other in zip(left, right, strict=True):
+        if not isinstance(each, torch.Tensor) or not isinstance(other, torch.Tensor):
+            numbers = (int, torch.SymInt)
+            if isinstance(each, torch.Tensor) or isinstance(other, torch.Tensor):
+                return types.text(each), types.text(other)
+            if isinstance(each, numbers) and isinstance(other, numbers) and not same(each, other):
+                return types.text(each), types.text(other)
+            continue
+        if each.dtype != other.dtype or each.dim() != other.dim() or not all(map(same, each.shape, other.shape)):
+            return types.text(each), types.text(other)
+        if not _same_strides(each, other, same):
+            return types.layout(each), types.layout(other)
+    return "", ""
+
+
+def _same_strides(one: torch.Tensor, two: torch.Tensor, same: Callable[[Any, Any], bool]) -> bool:
+    if any(same(size, 0) for size in one.shape):
+        return True
+    steps = zip(one.shape, one.stride(), two.stride(), strict=True)
+    return all(same(size, 1) or same(left, right) for size, left, right in steps)
+
+
+class Statements:
+    """What the nodes of one program state, held against the values of one run: symbols have the sizes of its inputs."""
+
+    def __init__(self, types: Types) -> None:
+        self.types = types
+        self.wrong: dict[str, str] = {}
+        """By the name of a node: what it states and is."""
+        self._known: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
+        """Expressions of symbols, as numbers: computing one is slow."""
+
+    def see(self, node: fx.Node, value: Any) -> None:
+        """An input, whose sizes say what the symbols are, or the value that a call gave."""
+        stated = node.meta.get("val")
+        self._learn(stated, value)
+        left, right = difference(stated, value, self.types, self._same)
+        if left != right and node.op != "placeholder":
+            self.wrong[node.name] = f"{node} ({target_text(node.target)}) states {left} and is {right}"
+
+    def _learn(self, stated: Any, value: Any) -> None:
+        """Symbols that no input has, such as the number of elements that are not zero, are learned where they arise."""
+        for each, real in zip(tree_leaves(stated), tree_leaves(value), strict=False):
+            if isinstance(each, torch.Tensor) and isinstance(real, torch.Tensor):
+                self._learn(list(each.shape), list(real.shape))
+            elif isinstance(each, torch.SymInt) and type(real) is int and each.node.expr.is_symbol:
+                self._known.setdefault(each.node.expr, real)
+
+    def _same(self, stated: Any, real: Any) -> bool:
+        if not isinstance(stated, torch.SymInt):
+            return bool(stated == real)
+        expr = stated.node.expr
+        if expr not in self._numbers:
+            number = expr.subs(self._known)
+            if number.free_symbols:  # it has a size that nothing was seen of so far
+                return True
+            self._numbers[expr] = int(number)
+        return self._numbers[expr] == real
+
+
+def check_types(program: Program, before: Program) -> None:
+    """Every call that is new, or reads something else than in `before`, states what its fake kernel says; every output
+    is what the bindings say."""
+    known = {name: {node.name: node for node in graph.nodes} for name, graph in all_graphs(before.graph)}
+    checking = _Checking(program)
+    # Nested graphs first: computing the call of one states its types anew.
+    for name, graph in reversed(list(all_graphs(program.graph))):
+        checking.graph(graph, known.get(name, {}))
+    values = tree_leaves(program.graph.output_node().args[0])
+    for row, value in zip(program.bindings.outs, values, strict=True):
+        held = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if not row.is_tensor or not isinstance(held, torch.Tensor):
+            continue
+        dtype, shape = str(held.dtype).removeprefix("torch."), program.types.shape(held)
+        if (dtype, shape) != (row.dtype, row.shape):
+            raise TransformError(f"The output {row.name} is {program.types.text(held)}, and must be {row.text}.")
+
+
+class _Checking:
+    """Holds what a program states against its fake kernels; calls that are alike are computed once."""
+
+    def __init__(self, program: Program) -> None:
+        self.types = program.types
+        self.fakes = FakeValues.of(program.graph)
+        self.computed: dict[Any, Any] = {}
+        self.touched: set[fx.Graph] = set()
+        """Nested graphs that are not what they were."""
+
+    def graph(self, graph: fx.Graph, known: Mapping[str, fx.Node]) -> None:
+        """Check what is not as it was; nested graphs come before the graph that calls them."""
+        nested = {target: module.graph for target, module in subgraphs(graph)}
+        changed: set[fx.Node] = set()
+        """Values that are new, or of another type than the one of that name."""
+        for node in graph.nodes:
+            was = known.get(node.name)
+            if was is None or self._differs(node, was) or nested.get(str(node.target)) in self.touched:
+                changed.add(node)
+            if was is not None and node not in changed and changed.isdisjoint(operands(node)) and _same(node, was):
+                continue
+            self.touched.add(graph)
+            if node.op == "call_function":
+                label = self._label(node, nested)
+                if was is None or node in changed or self._label(was, {}) != label:
+                    self._check(node, label)
+
+    def _differs(self, node: fx.Node, was: fx.Node) -> bool:
+        one, two = node.meta.get("val"), was.meta.get("val")
+        return one is not two and difference(one, two, self.types) != ("", "")
+
+    def _label(self, node: fx.Node, nested: Mapping[str, fx.Graph]) -> Any:
+        """The call, with the types of what it reads instead of names."""
+
+        def operand(each: fx.Node) -> Any:
+            return nested.get(str(each.target)) if each.op == "get_attr" else self.types.layout(each.meta.get("val"))
+
+        return node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), operand))
+
+    def _check(self, node: fx.Node, label: Any) -> None:
+        if label not in self.computed:
+            self.computed[label] = self.fakes.value(node)
+        stated, found = difference(node.meta["val"], self.computed[label], self.types)
+        if stated != found:
+            raise TransformError(
+                f"{node.name} ({target_text(node.target)}) states {stated}, and computing it gives {found}.",
+                "A value may be replaced by one of the same dtype, shape and strides; else compute types again.",
+            )
+
+
+def _same(node: fx.Node, was: fx.Node) -> bool:
+    one, two = ((each.op, each.target, repr((each.args, dict(each.kwargs)))) for each in (node, was))
+    return one == two
