@@ -77,7 +77,7 @@ def same_number(one: Any, two: Any) -> bool:
     """
     if isinstance(one, int) and isinstance(two, int):
         return one == two
-    if str(one) == str(two) or free_unbacked_symbols((one, two)):
+    if str(one) == str(two) or depends_on_data((one, two)):
         return True
     return is_known(one == two)
 
