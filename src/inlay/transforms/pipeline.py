@@ -49,7 +49,7 @@ class Record:
             return f"{self.key}: [SUMMARY] {self.status}"
         before, after = self.nodes
         found = (
-            f"matches={self.sites}" if self.counted else f"changed_nodes={self.sites} (it gives no count of matches)"
+            f"matches={self.sites}" if self.counted else f"changed_nodes={self.sites} (matches are not counted)"
         )
         return f"{self.key}: [SUMMARY] {found} nodes={before}→{after} time={self.seconds:.2f}s"
 
