@@ -43,7 +43,7 @@ SOURCE = Path(inlay.__file__).parent
 LIBRARY = sorted((SOURCE / "transforms" / "library").glob("[!_]*.py"))
 OTHERS = ("rewrite/engine.py", "rewrite/walker.py", "rewrite/masks.py", "state/position_wise.py", "state/updates.py")
 FILES = (*LIBRARY, *(SOURCE / name for name in OTHERS))
-GRAPHS, SEED = 300, 11
+GRAPHS, SEED = 150, 11
 LONGEST = 1200
 """Seconds after which a run is given up: a deleted condition may have been what ends a loop."""
 HARNESS = "tests/transforms/test_harness.py"
@@ -104,8 +104,9 @@ def templates(name: str) -> Templates:
 def fuzz(file: Path) -> int:
     """Run the fuzzer in this process: 1 if it found a failure."""
     with tempfile.TemporaryDirectory() as folder:
-        only = file.stem if file.stem in registry() else {"masks": "match_attention"}.get(file.stem, "")
-        report = run(GRAPHS, SEED, [only] if only else [], Path(folder), templates(only))
+        name = file.stem if file.stem in registry() else {"masks": "match_attention"}.get(file.stem, "")
+        only = [name] if name else []
+        report = run(GRAPHS, SEED, only, Path(folder), templates=templates(name), transforms=only)
     return FAILED if report["failures"] else PASSED
 
 

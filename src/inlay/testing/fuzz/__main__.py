@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -20,6 +20,9 @@ from inlay.testing.fuzz.grow import grow
 from inlay.testing.fuzz.reduce import reduced, script
 from inlay.testing.fuzz.templates import Templates
 from inlay.transforms.base import find, registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MOST_FAILURES = 5
 
@@ -48,9 +51,15 @@ def fuzz(
 
 
 def run(
-    graphs: int, seed: int, only: list[str], folder: Path = Path(), templates: Templates | None = None
+    graphs: int,
+    seed: int,
+    only: Sequence[str],
+    folder: Path = Path(),
+    *,
+    templates: Templates | None = None,
+    transforms: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Grow and check; what was counted. Templates may be kept from run to run."""
+    """Grow and check; what was counted. Templates may be kept from run to run; without `transforms`, all run."""
     templates = templates or Templates(only, variants=4 + graphs // 400, seed=seed)
     tally, drawn, uncomputed = Tally(), Counter[str](), Counter[str]()
     failures: list[dict[str, str]] = []
@@ -67,7 +76,7 @@ def run(
             rng = random.Random(f"{seed}/{index}")
             program, inputs, count = grow(rng, draw)
             try:
-                found = check(program, inputs, (), tally)
+                found = check(program, inputs, transforms, tally)
             except NotComputed as error:
                 uncomputed[_kind(error)] += 1
                 continue

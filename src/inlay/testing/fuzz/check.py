@@ -133,10 +133,10 @@ def compute(program: Program, inputs: Inputs) -> Result:
 
 
 def values_of(program: Program, inputs: Inputs) -> dict[str, Any]:
-    """What each node computes, by name."""
+    """What each node of the outermost graph computes, by name."""
     run = _Run(program, inputs)
     run.result()
-    return {node.name: value for node, value in run.values.items()}
+    return {node.name: run.values[node] for node in program.graph.nodes if node in run.values}
 
 
 class _Run:
