@@ -16,6 +16,7 @@ from inlay.program.graphs import MODULE, SOURCE, operands
 from inlay.program.symbols import FakeValues
 from inlay.rewrite.differences import children
 from inlay.rewrite.reasons import Reason
+from inlay.rewrite.schema import normalised
 from inlay.rewrite.trees import Call, Variable
 
 if TYPE_CHECKING:
@@ -359,3 +360,43 @@ KINDS: tuple[Callable[[Place], Right], ...] = (
     *(second_consumer, other_reader, other_constant, other_axis, cast_between, extra_node, lacking_node),
     *(other_operator, written_out, swapped_operands, write_between, other_shape, other_dtype, computed_constant),
 )
+
+
+def other_number(place: Place) -> None:
+    """A number that the pattern leaves open is another one."""
+    choices = []
+    for call, node in place.calls.items():
+        held = dict(normalised(node))
+        open_ones = [
+            name for name, value in call.args if isinstance(value, Variable) and value.name not in place.values
+        ]
+        choices += [(node, name, held[name]) for name in open_ones if type(held[name]) is float]
+    node, name, value = _pick(place.rng, choices)
+    _set(node, name, 1.5 * value + 0.01)
+
+
+def commuted(place: Place) -> None:
+    """The operands of a commutative call stand the other way round."""
+    sums = [node for node in place.calls.values() if node.target in (aten.add.Tensor, aten.mul.Tensor)]
+    node = _pick(place.rng, [each for each in sums if len(operands(each)) == 2 and len(each.args) == 2])
+    node.args = (node.args[1], node.args[0])
+
+
+def other_operand(place: Place) -> None:
+    """An operand from outside is another value."""
+    value, readers = _operand(place)
+    if not value.meta["val"].is_floating_point():
+        raise Impossible("no floating-point value")
+    node = place.insert(readers[0], aten.mul.Tensor, value, 1.25)
+    for reader in readers:
+        reader.replace_input_with(value, node)
+
+
+def read_result(place: Place) -> None:
+    """The result is returned as well."""
+    output = place.program.graph.output_node()
+    output.args = ((*output.args[0], place.output),)  # type: ignore[misc]
+
+
+KEEPING: tuple[Callable[[Place], None], ...] = (other_number, commuted, other_operand, read_result)
+"""Changes after which a rule may still match: numbers say whether it does so rightly."""
