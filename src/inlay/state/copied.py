@@ -9,14 +9,15 @@ value is computed anew by one kernel. What they make of anything else is not kno
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from inlay.program.graphs import is_view, operands
+from inlay.program.graphs import is_view, operands, target_text
 from inlay.program.symbols import is_known
 from inlay.state.canonical import canonical_updates
+from inlay.state.places import SCATTERS
 from inlay.state.updates import State, recognise, sharing
 from inlay.state.wrapped import is_wrapper
 
@@ -30,19 +31,21 @@ aten = torch.ops.aten
 _TINY = 64
 """Bytes up to which a copy costs less than the call that makes it: counters, positions."""
 _BY_VALUE = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.full.default)
+_ROWS = ("aten.index_", "aten.scatter")
 _MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 """Eager writes only what the mask chooses, and compilers write everything."""
 
 
 def under_eager(states: Sequence[State]) -> list[State]:
     """Recognised states; one that the eager engine copies has a reason."""
-    return [_told(state, _computed_apart(state), certain=True) for state in states]
+    return [_told(state, _computed_apart(state) or _rewritten_part(state), certain=True) for state in states]
 
 
 def under_compilers(program: Program) -> list[State]:
     """The states of a program; one that engines which compile it copy, or may copy, has a reason."""
     reasons = {state.binding.name: _compiled(state) for state in recognise(canonical_updates(program)[0])}
-    return [_told(state, reasons[state.binding.name], certain=False) for state in recognise(program)]
+    states = recognise(program)
+    return [_told(state, reasons[state.binding.name] or _rewritten_part(state), certain=False) for state in states]
 
 
 def _told(state: State, reason: str, *, certain: bool) -> State:
@@ -54,6 +57,23 @@ def _computed_apart(state: State) -> str:
     if state.reason:
         return ""
     return next((_apart(write.args[0]) for write in state.writes if _puts_all(write, state)), "")
+
+
+def _rewritten_part(state: State) -> str:
+    """Why more of a state is written than the model writes, if it is: rows of a part that is seen in two ways."""
+    for write in state.writes if state.eligible else ():
+        if write.target is aten.copy_.default and write.args[0] is write.node:
+            root = _viewed(write.node)
+            if root.target in SCATTERS or target_text(root.target).startswith(_ROWS):
+                return f"views: {root} writes to a part that is not followed back to the state, and all of it is copied"
+    return ""
+
+
+def _viewed(value: fx.Node) -> fx.Node:
+    """What a value is a view of."""
+    while value.op == "call_function" and is_view(value):
+        value = value.args[0]  # type: ignore[assignment]
+    return value
 
 
 def _apart(value: fx.Node) -> str:
@@ -77,11 +97,10 @@ def _whole(state: State) -> torch.Tensor:
     return held
 
 
-def _is_new(value: Any, state: State) -> bool:
+def _is_new(value: fx.Node, state: State) -> bool:
     """Whether a value, or what it is a view of, was computed and is as large as the state."""
-    while value.op == "call_function" and is_view(value):
-        value = value.args[0]
-    return value.op == "call_function" and not _is_smaller(value, state)
+    root = _viewed(value)
+    return root.op == "call_function" and not _is_smaller(root, state)
 
 
 def _is_smaller(node: fx.Node, state: State) -> bool:
