@@ -46,6 +46,7 @@ def test_eager_below(seed: int) -> None:
         assert not [record.key for record in made.records if record.status == "failed"], made.notes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [3, 7, 11])
 def test_inductor_below(seed: int) -> None:
     _check(seed, "inductor")
