@@ -105,12 +105,25 @@ def test_steps_run_without_python(packages: dict[str, Path]) -> None:
 
 
 def test_a_failing_step_is_an_error(packages: dict[str, Path]) -> None:
-    """What a piece refuses, here a slot that does not exist, comes back as an exception; the next call works."""
+    """What a piece or a kernel refuses comes back as an exception that says why; the next call works.
+
+    The steps are called past the checks of the package, which would refuse all of this before.
+    """
     package = load_package(packages["native"])
-    given = {**package.new_state(), "input_ids": torch.tensor([[1]]), "lengths": torch.tensor([0])}
-    with pytest.raises(PackageError, match=r"Step \d of the package failed"):
-        package({**given, "slots": torch.tensor([99])})
-    assert torch.isfinite(package({**given, "slots": torch.tensor([1])})["logits"]).all()
+    bucket, run = package.buckets[0]
+    assert bucket.sizes["length"] == (1, 1)
+    state = {name: value.zero_() for name, value in package.new_state().items()}
+    right = {"input_ids": torch.tensor([[1]]), "slots": torch.tensor([1]), "lengths": torch.tensor([0])}
+    for name, value, sentence in (
+        ("slots", 99, "index out of bounds"),
+        ("slots", -1, "slot -1 at 0 is not from 0 to 3"),
+        ("lengths", -1, "length -1 at 0 is not from 0 to 63"),
+        ("input_ids", 10**6, "token 1000000 at 0 is not from 0 to"),
+    ):
+        wrong = right | {name: torch.full_like(right[name], value)}
+        with pytest.raises(PackageError, match=rf"Step \d of the package failed: .*{sentence}"):
+            run({**state, **wrong})
+    assert torch.isfinite(package({**state, **right})["logits"]).all()
 
 
 def test_thresholds_follow_the_clock() -> None:

@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // also where the kernels are not optimised
 namespace emulated {
 
 template <typename To, typename From>
@@ -148,6 +150,7 @@ inline void dpbsud(int c, int a, int b) {
 }
 
 }  // namespace emulated
+#pragma GCC pop_options
 
 #if defined(EMULATE_VNNI) || defined(EMULATE_AMX)
 #undef __AVX512VNNI__

@@ -10,7 +10,7 @@ int64_t linear(Random& random) {
   int64_t count = 0;
   for (const Format& format : kFormats)
     for (int32_t way : kWays)
-      for (int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 33, 49}) {
+      for (int64_t rows : {0, 1, 2, 3, 5, 8, 16, 17, 33}) {
         LinearCase(random, format, rows, way).check();
         ++count;
       }
@@ -20,9 +20,9 @@ int64_t linear(Random& random) {
 int64_t attention(Random& random) {
   int64_t count = 0;
   for (int64_t batch : {0, 1, 2})
-    for (int64_t length : {0, 1, 3, 15, 16, 17, 33})
+    for (int64_t length : {0, 1, 3, 16, 17, 33})
       for (int at_end = 0; at_end < 2; ++at_end)
-        for (int again = 0; again < 6; ++again) {
+        for (int again = 0; again < 3; ++again) {
           AttentionCase(random, batch, length, at_end).check();
           ++count;
         }
@@ -31,7 +31,7 @@ int64_t attention(Random& random) {
 
 int64_t tiled_attention(Random& random) {  // where tiles can be taken they are, up to the last row of the cache
   int64_t count = 0;
-  while (count < 60) {
+  while (count < 30) {
     AttentionCase one(random, 1 + static_cast<int64_t>(random() % 2), pick(random, {16, 17, 32, 40}), random() % 2);
     if (one.keys.type != inlay::kBFloat16 || one.softcap || one.sloping || one.sinking || one.depth % 32 || one.width % 16)
       continue;
@@ -39,6 +39,24 @@ int64_t tiled_attention(Random& random) {  // where tiles can be taken they are,
     ++count;
   }
   return count;
+}
+
+// Half precision without instructions is what it is with them: every half, what lies between two of them, and around.
+int64_t halves(Random& random) {
+  const auto same = [](float value) {
+    const uint16_t found = inlay::to_half_portable(value), wanted = inlay::to_half(value);
+    if (std::isnan(value) ? (found & 0x7fff) <= 0x7c00 : found != wanted) fail("half of " + std::to_string(value));
+  };
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const float value = inlay::from_half(static_cast<uint16_t>(bits));
+    const float next = inlay::from_half(static_cast<uint16_t>(bits + 1)), middle = value / 2 + next / 2;
+    if (inlay::from_half_portable(static_cast<uint16_t>(bits)) != value && !std::isnan(value)) fail("a half is read wrongly");
+    if (!std::isnan(value) && inlay::to_half_portable(value) != bits) fail("a half does not stay what it is");
+    for (float each : {value, middle, std::nextafter(middle, value), std::nextafter(middle, next)}) same(each);
+  }
+  std::uniform_real_distribution<float> exponent(-60, 40);
+  for (int at = 0; at < 10000; ++at) same((random() % 2 ? 1.0f : -1.0f) * std::exp2(exponent(random)));
+  return 1;
 }
 
 void expect_refusal(int32_t failed, int64_t value, const char* what) {
@@ -97,6 +115,6 @@ int main(int count, char** given) {
   Random random(count > 1 ? std::atoi(given[1]) : 0);
   int64_t ran = 0;
   for (int round = 0; round < (count > 2 ? std::atoi(given[2]) : 1); ++round)
-    ran += linear(random) + attention(random) + tiled_attention(random) + refusals(random);
+    ran += linear(random) + attention(random) + tiled_attention(random) + refusals(random) + halves(random);
   std::printf("%lld cases\n", static_cast<long long>(ran));
 }

@@ -58,10 +58,8 @@ inline uint16_t to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float from_half(uint16_t bits) {
-#ifdef __F16C__
-  return _cvtsh_ss(bits);
-#else
+// Half precision without instructions for it. Rounding is to nearest, ties to even.
+inline float from_half_portable(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   float value;
   if (exponent == 0) {
@@ -71,6 +69,30 @@ inline float from_half(uint16_t bits) {
   const uint32_t wide = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
   std::memcpy(&value, &wide, 4);
   return value;
+}
+
+inline uint16_t to_half_portable(float value) {
+  constexpr uint32_t kInfinite = 0x7f800000, kTooLarge = 0x477ff000, kNormal = 0x38800000, kOneHalf = 0x3f000000;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > kInfinite) return static_cast<uint16_t>(sign | 0x7e00);
+  if (bits >= kTooLarge) return static_cast<uint16_t>(sign | 0x7c00);
+  if (bits < kNormal) {  // beside a half, a float has the steps of subnormal numbers
+    float near_half = std::fabs(value) + 0.5f;
+    std::memcpy(&bits, &near_half, 4);
+    return static_cast<uint16_t>(sign | (bits - kOneHalf));
+  }
+  bits += 0xfff + ((bits >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((bits - 0x38000000) >> 13));
+}
+
+inline float from_half(uint16_t bits) {
+#ifdef __F16C__
+  return _cvtsh_ss(bits);
+#else
+  return from_half_portable(bits);
 #endif
 }
 
@@ -78,11 +100,7 @@ inline uint16_t to_half(float value) {
 #ifdef __F16C__
   return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
 #else
-  static_assert(sizeof(_Float16) == 2);
-  const _Float16 narrow = static_cast<_Float16>(value);
-  uint16_t bits;
-  std::memcpy(&bits, &narrow, 2);
-  return bits;
+  return to_half_portable(value);
 #endif
 }
 
