@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import TransformError
-from inlay.program.graphs import Types, all_graphs, operands, subgraphs, target_text
+from inlay.program.graphs import Types, all_graphs, operands, target_text
 from inlay.program.symbols import FakeValues, same_number
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def check_types(program: Program, before: Program) -> None:
     is what the bindings say."""
     known = {name: {node.name: node for node in graph.nodes} for name, graph in all_graphs(before.graph)}
     checking = _Checking(program)
-    # Nested graphs first: computing the call of one states its types anew.
-    for name, graph in reversed(list(all_graphs(program.graph))):
+    for name, graph in all_graphs(program.graph):
         checking.graph(graph, known.get(name, {}))
     values = tree_leaves(program.graph.output_node().args[0])
     for row, value in zip(program.bindings.outs, values, strict=True):
@@ -118,40 +117,42 @@ class _Checking:
     """Holds what a program states against its fake kernels; calls that are alike are computed once."""
 
     def __init__(self, program: Program) -> None:
-        self.types = program.types
+        self.program, self.types = program, program.types
         self.fakes = FakeValues.of(program.graph)
         self.computed: dict[Any, Any] = {}
-        self.touched: set[fx.Graph] = set()
-        """Nested graphs that are not what they were."""
 
     def graph(self, graph: fx.Graph, known: Mapping[str, fx.Node]) -> None:
-        """Check what is not as it was; nested graphs come before the graph that calls them."""
-        nested = {target: module.graph for target, module in subgraphs(graph)}
+        """Check what is not as it was."""
         changed: set[fx.Node] = set()
         """Values that are new, or of another type than the one of that name."""
         for node in graph.nodes:
             was = known.get(node.name)
-            if was is None or self._differs(node, was) or nested.get(str(node.target)) in self.touched:
+            if was is None or self._differs(node, was):
                 changed.add(node)
             if was is not None and node not in changed and changed.isdisjoint(operands(node)) and _same(node, was):
                 continue
-            self.touched.add(graph)
-            if node.op == "call_function":
-                label = self._label(node, nested)
-                if was is None or node in changed or self._label(was, {}) != label:
+            if node.op == "output" and was is not None and graph is not self.program.graph:
+                self._same_results(node, was)
+            elif node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
+                label = self._label(node)
+                if was is None or node in changed or self._label(was) != label:
                     self._check(node, label)
+
+    def _same_results(self, output: fx.Node, was: fx.Node) -> None:
+        """A nested graph returns what it did: not every call of one can be computed from its operands."""
+        now, before = (fx.map_arg(each.args[0], lambda value: value.meta.get("val")) for each in (output, was))
+        stated, found = difference(before, now, self.types)
+        if stated != found:
+            raise TransformError(f"A nested graph returns {found}, and returned {stated}.")
 
     def _differs(self, node: fx.Node, was: fx.Node) -> bool:
         one, two = node.meta.get("val"), was.meta.get("val")
         return one is not two and difference(one, two, self.types) != ("", "")
 
-    def _label(self, node: fx.Node, nested: Mapping[str, fx.Graph]) -> Any:
+    def _label(self, node: fx.Node) -> Any:
         """The call, with the types of what it reads instead of names."""
-
-        def operand(each: fx.Node) -> Any:
-            return nested.get(str(each.target)) if each.op == "get_attr" else self.types.layout(each.meta.get("val"))
-
-        return node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), operand))
+        named = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.types.layout(each.meta.get("val")))
+        return node.target, repr(named)
 
     def _check(self, node: fx.Node, label: Any) -> None:
         if label not in self.computed:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import all_graphs, is_returned, mutates, provenance
+from inlay.program.graphs import all_graphs, is_returned, mutates, provenance, subgraphs
 from inlay.program.stated import difference
 from inlay.program.symbols import FakeValues, symbolic_sizes
 from inlay.program.trace import traced
@@ -212,12 +212,12 @@ class Replacements:
     def check(self, site: Site, alternative: Alternative) -> None:
         """What replaces a value must be of its dtype and shape, and lie in memory as it did where that is visible."""
         made, wrong = _results(self.trace(site, alternative)), Reason.REPLACEMENT.value
-        graph, found, wanted = site.graph, len(made), len(site.outputs)
+        found, wanted = len(made), len(site.outputs)
         site.require(found == wanted, f"{wrong}: it gives {found} values, and the pattern {wanted}")
         for old, new in zip(site.outputs, made, strict=True):
             value = new.meta["val"] if isinstance(new, fx.Node) else new
             gives, was = difference(value, old.meta["val"], site.program.types)
-            hidden = _only_moved(value, old.meta["val"]) and graph is site.program.graph and not is_returned(old)
+            hidden = _only_moved(value, old.meta["val"]) and not _layout_is_seen(site, old)
             site.require(gives == was or hidden, f"{wrong}: it gives {gives}, and {old} is {was}", old)
 
 
@@ -262,6 +262,11 @@ def _replace(
 def _only_moved(one: Any, two: torch.Tensor) -> bool:
     """Whether two values differ in their strides at most."""
     return isinstance(one, torch.Tensor) and _text(one) == _text(two)
+
+
+def _layout_is_seen(site: Site, value: fx.Node) -> bool:
+    """Whether strides matter elsewhere: the value is returned, or a nested graph may read what is computed from it."""
+    return is_returned(value) or any(subgraphs(site.program.graph))
 
 
 def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:

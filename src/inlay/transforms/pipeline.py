@@ -48,9 +48,7 @@ class Record:
         if self.status != "ran":
             return f"{self.key}: [SUMMARY] {self.status}"
         before, after = self.nodes
-        found = (
-            f"matches={self.sites}" if self.counted else f"changed_nodes={self.sites} (matches are not counted)"
-        )
+        found = f"matches={self.sites}" if self.counted else f"changed_nodes={self.sites} (matches are not counted)"
         return f"{self.key}: [SUMMARY] {found} nodes={before}→{after} time={self.seconds:.2f}s"
 
     @property

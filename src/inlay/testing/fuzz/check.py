@@ -19,7 +19,8 @@ from torch import fx
 
 from inlay.errors import one_line
 from inlay.program.bindings import Role
-from inlay.program.graphs import is_view, target_text
+from inlay.program.graphs import is_view
+from inlay.program.stated import Statements
 from inlay.program.weights import Derived
 from inlay.testing.fuzz.grow import COND
 from inlay.transforms.base import Numerics, find, registry
@@ -154,10 +155,7 @@ class _Run:
         self.held = {name: value.clone() for name, value in inputs.items()}
         self.parameters = {row.name for row in program.bindings.of(Role.PARAMETER)}
         self.values: dict[fx.Node, Any] = {}
-        self.sizes: dict[Any, int] = {}
-        """Symbol → the size it stands for in this run."""
-        self.known: dict[Any, int | None] = {}
-        self.wrong = ""
+        self.stated = Statements(program.types)
 
     def result(self) -> Result:
         torch.manual_seed(0)
@@ -166,13 +164,13 @@ class _Run:
             if node.op == "placeholder":
                 made = self.program.tensors.get(node.name)
                 given.append(made.read() if isinstance(made, Derived) else self.held[node.name])
-                self._learn(node, given[-1])
+                self.stated.see(node, given[-1])
                 self._disturb(given[-1], rough=node.name in self.parameters)
         found = self._graph(self.program.graph, given)
         every = [*found, *self.held.values()]
         places = [value.untyped_storage().data_ptr() for value in every]
         shared = {(one, two) for two in range(len(every)) for one in range(two) if places[one] == places[two] != 0}
-        return Result([value.clone() for value in every], shared, self.wrong)
+        return Result([value.clone() for value in every], shared, next(iter(self.stated.wrong.values()), ""))
 
     def _graph(self, graph: fx.Graph, given: Iterable[Any]) -> list[Any]:
         values, inputs = self.values, iter(given)
@@ -195,30 +193,9 @@ class _Run:
         return []
 
     def _look(self, node: fx.Node, value: Any) -> None:
-        stated = node.meta["val"]
-        if isinstance(stated, torch.Tensor) and not self.wrong:
-            shape = [self._size(size) for size in stated.shape]
-            same = len(shape) == value.dim() and all(a in (b, None) for a, b in zip(shape, value.shape, strict=True))
-            if not same or stated.dtype != value.dtype:
-                stating = f"{stated.dtype}{shape}"
-                self.wrong = f"{node} ({target_text(node.target)}) states {stating} and is {_type(value)}"
+        self.stated.see(node, value)
         if isinstance(value, torch.Tensor) and not is_view(node):
             self._disturb(value)
-
-    def _learn(self, node: fx.Node, value: torch.Tensor) -> None:
-        """What the symbols in the sizes of an input stand for."""
-        for size, actual in zip(getattr(node.meta["val"], "shape", ()), getattr(value, "shape", ()), strict=True):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                self.sizes[size.node.expr] = actual
-
-    def _size(self, size: Any) -> int | None:
-        if isinstance(size, int):
-            return size
-        expression = size.node.expr
-        if expression not in self.known:
-            found = expression.subs(self.sizes)
-            self.known[expression] = int(found) if found.is_Integer else None
-        return self.known[expression]
 
     def _disturb(self, value: torch.Tensor, *, rough: bool = False) -> None:
         """Change numbers in their last place, where they are.

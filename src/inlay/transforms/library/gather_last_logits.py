@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from inlay.errors import UsageError, nearest
 from inlay.program.bindings import Bindings
 from inlay.program.graphs import all_graphs, provenance, written_between
-from inlay.program.symbols import symbolic_sizes
+from inlay.program.stated import difference
+from inlay.program.symbols import FakeValues, symbolic_sizes
+from inlay.program.types import settle
 from inlay.rewrite import Miss
 from inlay.rewrite.schema import normalised
 from inlay.transforms import base
@@ -81,19 +83,29 @@ class GatherLastLogits(Transform):
         output: str = self.options.output  # type: ignore[union-attr]
         if output:
             applied.program = program = _keep_last(program, output)
+        fakes = FakeValues.of(program.graph)
         for _, graph in all_graphs(program.graph):
+            moved: set[fx.Node] = set()
             for pick in list(graph.nodes):
-                if pick.target not in _PICKS:
+                chain = _up_to_linear(pick) if pick.target in _PICKS else []
+                if not chain:
                     continue
-                chain = _up_to_linear(pick)
-                if chain:
-                    reason = _refuse(pick, chain)
-                    if reason:
-                        applied.misses.append(Miss(pick, chain[-1], reason, 1, 2, refused=True))
-                    elif self.takes(pick):
+                reason = _refuse(pick, chain)
+                if not reason and self.takes(pick):
+                    made = _before_linear(graph, pick, chain)
+                    layouts = difference(made.meta["val"], pick.meta["val"], program.types)
+                    if layouts != ("", "") and graph is not program.graph:
+                        reason = f"shape: it would be {layouts[0]} in a nested graph, where it is {layouts[1]}"
+                        _erase(made, len(chain) + 1)
+                    else:
                         applied.places.append(pick.name)
-                        _move(graph, pick, chain)
                         applied.sites += 1
+                        moved |= {made} if layouts != ("", "") else set()
+                        pick.replace_all_uses_with(made)
+                        _erase(pick, len(chain) + 1)
+                if reason:
+                    applied.misses.append(Miss(pick, chain[-1], reason, 1, 2, refused=True))
+            settle(graph, moved, fakes)
         applied.sites = max(applied.sites, int(bool(output)))
         return applied
 
@@ -152,16 +164,24 @@ def _touches_last_axis(pick: fx.Node) -> bool:
     return bool(dict(normalised(pick))["dim"] == -1)
 
 
-def _move(graph: fx.Graph, pick: fx.Node, chain: list[fx.Node]) -> None:
+def _before_linear(graph: fx.Graph, pick: fx.Node, chain: list[fx.Node]) -> fx.Node:
+    """The rows picked from what the layer reads, and the layer and what follows on them alone."""
     value: Any = chain[-1].args[0]
     with graph.inserting_before(pick):
         for node in (pick, *reversed(chain)):
             target: Any = node.target
             value = graph.call_function(target, (value, *node.args[1:]), dict(node.kwargs))
             value.meta = _meta(value, node)
-    pick.replace_all_uses_with(value)
-    for node in (pick, *chain):
-        graph.erase_node(node)
+    made: fx.Node = value
+    return made
+
+
+def _erase(node: fx.Node, count: int) -> None:
+    """Take out a chain of calls, of which this is the last: each reads the one before as its first operand."""
+    for _ in range(count):
+        source: Any = node.args[0]
+        node.graph.erase_node(node)
+        node = source
 
 
 def _meta(node: fx.Node, like: fx.Node) -> dict[str, Any]:
