@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DISTINCT = 60
 """Requests that differ."""
-WORDS = "the quick brown fox jumps over a lazy dog while Über Fuß 你好 naïve café 🦊 1234".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog while Über Fuß 你好 naïve café 🦊 1234"
+WORDS = SENTENCE.split()
 
 
 @dataclass(frozen=True)

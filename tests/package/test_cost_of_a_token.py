@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS = 2
 
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("cost")

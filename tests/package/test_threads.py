@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +25,7 @@ from package.packages import FIELDS, ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.xdist_group("package")
 SIZES = [(8, 120), pytest.param(32, 2000, marks=pytest.mark.nightly)]
@@ -140,10 +140,11 @@ def test_libraries_that_call_python(slow_operator: Any) -> None:
     compiled = compile_program(capture(Example(Slow(), (torch.ones(4),))), "aot")
     wrong = []
 
+    def is_wrong(value: int) -> bool:
+        return not torch.equal(compiled(torch.full((4,), float(value))), torch.full((4,), 2.0 * value + 1))
+
     def work(number: int) -> None:
-        for value in range(number, number + 10):
-            if not torch.equal(compiled(torch.full((4,), float(value))), torch.full((4,), 2.0 * value + 1)):
-                wrong.append(value)
+        wrong.extend(value for value in range(number, number + 10) if is_wrong(value))
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:

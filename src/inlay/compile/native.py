@@ -200,7 +200,7 @@ class _Chain:
         if failed < 0:
             return PackageError(f"The package failed: {said}.")
         said = said or self.steps[failed - 1].last_error() or "no reason was given"
-        return PackageError(f"Step {failed} of the package failed: {one_line(said)}.")
+        return PackageError(f"Step {failed} of the package failed: {one_line(RuntimeError(said))}.")
 
     def __del__(self) -> None:
         self._api.inlay_plan_free(self._plan)

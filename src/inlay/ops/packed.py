@@ -53,7 +53,5 @@ def packed_embedding(
 
 
 @packed_embedding.register_fake
-def _(
-    weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype
-) -> Tensor:
+def _(weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
     return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)

@@ -93,7 +93,7 @@ class Statements:
             if number.free_symbols:  # it has a size that nothing was seen of so far
                 return True
             self._numbers[expr] = int(number)
-        return self._numbers[expr] == real
+        return bool(self._numbers[expr] == real)
 
 
 def check_types(program: Program, before: Program) -> None:

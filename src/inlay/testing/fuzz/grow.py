@@ -90,7 +90,8 @@ def _extreme(value: torch.Tensor, kind: str, generator: torch.Generator) -> torc
     """The value with about a third of its elements extreme, or all of them large, small or equal."""
     limits = torch.finfo(value.dtype)
     if kind in ("large", "small"):
-        return value * (limits.max**0.25 if kind == "large" else limits.tiny**0.25)
+        scaled: torch.Tensor = value * (limits.max**0.25 if kind == "large" else limits.tiny**0.25)
+        return scaled
     if kind == "all equal":
         return torch.full_like(value, float(value.flatten()[0]))
     number = {"zero": 0.0, "-zero": -0.0, "largest": limits.max, "smallest": limits.tiny / 2}.get(kind)
