@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.xdist_group("package")
 SIZES = [(8, 120), pytest.param(32, 2000, marks=pytest.mark.nightly)]
 """Threads and generations."""
 
