@@ -1,8 +1,8 @@
 """Mutation through passes: none is lost, none is made twice.
 
-A program says in its bindings which outputs live in whose storage. Undoing functionalization in the graph, so that no
-copy is left, is not done yet; what can be broken already is tested here: every transform, alone and in order, keeps the
-table, the number of copies, and the state a model leaves behind.
+A program says in its bindings which outputs live in whose storage. Every transform, alone and in order, keeps the
+table, the number of copies, and the state a model leaves behind. Undoing functionalization leaves no copy: in the
+program, where the eager engine writes to the caller's memory, and in a post-grad graph, by `fix_functionalization`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphs_that_write import Build, keys_and_values, two_writes_one_copy_back, v2_input
+from inlay.compile.program import compile_program
 from inlay.config import resolve
+from inlay.program.graphs import mutates
+from inlay.state.functionalization import fix_functionalization
+from inlay.state.wrapped import is_wrapper
 from inlay.testing import program_of
+from inlay.testing.fuzz_writes.check import run as written_by
 from inlay.transforms import configure, run
 from inlay.transforms.pipeline import Step
 from pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_foreign
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
     from inlay.program import Program
 
 pytestmark = pytest.mark.fast
@@ -110,6 +120,52 @@ def test_inlay_all(program: Program) -> None:
     matched = {record.key for record in records if record.sites}
     assert {"match_rms_norm", "match_attention", "match_swiglu", "fuse_add_rms_norm"} <= matched
     assert_mutation_kept(program, result)
+
+
+def test_inlay_writes_in_place(program: Program) -> None:
+    """After all transforms every state is written where it lies, without a copy, and steps leave what eager leaves."""
+    result, _ = run(program, _configured())
+    step, values = compile_program(result, "eager"), torch.zeros(1, 2, 4, 4)
+    assert {state.binding.name for state in step.states if state.eligible} == STATE
+    assert not _copies(step.made.program)
+    state = [values, step.held["b_keys"], step.held["b_count"]]
+    places = [each.data_ptr() for each in state]
+    seen = []
+    for at in range(STEPS):
+        x, place = _inputs(at)
+        seen += [each.clone() for each in (step(x, values, place), *state)]
+    for one, other in zip(seen, _trace_of(Decoder(), torch.zeros(1, 2, 4, 4)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert places == [each.data_ptr() for each in state]
+
+
+WRITES = [v2_input, keys_and_values, two_writes_one_copy_back]
+
+
+@pytest.mark.parametrize("build", WRITES, ids=lambda build: build.__name__)
+def test_inlay_fix_functionalization(build: Callable[[Build], fx.GraphModule]) -> None:
+    """In a post-grad graph: no wrapper and no copy back is left, and every byte of results and state is the same."""
+    given = Build()
+    module = build(given)
+    before = written_by(module, given.inputs)
+    assert any(map(is_wrapper, module.graph.nodes))
+    fixed = fix_functionalization(module.graph)
+    assert fixed.in_place
+    assert not fixed.stayed
+    assert not any(is_wrapper(node) or node.target is torch.ops.aten.copy_.default for node in module.graph.nodes)
+    after = written_by(module, given.inputs)
+    assert all(torch.equal(one, two) for one, two in zip(before.values, after.values, strict=True))
+
+
+def test_a_write_that_fix_functionalization_lost_would_be_noticed() -> None:
+    given = Build()
+    module = v2_input(given)
+    before = written_by(module, given.inputs)
+    fix_functionalization(module.graph)
+    (write,) = [node for node in module.graph.nodes if mutates(node)]
+    module.graph.erase_node(write)
+    after = written_by(module, given.inputs)
+    assert not all(torch.equal(one, two) for one, two in zip(before.values, after.values, strict=True))
 
 
 def test_a_lost_mutation_is_noticed(program: Program) -> None:
