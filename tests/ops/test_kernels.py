@@ -148,7 +148,8 @@ def test_numbers_at_the_ends_of_their_format(kernels: ctypes.CDLL, dtype: torch.
         for way in WAYS.values():
             found = linear(kernels, x, weight, None, 32, packing, way).double()
             assert found.isfinite().all() or not wanted.to(dtype).isfinite().all()
-            assert ((found - wanted).abs() <= 0.05 * size * 128 + torch.finfo(dtype).tiny).all()
+            # Where x becomes bytes, numbers below 4e-37 count as 0.
+            assert ((found - wanted).abs() <= 0.05 * size * 128 + max(1e-35, torch.finfo(dtype).tiny)).all()
 
 
 class Attention(ctypes.Structure):
@@ -330,11 +331,11 @@ def test_tensors_that_do_not_fit_are_refused(kernels: ctypes.CDLL, level: str) -
     packing = Packing(4, -1)
     weight, x = made(packing, 40, 64), torch.randn(3, 64)
     numbers = [Long(each) for each in (4, -1, 8, 16)]
-    bias = handle(torch.randn(40))
+    one, other = torch.randn(40), torch.randn(40).bfloat16()  # handles do not keep tensors
+    bias, narrow = handle(one), handle(other)
     found = called(kernels, level, "packed_linear", x, weight, ctypes.byref(bias[0]), Long(40), *numbers)
     assert found.shape == (3, 40)
     assert called(kernels, level, "packed_linear", x[:0], weight, None, Long(40), *numbers).shape == (0, 40)
-    narrow = handle(torch.randn(40).bfloat16())
     for given, sentence in (
         ((x, weight, ctypes.byref(narrow[0]), Long(40)), "a bias in the number format of x"),
         ((x, weight, None, Long(60)), "the weight has not the shape"),

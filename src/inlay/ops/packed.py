@@ -47,6 +47,8 @@ def packed_embedding(
 ) -> Tensor:
     """Rows of a packed weight that has so many features. Other tokens are an error, here and in the C++ kernel."""
     check_range("token", tokens, features - 1)
+    if not tokens.numel():
+        return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)
     lanes = Packing(bits, zero, group).unpack(weight[tokens.reshape(-1) // 16], tokens.numel() * 16)
     rows = lanes.view(tokens.numel(), 16, -1)[torch.arange(tokens.numel()), tokens.reshape(-1) % 16]
     return rows.view(*tokens.shape, -1).to(dtype)
