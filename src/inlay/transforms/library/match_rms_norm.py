@@ -48,6 +48,7 @@ class MatchRMSNorm(Rewrite):
 
     @classmethod
     def leaves(cls) -> list[Case]:
+        rule = cls()
         x, weight = torch.randn(2, 3, 8), torch.rand(8)
 
         def shared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,11 @@ class MatchRMSNorm(Rewrite):
             Case("eps not constant", lambda x, w: w * _norm(x, w.sum()), (x, weight)),
             Case("a weight of another shape", lambda x, w: w * _norm(x), (x, torch.rand(3, 1))),
             Case("another dtype", lambda x, w: w * _norm(x), (x, weight.double())),
+            Case(
+                "float64 computed in float32",  # the other dtype brings the pattern with casts into play
+                lambda x, w, h: (rule.pattern_plus_one(x, w, 1e-6), h.neg()),
+                (x.double(), weight.double(), x.bfloat16()),
+            ),
             Case("torch's own over two axes", lambda x, w: functional.rms_norm(x, (3, 8), w), (x, torch.rand(3, 8))),
             Case("torch's own without a weight", lambda x, w: functional.rms_norm(x, (8,)) + w, (x, weight)),
         ]
@@ -104,6 +110,8 @@ class MatchRMSNorm(Rewrite):
         one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
         site.require(one_row, "shape: the weight is not one row of x", node)
         site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
+        narrow = x.dtype == torch.float64 and any(node.kwargs.get("dtype") is torch.float32 for node in site.nodes)
+        site.require(not narrow, "dtype: x is torch.float64 and computed in torch.float32", site.node("x"))
 
     def replacement(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, offset: float, cast_first: bool, eps: float | None = None, size: int = 0
