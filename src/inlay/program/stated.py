@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 
+_CHOSEN_AT_RUN = ("aten.scaled_dot_product_attention.default", "inlay.attention.default")
+"""torch takes one of several kernels when it runs, whose results lie in memory in different ways (torch 2.13)."""
+
+
 def difference(one: Any, two: Any, types: Types, same: Callable[[Any, Any], bool] = same_number) -> tuple[str, str]:
     """Two values as text, where dtype, shape or strides differ; two empty texts where they do not.
 
@@ -64,6 +68,7 @@ class Statements:
         self.types = types
         self.wrong: dict[str, str] = {}
         """By the name of a node: what it states and is."""
+        self._free: set[fx.Node] = set()
         self._known: dict[Any, int] = {}
         self._numbers: dict[Any, int] = {}
         """Expressions of symbols, as numbers: computing one is slow."""
@@ -73,8 +78,16 @@ class Statements:
         stated = node.meta.get("val")
         self._learn(stated, value)
         left, right = difference(stated, value, self.types, self._same)
-        if left != right and node.op != "placeholder":
+        if left != right and self._layout_is_free(node, left):
+            self._free.add(node)
+        elif left != right and node.op != "placeholder":
             self.wrong[node.name] = f"{node} ({target_text(node.target)}) states {left} and is {right}"
+
+    def _layout_is_free(self, node: fx.Node, stated: str) -> bool:
+        """Whether only strides differ, and torch chose them when it ran: in this call, or in one that it reads."""
+        return " strides " in stated and (
+            target_text(node.target) in _CHOSEN_AT_RUN or not self._free.isdisjoint(operands(node))
+        )
 
     def _learn(self, stated: Any, value: Any) -> None:
         """Symbols that no input has, such as the number of elements that are not zero, are learned where they arise."""

@@ -23,6 +23,7 @@ from inlay.rewrite.walker import Found, Walker
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from inlay.program.graphs import Types
     from inlay.program.program import Program
 
 _WORTH_TELLING = 0.5
@@ -217,8 +218,10 @@ class Replacements:
         for old, new in zip(site.outputs, made, strict=True):
             value = new.meta["val"] if isinstance(new, fx.Node) else new
             gives, was = difference(value, old.meta["val"], site.program.types)
-            hidden = _only_moved(value, old.meta["val"]) and not _layout_is_seen(site, old)
-            site.require(gives == was or hidden, f"{wrong}: it gives {gives}, and {old} is {was}", old)
+            kept = _only_moved(value, old.meta["val"]) and (
+                not _layout_is_seen(site, old) or _same_when_copied(value, old.meta["val"], site.program.types)
+            )
+            site.require(gives == was or kept, f"{wrong}: it gives {gives}, and {old} is {was}", old)
 
 
 def _key(value: Any) -> Any:
@@ -248,10 +251,14 @@ def _replace(
                 mapping[node].meta = kept | provenance(site.outputs[0])
     moved = set()
     for old, new in zip(site.outputs, _results(trace), strict=True):
-        old.replace_all_uses_with(mapping[new])
-        replaced[old] = mapping[new]
+        made = mapping[new]
         if difference(new.meta["val"], old.meta["val"], site.program.types) != ("", ""):
-            moved.add(mapping[new])
+            if _layout_is_seen(site, old):
+                made = _copied(made, old)
+            else:
+                moved.add(made)
+        old.replace_all_uses_with(made)
+        replaced[old] = made
     for node in reversed(site.nodes):
         if node.users:
             raise ProgramError(f"{replacements.rule.name}: {node} is still read after its replacement.")
@@ -262,6 +269,28 @@ def _replace(
 def _only_moved(one: Any, two: torch.Tensor) -> bool:
     """Whether two values differ in their strides at most."""
     return isinstance(one, torch.Tensor) and _text(one) == _text(two)
+
+
+def _same_when_copied(value: torch.Tensor, old: torch.Tensor, types: Types) -> bool:
+    """Whether a contiguous copy of a value lies in memory as `old` does."""
+    with symbolic_sizes():
+        return difference(_contiguous(value), old, types) == ("", "")
+
+
+def _contiguous(value: torch.Tensor) -> torch.Tensor:
+    copy: torch.Tensor = torch.ops.aten.clone.default(value, memory_format=torch.contiguous_format)
+    return copy
+
+
+def _copied(made: fx.Node, old: fx.Node) -> fx.Node:
+    """A contiguous copy, for those who see how the value lies in memory."""
+    with made.graph.inserting_after(made):
+        copy = made.graph.call_function(
+            torch.ops.aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
+        )
+    with symbolic_sizes():
+        copy.meta = {"val": _contiguous(made.meta["val"])} | provenance(old)
+    return copy
 
 
 def _layout_is_seen(site: Site, value: fx.Node) -> bool:

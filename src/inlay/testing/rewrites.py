@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,4 +168,4 @@ def _random_like(arg: Any, generator: torch.Generator) -> Any:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    return [deepcopy(value.detach()) if isinstance(value, torch.Tensor) else value for value in values]

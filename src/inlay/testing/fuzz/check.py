@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,9 @@ class _Run:
         self, program: Program, inputs: Inputs, noise: torch.Generator | None = None, numerics: Numerics | None = None
     ) -> None:
         self.program, self.noise, self.numerics = program, noise, numerics
-        self.held = {name: value.clone() for name, value in inputs.items()}
+        self.held = {
+            name: deepcopy(value.detach()) for name, value in inputs.items()
+        }  # a clone may lie in memory otherwise
         self.parameters = {row.name for row in program.bindings.of(Role.PARAMETER)}
         self.values: dict[fx.Node, Any] = {}
         self.stated = Statements(program.types)

@@ -110,7 +110,7 @@ class MatchRMSNorm(Rewrite):
         one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
         site.require(one_row, "shape: the weight is not one row of x", node)
         site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
-        narrow = x.dtype == torch.float64 and any(node.kwargs.get("dtype") is torch.float32 for node in site.nodes)
+        narrow = x.dtype == torch.float64 and any(each.meta["val"].dtype is torch.float32 for each in site.nodes)
         site.require(not narrow, "dtype: x is torch.float64 and computed in torch.float32", site.node("x"))
 
     def replacement(  # type: ignore[override]
