@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,16 @@ def test_steps_run_without_python(packages: dict[str, Path]) -> None:
         assert all(isinstance(step, Container) for step in chain.steps)
 
 
-def test_a_failing_step_is_an_error(packages: dict[str, Path]) -> None:
+@pytest.mark.parametrize("second", [False, True], ids=["one package", "a second with the same kernels"])
+def test_a_failing_step_is_an_error(packages: dict[str, Path], second: bool, tmp_path: Path) -> None:
     """What a piece or a kernel refuses comes back as an exception that says why; the next call works.
 
     The steps are called past the checks of the package, which would refuse all of this before.
     """
     package = load_package(packages["native"])
+    if second:
+        shutil.copytree(packages["native"], tmp_path / "copy", symlinks=True)
+        package = load_package(tmp_path / "copy")
     bucket, run = package.buckets[0]
     assert bucket.sizes["length"] == (1, 1)
     state = {name: value.zero_() for name, value in package.new_state().items()}

@@ -4,6 +4,7 @@
 // plan at once. A container of AOTInductor is another matter (its first run folds constants, and RunSingleThreaded says
 // that it is for one thread): every piece is entered by one thread at a time. So calls that overlap follow each other
 // through the pieces. AOTInductor's own Run waits as well, but for ever when the call that it waits for fails.
+#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_runtime/interface.h>
 
 #include <memory>
@@ -12,7 +13,21 @@
 
 #include "common.h"
 
+#define INLAY_TEXT_(name) #name
+#define INLAY_TEXT(name) INLAY_TEXT_(name)
+
+INLAY_EXPORT char* INLAY_SHIM(last_error)() { return inlay::last_error(); }
+
 namespace {
+
+// Where the kernels that pieces call say why they failed. Those are found by name: of several packages with the same
+// kernels in one process, all pieces call the kernels of the one that was loaded first. RTLD_DEFAULT would not find
+// those: this library is linked with -Bsymbolic, and is itself the first place where its names are looked for.
+char* kernel_error() {
+  static const auto found =
+      reinterpret_cast<char* (*)()>(dlsym(dlopen(nullptr, RTLD_LAZY), INLAY_TEXT(INLAY_SHIM(last_error))));
+  return found ? found() : inlay::last_error();
+}
 
 using Run = AOTIRuntimeError (*)(AOTInductorModelContainerHandle, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t,
                                  AOTInductorStreamHandle, AOTIProxyExecutorHandle);
@@ -75,7 +90,7 @@ void run_step(const Step& step, Values& values) {
     if (failed) {
       for (AtenTensorHandle each : outs)
         if (each) aoti_torch_delete_tensor_object(each);
-      throw std::runtime_error(inlay::last_error());
+      throw std::runtime_error(kernel_error());
     }
   }
   for (size_t i = 0; i < outs.size(); ++i) values.set(step.outs[i], outs[i]);
@@ -107,7 +122,7 @@ INLAY_EXPORT const char* inlay_last_error() { return inlay::last_error(); }
 // -1 when the call failed around the steps.
 INLAY_EXPORT int32_t inlay_plan_run(const Plan* plan, void** given, const int32_t* wanted, int32_t wanted_count,
                                     AtenTensorHandle* results) {
-  inlay::last_error()[0] = 0;
+  inlay::last_error()[0] = kernel_error()[0] = 0;
   int32_t step = -1;
   const int32_t failed = inlay::guarded([&] {
     Values values(*plan, given);
