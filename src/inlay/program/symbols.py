@@ -184,7 +184,7 @@ class FakeValues:
 
 
 def _held(node: fx.Node) -> Any:
-    if node.op == "get_attr":
+    if node.op == "get_attr" and "val" not in node.meta:  # a nested graph; other attributes are tensors
         owner = node.graph.owning_module
         assert owner is not None
         return owner.get_submodule(str(node.target))

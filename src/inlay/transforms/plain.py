@@ -42,13 +42,14 @@ def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.Grap
         applied = step.apply(before.copy())
         if not applied.sites:
             return module
-        check_metadata(applied.program, before)
         graph = applied.program.graph
         held: dict[str, Any] = dict(subgraphs(graph))
         for node in graph.nodes:
             if node.op == "get_attr" and node.target not in held:
                 held[node.target] = _attribute(module, node.target)
-        return fx.GraphModule(held, graph, class_name=type(module).__name__)
+        made = fx.GraphModule(held, graph, class_name=type(module).__name__)
+        check_metadata(applied.program, before)  # attributes are found through the module
+        return made
 
     return run
 

@@ -134,6 +134,11 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def _related(size: int, other: int) -> bool:
+    """Whether one of two sizes may be made of the other."""
+    return size != other and (other % size == 0 or (other > 1 and size % other == 0))
+
+
 def any_sizes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[int, str]]:
     """One or two sizes of an example that occur in no other size and in no number of it, as axes of any size.
 
@@ -144,9 +149,8 @@ def any_sizes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[
     tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
     numbers = {value for value in example.values() if type(value) is int}
     sizes = {size for value in tensors.values() for size in value.shape}
-    free = sorted(
-        size for size in sizes - numbers if size > 2 and all(other % size for other in (sizes | numbers) - {size})
-    )
+    others = sizes | numbers
+    free = sorted(size for size in sizes - numbers if size > 2 and not any(_related(size, each) for each in others))
     chosen = rng.sample(free, min(len(free), rng.choice((1, 1, 2))))
     found = {
         name: {axis: f"size_{size}" for axis, size in enumerate(value.shape) if size in chosen}
