@@ -100,6 +100,16 @@ def test_the_same_program_for_all_sizes(name: str) -> None:
 
 
 @pytest.mark.fast
+def test_multiples() -> None:
+    """A reshape that other sizes are an error in, as they are in the model."""
+    program = _captured(lambda x: x.reshape(x.shape[0], x.shape[1] // 4, 16).sum(2))
+    x = torch.randn(3, 40, 4)
+    torch.testing.assert_close(program.module()(x), x.reshape(3, 10, 16).sum(2))
+    with pytest.raises((RuntimeError, AssertionError)):
+        program.module()(x[:, :38])
+
+
+@pytest.mark.fast
 def test_one_is_a_size_of_its_own() -> None:
     """A module that asks for it is captured from 2 on."""
     alone = _captured(lambda x: x * 2 if x.shape[1] == 1 else x)

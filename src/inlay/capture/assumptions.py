@@ -82,6 +82,8 @@ def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> P
         free = {str(symbol): symbol for symbol in each.expression.free_symbols}
         if not free or not free.keys() <= symbols.keys():
             continue  # sizes that data decides on are checked when the program runs
+        if _asks_for_a_multiple(each, symbols):
+            continue
         for raw in free:
             claimed = symbols[raw]
             limit = model.limits.get(claimed.name)
@@ -108,6 +110,26 @@ def _kept(
             alone = len(free) == 1 and first > symbol.example
             return first - 1 if alone else None, {**given, raw: first}
     return None, None
+
+
+def _asks_for_a_multiple(each: Assumption, symbols: Mapping[str, Symbol]) -> bool:
+    """Whether an operator of torch works for multiples of a number alone, as a reshape does.
+
+    Other sizes are an error in it, also when the program runs. The model's own code may do something else with them.
+    """
+    if each.source:
+        return False
+    free = list(each.expression.free_symbols)
+    numbers = {abs(int(number)) for number in each.expression.atoms(sympy.Integer)} - {0, 1}
+
+    def is_multiple(chosen: Any, number: int) -> bool:
+        sizes = _sizes(each.expression, symbols[str(chosen)])
+        others: list[dict[Any, Any]] = [dict.fromkeys(free, other) for other in _OTHERS]
+        return all(
+            np.array_equal(_holds(each.expression, given | {chosen: sizes}), sizes % number == 0) for given in others
+        )
+
+    return any(is_multiple(chosen, number) for chosen in free for number in numbers)
 
 
 def _holds_at(each: Assumption, free: Mapping[str, Any], raw: str, size: int) -> bool:
