@@ -195,7 +195,7 @@ def read_header(path: Path) -> GGUFFile:
 
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-"""How llama.cpp names the parts of a split file."""
+# How the tool that splits a file names its parts.
 
 
 def is_part(path: Path) -> bool:

@@ -176,13 +176,10 @@ def _refuse_encoder_decoder(config: Any, name: str) -> None:
 
 def _refuse_recurrent(model: Any, name: str) -> None:
     """A model none of whose layers attends: all of its state is one that no cache of keys and values holds."""
-    from transformers.cache_utils import CacheLayerMixin, DynamicCache
+    from inlay.capture.hf_cache import layers_of_cache
 
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except Exception:  # transformers knows no cache for it, so nothing is known of its state
-        return
-    if layers and not any(isinstance(each, CacheLayerMixin) for each in layers):
+    layers, attends = layers_of_cache(model.config)
+    if layers and not attends:
         kinds = ", ".join(dict.fromkeys(getattr(model.config.get_text_config(), "layer_types", None) or ()))
         raise ModelError(
             f"{name} keeps the states of convolutions and recurrences ({kinds or type(layers[0]).__name__} in all"

@@ -200,3 +200,14 @@ def _check_sizes(model: Any, max_length: int, batch: int, length: int | None) ->
             f"max_length is {max_length}, but {type(model).__name__} knows {known} positions.",
             f"Choose at most {known}.",
         )
+
+
+def layers_of_cache(config: Any) -> tuple[list[Any], bool]:
+    """The layers of the cache that transformers makes for a model, and whether any holds keys and values."""
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+    try:
+        layers = list(DynamicCache(config=config).layers)
+    except Exception:  # transformers knows no cache for it, so nothing is known of its state
+        return [], False
+    return layers, any(isinstance(each, CacheLayerMixin) for each in layers)
