@@ -365,3 +365,13 @@ def test_structured_trace() -> None:
     assert {"name", "metadata_fn", "payload_fn", "expect_trace_id"} <= set(parameters)
     assert hasattr(_internal.LOG_TRACE_HANDLER, "root_dir")
     emit("inlay_test", "text")  # without TORCH_TRACE nothing happens
+
+
+def test_backends_by_name_and_tracing_contexts() -> None:
+    """compile/below.py finds a backend by its name; rewrite/trees.py traces patterns outside of Dynamo's context."""
+    from torch._dynamo import lookup_backend
+    from torch._guards import TracingContext, tracing
+
+    assert callable(lookup_backend("aot_eager"))
+    with tracing(None):
+        assert TracingContext.try_get() is None
