@@ -62,15 +62,17 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
     return outcome
 
 
-def alternatives_for(program: Program, rule: Rule) -> list[Alternative]:
-    """Every pattern of a rule, in every dtype that the program uses."""
+def alternatives_for(program: Program, *rules: Rule) -> list[Alternative]:
+    """Every pattern of the rules, in every dtype that the program uses; they are traced together."""
     dtypes = {
         value.dtype
         for _, graph in all_graphs(program.graph)
         for node in graph.nodes
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point()
     }
-    return list(rule.alternatives(dtypes))
+    found = [each for rule in rules for each in rule.alternatives(dtypes)]
+    PATTERNS.trace((each.function, each.example) for each in found)
+    return found
 
 
 def settle(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import fx
 from torch._guards import tracing
 from torch._inductor import pattern_matcher as inductor
+from torch.utils import _pytree as pytree
 
 from inlay.errors import ProgramError, one_line
+from inlay.program.graphs import ancestors
 from inlay.rewrite.schema import normalised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +50,42 @@ class Tree:
     variables: tuple[str, ...]
 
 
-class _Module(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any], scalars: Mapping[str, Any], tensors: Sequence[str]) -> None:
-        super().__init__()
-        self.function, self.scalars, self.tensors = function, scalars, tensors
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A pattern function and the arguments it is traced with; a number among them is a variable like any other."""
 
-    def forward(self, *values: torch.Tensor) -> Any:
-        return self.function(**dict(zip(self.tensors, values, strict=True)), **self.scalars)
+    function: Callable[..., Any]
+    example: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if set(self.variables) != set(self.example):
+            raise ProgramError(
+                f"The examples of a pattern name {sorted(self.example)}, its arguments are {self.variables}."
+            )
+
+    @property
+    def variables(self) -> list[str]:
+        return list(inspect.signature(self.function).parameters)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: held for name in self.variables if isinstance(held := self.example[name], torch.Tensor)}
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return {name: self.example[name] for name in self.variables if name not in self.tensors}
+
+
+class _Patterns(torch.nn.Module):
+    """Several pattern functions, each on arguments of its own: what export costs, it costs for all of them once."""
+
+    def __init__(self, patterns: Sequence[_Traced]) -> None:
+        super().__init__()
+        self.patterns = patterns
+
+    def forward(self, *values: torch.Tensor) -> list[Any]:
+        given = iter(values)
+        return [each.function(**dict(zip(each.tensors, given, strict=False)), **each.scalars) for each in self.patterns]
 
 
 def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> Tree:
@@ -61,33 +93,45 @@ def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> T
 
     A number among the example arguments is a variable too: it must be a value that occurs nowhere else.
     """
-    variables = list(inspect.signature(function).parameters)
-    if set(variables) != set(example):
-        raise ProgramError(f"The examples of a pattern name {sorted(example)}, its arguments are {variables}.")
-    tensors = [name for name in variables if isinstance(example[name], torch.Tensor)]
-    scalars = {name: example[name] for name in variables if name not in tensors}
-    names: dict[Any, tuple[str, ...]] = {}
-    module = _Module(function, scalars, tensors)
+    return _trace([_Traced(function, example)])[0]
+
+
+def _trace(patterns: Sequence[_Traced]) -> list[Tree]:
+    """The trees of pattern functions."""
+    values = tuple(value for each in patterns for value in each.tensors.values())
     try:
         # A backend is called while Dynamo traces: export would take its sizes and guards for those of the pattern.
         with warnings.catch_warnings(), tracing(None):
             warnings.simplefilter("ignore")
-            exported = torch.export.export(module, tuple(example[name] for name in tensors), strict=False)
+            exported = torch.export.export(_Patterns(patterns), values, strict=False)
             graph = exported.run_decompositions({}).graph
     except Exception as error:
         raise ProgramError(f"The pattern cannot be traced: {one_line(error)}.") from error
     from inlay.program.exported import strip_metadata_asserts
 
     strip_metadata_asserts(graph)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            names[node.target] = tuple(name for name, _ in normalised(node))
-            node.args, node.kwargs = tuple(value for _, value in normalised(node)), {}
-    workaround = {name: value for name, value in scalars.items() if type(value) in (int, float)}
+    inputs = iter(node for node in graph.nodes if node.op == "placeholder")
+    output: Any = graph.output_node().args[0]
+    results = iter(pytree.tree_unflatten(output, exported.call_spec.out_spec))
+    return [_tree(each, [next(inputs) for _ in each.tensors], next(results)) for each in patterns]
+
+
+def _tree(pattern: _Traced, inputs: list[fx.Node], results: Any) -> Tree:
+    """The tree of one pattern, whose nodes are among those of others."""
+    graph = fx.Graph()
+    own = {node: graph.placeholder(node.name) for node in inputs}
+    names: dict[Any, tuple[str, ...]] = {}
+    outputs = pytree.tree_leaves(results)
+    for node in sorted({each for output in outputs for each in ancestors(output)} - own.keys()):
+        made = own[node] = graph.node_copy(node, own.__getitem__)
+        names[made.target] = tuple(name for name, _ in normalised(made))
+        made.args, made.kwargs = tuple(value for _, value in normalised(made)), {}
+    graph.output(tuple(own[node] for node in outputs))
+    workaround = {name: value for name, value in pattern.scalars.items() if type(value) in (int, float)}
     tree = inductor.fx_to_pattern(
-        fx.GraphModule(torch.nn.Module(), graph), argnames=tensors, scalar_workaround=workaround
+        fx.GraphModule(torch.nn.Module(), graph), argnames=list(pattern.tensors), scalar_workaround=workaround
     )
-    return _Converter(names).tree(tree, variables)
+    return _Converter(names).tree(tree, pattern.variables)
 
 
 class _Converter:
@@ -138,16 +182,28 @@ def called_by(pattern: Any) -> list[set[Any]]:
 
 @dataclass
 class PatternCache:
-    """Traced patterns, by function and example types: a trace takes about half a second."""
+    """Traced patterns, by function and example types: a trace takes about half a second, of one as of twenty."""
 
     trees: dict[Any, Tree] = field(default_factory=dict)
 
     def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> Tree:
         """The tree of a pattern, traced once."""
-        key = (getattr(function, "__func__", function), *((name, _kind(value)) for name, value in example.items()))
+        key = self._key(function, example)
         if key not in self.trees:
             self.trees[key] = trace_pattern(function, example)
         return self.trees[key]
+
+    def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
+        """Trace together what is not traced yet; if one of them cannot be, that is said when it is asked for."""
+        fresh = {self._key(*each): each for each in patterns}
+        fresh = {key: each for key, each in fresh.items() if key not in self.trees}
+        if len(fresh) > 1:
+            with suppress(ProgramError):
+                trees = _trace([_Traced(*each) for each in fresh.values()])
+                self.trees.update(zip(fresh, trees, strict=True))
+
+    def _key(self, function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
+        return (getattr(function, "__func__", function), *((name, _kind(value)) for name, value in example.items()))
 
 
 def _kind(value: Any) -> Any:

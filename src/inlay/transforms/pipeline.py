@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from inlay.errors import ContractError, InlayError, TransformError, UsageError, 
 from inlay.program.graphs import all_nodes, target_text
 from inlay.program.remarks import Remark, RemarkKind
 from inlay.program.stated import check_types
+from inlay.rewrite.engine import alternatives_for
 from inlay.rewrite.rule import Rule
 from inlay.transforms.base import Applied, Options, Stage, Transform, find
 
@@ -144,6 +146,7 @@ def run(
 ) -> tuple[Program, list[Record]]:
     """Run the steps in order. On an error the program that went in is untouched."""
     records: list[Record] = []
+    _trace_patterns(program, steps)
     for step in steps:
         for instrument in instruments:
             instrument.before(step.transform, program)
@@ -152,6 +155,13 @@ def run(
         for instrument in instruments:
             instrument.after(step.transform, program, record)
     return program, records
+
+
+def _trace_patterns(program: Program, steps: Sequence[Step]) -> None:
+    """All patterns at once: that takes as long as one of them takes."""
+    rules = [step.transform for step in steps if step.transform.options.enabled and isinstance(step.transform, Rule)]
+    with suppress(Exception):  # a rule that fails here fails again in its own step, which says so
+        alternatives_for(program, *rules)
 
 
 def _run_one(program: Program, step: Step, predecessors: list[str]) -> tuple[Program, Record]:
