@@ -21,7 +21,7 @@ PRIVATE = {
     "torch._library": {"program/literals.py"},
     "torch._logging": {"transforms/structured_trace.py"},
     "torch.utils._sympy": {"program/exported.py"},
-    "torch._export": {"program/functional.py"},
+    "torch._export": {"program/functional.py", "program/decompose.py"},
     "torch._inductor": {
         *("rewrite/trees.py", "compile/below.py", "compile/post_grad.py", "compile/aoti.py"),
         "testing/compiler.py",

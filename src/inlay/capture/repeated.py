@@ -29,6 +29,7 @@ from inlay.capture.kinds import (
     symbolic,
     values_of,
 )
+from inlay.program.decompose import decompose
 from inlay.program.exported import argument
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def make_functional(
         return _join(exported)
     except Unusual as reason:
         on_whole(str(reason))
-        whole: ExportedProgram = exported.run_decompositions({})
-        return whole
+        return decompose(exported)
 
 
 def _join(exported: ExportedProgram) -> ExportedProgram:

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
+from inlay.program.decompose import decompose
 from inlay.program.exported import argument, from_exported
 from inlay.program.graphs import subgraphs
 from inlay.program.weights import InMemory
@@ -55,7 +56,7 @@ def functional_exported(module: fx.GraphModule, fakes: FakeValues) -> ExportedPr
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        functional: ExportedProgram = ExportedProgram(
+        whole = ExportedProgram(
             root=module,
             graph=module.graph,
             graph_signature=signature,
@@ -64,8 +65,8 @@ def functional_exported(module: fx.GraphModule, fakes: FakeValues) -> ExportedPr
             module_call_graph=[ModuleCallEntry(fqn="", signature=called)],
             constants=dict(constants),
             verifiers=[TrainingIRVerifier],
-        ).run_decompositions({})
-    return functional
+        )
+        return decompose(whole)
 
 
 def _input(node: fx.Node, constants: dict[str, torch.Tensor]) -> InputSpec:

@@ -19,6 +19,7 @@ from torch._inductor import pattern_matcher as inductor
 from torch.utils import _pytree as pytree
 
 from inlay.errors import ProgramError, one_line
+from inlay.program.decompose import decompose
 from inlay.program.graphs import ancestors
 from inlay.rewrite.schema import normalised
 
@@ -104,7 +105,7 @@ def _trace(patterns: Sequence[_Traced]) -> list[Tree]:
         with warnings.catch_warnings(), tracing(None):
             warnings.simplefilter("ignore")
             exported = torch.export.export(_Patterns(patterns), values, strict=False)
-            graph = exported.run_decompositions({}).graph
+            graph = decompose(exported).graph
     except Exception as error:
         raise ProgramError(f"The pattern cannot be traced: {one_line(error)}.") from error
     from inlay.program.exported import strip_metadata_asserts
