@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inlay.rewrite.forms import Form, Forms, UnknownFormError, domain
+from inlay.rewrite.form import Form, UnknownFormError, domain
+from inlay.rewrite.forms import Forms
 from inlay.rewrite.inequalities import (
     Formula,
     Linear,
