@@ -13,7 +13,7 @@ from inlay.program.bindings import Role
 from inlay.rewrite import rewrite
 from inlay.testing import assert_rewrites, assert_untouched, program_of
 from inlay.testing.fuzz.check import Tally, check
-from inlay.testing.fuzz.grow import as_program
+from inlay.testing.fuzz.whole import as_program
 from inlay.transforms import Case, registry
 from inlay.transforms.base import Rewrite, Transform, find
 

@@ -7,23 +7,22 @@ some of them extreme.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from inlay.program.bindings import Binding, Bindings, Role
-from inlay.program.facts import Facts
-from inlay.program.graphs import Types, adopt, sizes, subgraphs
-from inlay.program.program import Calling, Program, Symbol
+from inlay.program.graphs import adopt, sizes
+from inlay.program.program import Program, Symbol
 from inlay.program.symbols import FakeValues
-from inlay.program.weights import InMemory
+from inlay.testing.fuzz.leaves import EXTREMES, Leaf
+from inlay.testing.fuzz.whole import as_program
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from inlay.testing.fuzz.templates import Template
 
@@ -46,6 +45,7 @@ _PRODUCTS = {
     *(aten.linear.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default),
     *(aten.matmul.default, aten.conv1d.default, aten.convolution.default, aten.scaled_dot_product_attention.default),
 }
+_CONDITIONS = (torch.tensor(False), torch.tensor(True))
 _SYMBOLS = (Symbol("one", 1, 128, 3), Symbol("two", 1, 128, 6))
 _OTHER_SIZES = (1, 2, 4, 7)
 _LARGE_SIZE = 61
@@ -54,49 +54,6 @@ _LARGE_SIZE = 61
 
 class Impossible(Exception):  # noqa: N818 - a spoiled place that no longer computes anything is a result
     """A place that cannot be computed the way it was spoiled."""
-
-
-@dataclass(frozen=True, eq=False)
-class Leaf:
-    """What an input holds, whatever its symbols stand for."""
-
-    dtype: torch.dtype
-    shape: tuple[int | str, ...]
-    seed: int = 0
-    """Of the random numbers that it holds."""
-    extreme: str = ""
-    value: torch.Tensor | None = None
-    """What it holds instead of random numbers."""
-
-    def at(self, symbols: Mapping[str, int]) -> torch.Tensor:
-        """The input where symbols stand for these sizes."""
-        shape = [size if isinstance(size, int) else symbols[size] for size in self.shape]
-        if self.value is None:
-            generator = torch.Generator().manual_seed(self.seed)
-            drawn = torch.randn(shape, generator=generator).to(self.dtype)
-            return _extreme(drawn, self.extreme, generator) if self.extreme and drawn.numel() else drawn
-        value: torch.Tensor = self.value
-        for axis, (now, wanted) in enumerate(zip(value.shape, shape, strict=True)):
-            if now != wanted:
-                value = value.index_select(axis, torch.arange(wanted) % now)
-        return value.clone()
-
-
-_CONDITIONS = (torch.tensor(False), torch.tensor(True))
-EXTREMES = ("nan", "inf", "-inf", "zero", "-zero", "largest", "large", "small", "smallest", "all equal")
-
-
-def _extreme(value: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
-    """The value with about a third of its elements extreme, or all of them large, small or equal."""
-    limits = torch.finfo(value.dtype)
-    if kind in ("large", "small"):
-        scaled: torch.Tensor = value * (limits.max**0.25 if kind == "large" else limits.tiny**0.25)
-        return scaled
-    if kind == "all equal":
-        return torch.full_like(value, float(value.flatten()[0]))
-    number = {"zero": 0.0, "-zero": -0.0, "largest": limits.max, "smallest": limits.tiny / 2}.get(kind)
-    chosen = torch.rand(value.shape, generator=generator) < 0.35
-    return value.masked_fill(chosen, float(kind) if number is None else number)
 
 
 class Growth:
@@ -379,30 +336,6 @@ class Growth:
             chosen.append({each.name: self.rng.choice(_OTHER_SIZES) for each in symbols})
             chosen.append(chosen[0] | {self.rng.choice(symbols).name: _LARGE_SIZE})
         return [{node.name: leaf.at(each) for node, leaf in self.inputs.items()} for each in chosen]
-
-
-def as_program(
-    graph: fx.Graph,
-    parameters: Mapping[str, torch.Tensor] | None = None,
-    symbols: Mapping[str, Symbol] | None = None,
-) -> Program:
-    """A program around a graph: placeholders are parameters or inputs, what is returned is outputs."""
-    tensors = {name: InMemory(value) for name, value in (parameters or {}).items()}
-    types = Types({raw: symbol.name for raw, symbol in (symbols or {}).items()})
-    ins = [node for node in graph.nodes if node.op == "placeholder"]
-    outs = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    rows = [_row(node.name, Role.PARAMETER if node.name in tensors else Role.INPUT, node, types) for node in ins]
-    rows += [_row(f"out_{index}", Role.OUTPUT, node, types) for index, node in enumerate(outs)]
-    names = tuple(row.name for row in rows if row.role is Role.INPUT)
-    in_spec = tree_structure((tuple(range(len(names))), {}))
-    calling = Calling(in_spec, tree_structure(tuple(range(len(outs)))), names)
-    adopt(graph, dict(subgraphs(graph)))
-    return Program("fuzz", graph, Bindings(tuple(rows)), tensors, symbols or {}, calling, Facts())
-
-
-def _row(name: str, role: Role, node: fx.Node, types: Types) -> Binding:
-    value = node.meta["val"]
-    return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))
 
 
 def _check_operands(target: Any, values: Sequence[Any]) -> None:

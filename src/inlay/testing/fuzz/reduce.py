@@ -10,7 +10,7 @@ from inlay.program.bindings import Role
 from inlay.program.graphs import mutates
 from inlay.program.text import dump
 from inlay.testing.fuzz.check import Break, NotComputed, check, values_of
-from inlay.testing.fuzz.grow import as_program
+from inlay.testing.fuzz.whole import as_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
