@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import fx
 from torch.utils._pytree import tree_structure
 
 from inlay.program.bindings import Binding, Bindings, Role
@@ -16,6 +14,9 @@ from inlay.program.weights import InMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
+    from torch import fx
 
 
 def as_program(
