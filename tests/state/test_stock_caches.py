@@ -243,7 +243,8 @@ def test_models_that_cannot_be(tmp_path: Path) -> None:
         with_static_cache(torch.nn.Linear(2, 2), max_length=8)
     with pytest.raises(ModelError, match="attends by flex_attention, which takes no mask as a tensor"):
         _refused(lambda model: model.set_attn_implementation("flex_attention"))
-    folder = config_folder(tmp_path, model_type="lfm2", layer_types=["conv", "full_attention"], block_multiple_of=32)
+    layers = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
+    folder = config_folder(tmp_path, model_type="lfm2", architectures=["Lfm2ForCausalLM"], **layers)
     with pytest.raises(ModelError, match="Layer 0 of Lfm2ForCausalLM keeps its state in a LinearAttentionLayer"):
         with_static_cache(open_model(str(folder)), max_length=8)
     with pytest.raises(ModelError, match="Layer 1 of LlamaForCausalLM never wrote to its cache"):

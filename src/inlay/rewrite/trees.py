@@ -120,7 +120,7 @@ def _trace(patterns: Sequence[_Traced]) -> list[Tree]:
 def _tree(pattern: _Traced, inputs: list[fx.Node], results: Any) -> Tree:
     """The tree of one pattern, whose nodes are among those of others."""
     graph = fx.Graph()
-    own = {node: graph.placeholder(node.name) for node in inputs}
+    own = {node: graph.node_copy(node) for node in inputs}
     names: dict[Any, tuple[str, ...]] = {}
     outputs = pytree.tree_leaves(results)
     for node in sorted({each for output in outputs for each in ancestors(output)} - own.keys()):
