@@ -335,7 +335,17 @@ class Growth:
         if symbols:
             chosen.append({each.name: self.rng.choice(_OTHER_SIZES) for each in symbols})
             chosen.append(chosen[0] | {self.rng.choice(symbols).name: _LARGE_SIZE})
-        return [{node.name: leaf.at(each) for node, leaf in self.inputs.items()} for each in chosen]
+        inputs = {node.name: self._within_reason(leaf) for node, leaf in self.inputs.items()}
+        return [{name: leaf.at(each) for name, leaf in inputs.items()} for each in chosen]
+
+    def _within_reason(self, leaf: Leaf) -> Leaf:
+        """A mask that adds the lowest number of float16 hides nothing from scores that are larger, and whoever adds it
+        knows that they are not (`rewrite/masks.py`)."""
+        if leaf.extreme != "largest" or leaf.dtype != torch.float16:
+            return leaf
+        graphs = [self.graph, *(module.graph for module in self.branches.values())]
+        constants = [each for graph in graphs for node in graph.nodes for each in tree_leaves((node.args, node.kwargs))]
+        return replace(leaf, extreme="large") if torch.finfo(torch.float16).min in constants else leaf
 
 
 def _check_operands(target: Any, values: Sequence[Any]) -> None:
