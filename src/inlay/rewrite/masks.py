@@ -3,8 +3,8 @@
 A mask is a formula over row and column (`rewrite/forms.py`). That it is causal, causal with a window or shows
 everything is proven: no row and column exist where the formula and the claim differ (`rewrite/inequalities.py`).
 
-One thing is assumed: a mask that adds the lowest number of its dtype instead of -inf hides. It does not where scores are
-larger than that number, which in float16 is 65504; transformers relies on the same where it leaves such a mask out.
+One thing is assumed: a mask that adds the lowest number of its dtype instead of -inf hides. It does not where scores
+are larger than that number, which in float16 is 65504.
 """
 
 from __future__ import annotations
