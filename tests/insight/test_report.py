@@ -154,6 +154,7 @@ def test_a_decoder(smollm2_report: Path) -> None:
     assert _transform(facts, "match_rms_norm")["contract"]["wanted"] == 61
 
 
+@pytest.mark.nightly
 def test_a_hundred_layers(hundred_layers_report: Path) -> None:
     assert hundred_layers_report.stat().st_size <= MOST
     facts = _facts(hundred_layers_report)

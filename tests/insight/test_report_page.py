@@ -70,6 +70,7 @@ def test_it_opens(browser: Browser, smollm2_report: Path, pictures: Path, width:
         browser.picture(pictures / f"smollm2-{width}-{'dark' if dark else 'light'}-{part}.png")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_hundred_layers(browser: Browser, hundred_layers_report: Path, pictures: Path, width: int) -> None:
     browser.open(hundred_layers_report, width=width, dark=width == 390)

@@ -116,8 +116,12 @@ def check_types(program: Program, before: Program) -> None:
     checking = _Checking(program)
     for name, graph in all_graphs(program.graph):
         checking.graph(graph, known.get(name, {}))
-    values = tree_leaves(program.graph.output_node().args[0])
-    for row, value in zip(program.bindings.outs, values, strict=True):
+    values, earlier = (tree_leaves(each.graph.output_node().args[0]) for each in (program, before))
+    if len(values) - len(program.bindings.outs) != len(earlier) - len(before.bindings.outs):
+        raise TransformError(
+            f"The graph returns {len(values)} values, and its bindings name another number of outputs."
+        )
+    for row, value in zip(program.bindings.outs, values, strict=False):
         held = value.meta.get("val") if isinstance(value, fx.Node) else value
         if not row.is_tensor or not isinstance(held, torch.Tensor):
             continue
