@@ -40,6 +40,8 @@ MOST_DIFFERENCES = 3
 """A place that differs by more is not almost a site."""
 _BUDGETS = (1.1, 2.1, MOST_DIFFERENCES + 0.6)
 _CONFLICT = 1.5
+_LEAST = 1.0
+"""What any difference costs at least."""
 _UNUSUAL = 0.01
 _FEWER_OPERANDS = 0.5
 
@@ -110,7 +112,7 @@ class Aligner:
             if any(isinstance(each, fx.Node) for each in value):
                 yield from self._all(pairs, reader, state)
                 return
-        lost = sum(len(calls_below(each) - set(state.nodes)) for each in pattern)
+        lost = sum(len(calls_below(each) - state.nodes.keys()) for each in pattern)
         yield state.differs(constant_differs(name, pattern, value, reader), more=lost)
 
     def _swapped(self, pairs: list[tuple[str, Any, Any]], reader: fx.Node, state: Partial) -> Iterator[Partial]:
@@ -157,13 +159,15 @@ class Aligner:
             yield from self._same_operator(pattern, value, state)
             if not any(each.target is pattern.target for each in operands(value)):
                 return
-        unseen = len(calls_below(pattern) - set(state.nodes))
+        if state.cost + _LEAST > self.budget:
+            return
+        unseen = len(calls_below(pattern) - state.nodes.keys())
         if isinstance(value, fx.Node) and value.op == "call_function":
             for each in dict.fromkeys(operands(value)):
                 yield from self._align(pattern, each, value, state.differs(extra(value), value))
             yield from self._other_operator(pattern, value, reader, state)
         for child in children(pattern):
-            lost = unseen - 1 - len(calls_below(child) - set(state.nodes))
+            lost = unseen - 1 - len(calls_below(child) - state.nodes.keys())
             instead = isinstance(child, Variable) and isinstance(value, fx.Node) and self.at_home(value)
             left_out = missing(pattern, value, reader) if instead else lacking(pattern, value, reader)
             yield from self._align(child, value, reader, state.differs(left_out, more=lost))
@@ -200,7 +204,7 @@ class Aligner:
         wanted, given = children(pattern), operands(value)
         more = 0.0 if len(wanted) == len(given) else _FEWER_OPERANDS
         for order in [given, given[::-1]] if len(given) == 2 else [given]:
-            lost = sum(len(calls_below(each) - set(state.nodes)) for each in wanted[len(order) :])
+            lost = sum(len(calls_below(each) - state.nodes.keys()) for each in wanted[len(order) :])
             changed = state.differs(missing(pattern, value, reader), value, more=more + lost)
             yield from self._all([("", one, two) for one, two in zip(wanted, order, strict=False)], value, changed)
 

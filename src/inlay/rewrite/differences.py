@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -95,9 +96,10 @@ def lacking(call: Call, value: Any, reader: fx.Node) -> Difference:
     return Difference(Reason.MISSING, f"{target_text(call.target)} expected between {value} and {reader}", reader)
 
 
-def children(call: Call) -> list[Call | Variable]:
+@lru_cache(maxsize=4096)
+def children(call: Call) -> tuple[Call | Variable, ...]:
     """The values that a call of a pattern reads, in order."""
-    return list(_values([value for _, value in call.args]))
+    return tuple(_values([value for _, value in call.args]))
 
 
 def _values(values: Any) -> Iterator[Call | Variable]:
@@ -108,13 +110,11 @@ def _values(values: Any) -> Iterator[Call | Variable]:
             yield from _values(value)
 
 
-def calls_below(pattern: Any) -> set[Call]:
+def calls_below(pattern: Any) -> frozenset[Call]:
     """A call and every call it reads from, directly or not."""
-    found: set[Call] = set()
-    todo = [pattern]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, Call) and each not in found:
-            found.add(each)
-            todo.extend(children(each))
-    return found
+    return _below(pattern) if isinstance(pattern, Call) else frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _below(call: Call) -> frozenset[Call]:
+    return frozenset({call}).union(*map(calls_below, children(call)))
