@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from compiling import compiled, fresh, matches  # noqa: F401
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from inlay.compile.pieces import piece_of
 from inlay.errors import CaptureError
@@ -22,10 +23,20 @@ if TYPE_CHECKING:
 F = torch.nn.functional
 
 
-@torch.library.custom_op("inlay_test::without_fake", mutates_args=())
-def without_fake(x: torch.Tensor) -> torch.Tensor:
-    """Runs, and cannot be compiled: nothing says what it gives."""
+@torch.library.custom_op("inlay_test::not_traced", mutates_args=())
+def not_traced(x: torch.Tensor) -> torch.Tensor:
+    """Runs, says what it gives, and cannot be compiled."""
     return x.clone()
+
+
+@not_traced.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@not_traced.register_torch_dispatch(ProxyTorchDispatchMode)
+def _(*given: Any) -> Any:
+    raise RuntimeError("this cannot be traced")
 
 
 @pytest.fixture
@@ -44,13 +55,13 @@ def failing() -> None:
 
     @transform("test_cannot_be_compiled", stage=Stage.CLEAN, numerics=Numerics.EXACT)
     class CannotBeCompiled(Transform):
-        """Every silu is followed by an operator without a fake kernel."""
+        """Every silu is followed by an operator that no compiler can trace."""
 
         def apply(self, program: Program) -> Applied:
             for node in list(program.graph.nodes):
                 if node.target is torch.ops.aten.silu.default:
                     with program.graph.inserting_after(node):
-                        made = program.graph.call_function(torch.ops.inlay_test.without_fake.default, (node,))
+                        made = program.graph.call_function(torch.ops.inlay_test.not_traced.default, (node,))
                     made.meta = dict(node.meta)
                     node.replace_all_uses_with(made, lambda user, made=made: user is not made)
             return Applied(program, 1)

@@ -18,6 +18,7 @@ from inlay.errors import ProgramError
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.graphs import provenance
 from inlay.program.symbols import FakeValues
+from inlay.program.types import settle as settle_types
 from inlay.rewrite import Miss
 from inlay.rewrite.masks import Masks
 from inlay.rewrite.schema import normalised
@@ -210,6 +211,7 @@ def _insert(
     outputs = []
     for call, keys, values in zip(calls, caches[::2], caches[1::2], strict=True):
         outputs += put.attention(call, keys, values)
+    settle_types(graph, put.read, fakes)
     output = graph.output_node()
     output.args = ((*outputs, *output.args[0]),)  # type: ignore[misc]
     graph.eliminate_dead_code()
@@ -257,6 +259,8 @@ class _Puts:
         self.heads: dict[int, fx.Node] = {}
         self.anchor = self.row.next
         self.moved: list[fx.Node] = []
+        self.read: set[fx.Node] = set()
+        """Attention over a cache, which lies in memory in its own way."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -336,6 +340,7 @@ class _Puts:
             node.meta |= origin
         call.replace_all_uses_with(read, propagate_meta=False)
         self.graph.erase_node(call)
+        self.read.add(read)
         return written
 
 
