@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -121,6 +122,22 @@ def test_small_faults_beside_large_values(fault: str | None, monkeypatch: pytest
     assert found.problem.startswith("value 0 differs by ")
     right, wrong = (compute(each, inputs).values[0] for each in (program, _applied(program)))
     assert (right - wrong).abs().max() < 1e-3 * (1 + right.abs().max())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("number", "noticed"), [(math.nan, True), (math.inf, True), (1e30, False)])
+def test_what_is_not_finite(number: float, noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement that hides NaN is noticed where it went in; squares that overflow show nothing either way."""
+    hiding = lambda self, x, weight, eps: LAYER_NORM(self, x.clamp(-1e9, 1e9).nan_to_num(), weight, eps)  # noqa: E731
+    monkeypatch.setattr(MatchLayerNorm, "replacement", hiding)
+    x, weight = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
+    x[0, 0, 0], x[0, 0, 1] = number, -number
+    program = program_of(lambda x, w: MatchLayerNorm().pattern(x, w, 1e-6), [x, weight])
+    inputs = {row.name: value for row, value in zip(program.bindings.ins, (x, weight), strict=True)}
+    tally = Tally()
+    found = check(program, [inputs], ["match_layer_norm"], tally)
+    assert (found is not None) is noticed
+    assert noticed or tally.loose == x.numel(), "it is counted as showing little"
 
 
 def _applied(program: Program) -> Program:

@@ -4,7 +4,8 @@ A transform that says it is exact must give the same numbers. One that changes r
 to each value: the program before it is run again several times, every number that it reads or computes changed at
 random in its last place (Monte Carlo arithmetic, Parker 1997). How far these runs stray from the plain one, value by
 value, is how well the value is defined; the transform may stray a few times as far and no further. A sum that cancels
-gets the room that it needs, and gives none to the value beside it.
+gets the room that it needs, and gives none to the value beside it. What is computed from numbers that overflowed on the
+way depends on the order of computing, and shows nothing. NaN and infinities that are inputs do not count as that.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from inlay.errors import one_line
 from inlay.program.bindings import Role
-from inlay.program.graphs import is_view
+from inlay.program.graphs import is_view, mutates
 from inlay.program.stated import Statements
 from inlay.program.weights import Derived
 from inlay.testing.fuzz.grow import COND
@@ -80,6 +82,8 @@ class Result:
     """Which of them share storage."""
     wrong: str
     """A node whose value is not what it states."""
+    overflowed: list[bool]
+    """Which of them are computed from numbers that overflowed on the way."""
 
 
 def check(
@@ -159,6 +163,8 @@ class _Run:
         self.parameters = {row.name for row in program.bindings.of(Role.PARAMETER)}
         self.values: dict[fx.Node, Any] = {}
         self.stated = Statements(program.types)
+        self.overflowed: set[int] = set()
+        """Storages of what is computed from numbers that overflowed."""
 
     def result(self) -> Result:
         torch.manual_seed(0)
@@ -171,9 +177,10 @@ class _Run:
                 self._disturb(given[-1], rough=node.name in self.parameters)
         found = self._graph(self.program.graph, given)
         every = [*found, *self.held.values()]
-        places = [value.untyped_storage().data_ptr() for value in every]
+        places = list(map(_storage, every))
         shared = {(one, two) for two in range(len(every)) for one in range(two) if places[one] == places[two] != 0}
-        return Result([value.clone() for value in every], shared, next(iter(self.stated.wrong.values()), ""))
+        wrong = next(iter(self.stated.wrong.values()), "")
+        return Result([value.clone() for value in every], shared, wrong, [place in self.overflowed for place in places])
 
     def _graph(self, graph: fx.Graph, given: Iterable[Any]) -> list[Any]:
         values, inputs = self.values, iter(given)
@@ -191,7 +198,12 @@ class _Run:
                     condition, yes, no, operands = args
                     values[node] = tuple(self._graph((yes if condition else no).graph, operands))
                     continue
+                read = _tensors((args, kwargs))
+                finite = _finite(read)
                 values[node] = node.target(*args, **kwargs)
+                made = [*_tensors(values[node]), *(read if mutates(node) else ())]
+                if (finite and not _finite(made)) or not self.overflowed.isdisjoint(map(_storage, read)):
+                    self.overflowed.update(map(_storage, made))
                 self._look(node, values[node])
         return []
 
@@ -258,6 +270,8 @@ def differs(program: Program, inputs: Inputs, before: Result, after: Result, num
     strayed = _strayed(program, inputs, before, numerics)
     for index, (one, gap) in enumerate(zip(before.values, gaps, strict=True)):
         room = ROOM * strayed[index] + least[index]
+        if before.overflowed[index]:
+            room.fill_(math.inf)
         size = one.double().abs()
         tally.values += gap.numel()
         tally.loose += int((room > 0.1 * size).sum())
@@ -268,6 +282,18 @@ def differs(program: Program, inputs: Inputs, before: Result, after: Result, num
                 f"value {index} differs by {near:.3g} at {value:.6g}, where rounding explains {room.flatten()[at]:.3g}"
             )
     return ""
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _finite(tensors: list[torch.Tensor]) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors if each.is_floating_point())
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage().data_ptr())
 
 
 def _least(value: torch.Tensor) -> torch.Tensor:
