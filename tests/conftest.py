@@ -48,6 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.split("::")[0]
             return next((name for name, paths in TOGETHER.items() if path.startswith(tuple(paths.split()))), path)
 
+    if config.getoption("--shuffle") is not None:
+        config.option.loadscopereorder = False  # xdist would sort files by the number of their tests again
     return ByPath(config, log)
 
 

@@ -28,7 +28,7 @@ PRIVATE = {
     },
     "torch._C": {"compile/native.py"},
     "torch._guards": {"rewrite/trees.py"},
-    "torch._dynamo": {"program/symbols.py", "testing/compiler.py", "compile/below.py"},
+    "torch._dynamo": {"program/symbols.py", "program/exclusive.py", "testing/compiler.py", "compile/below.py"},
     "torch._functorch": {"testing/compiler.py"},
     "torch.compiler._cache": {"testing/compiler.py"},
     "transformers.modeling_gguf_pytorch_utils": {"capture/hf_gguf.py"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,6 +81,13 @@ def test_another_program_for_other_sizes(name: str) -> None:
     assert said in sentence
 
 
+@pytest.mark.fast
+def test_parts_that_are_equal_for_multiples_alone() -> None:
+    """torch's own code asks whether four divides the length, and cuts in another way where it does not."""
+    with pytest.raises(CaptureError, match="is not the same program for all sizes"):
+        _captured(lambda x: torch.cat([part * 2 for part in x.tensor_split(4, 1)], 1))
+
+
 HOLDS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded to chunks": lambda x: pad(x, (0, 0, 0, (64 - x.shape[1] % 64) % 64)).reshape(x.shape[0], -1, 64, 4).sum(1),
     "a row of positions": lambda x: x.transpose(1, 2).reshape(x.shape[0], -1),
@@ -117,10 +125,20 @@ def test_one_is_a_size_of_its_own() -> None:
 
 
 TABLE = torch.randn(32, 4)
+
+
+def _times(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x * 2
+    return x
+
+
 RANGES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, 300),
     "a loop over chunks": (_in_chunks, 64),
     "a table of positions": (lambda x: x + TABLE[: x.shape[1]], 32),
+    "a loop over chunks, rounded up": (lambda x: _times(x, math.ceil(x.shape[1] / 128)), 128),
+    "a number that was baked in": (lambda x: x * (1 + int(x.shape[1] / 200)), 199),
 }
 
 

@@ -202,6 +202,23 @@ def test_buffers_of_older_checkpoints_are_harmless(tmp_path: Path) -> None:
     assert open_model(_with_tensor(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq"))
 
 
+@pytest.mark.parametrize("name", ["attn.attention.masked_bias", "attn.causal_mask"])
+def test_masks_of_older_checkpoints_are_harmless(tmp_path: Path, name: str) -> None:
+    assert open_model(_with_tensor(tmp_path, f"model.layers.0.{name}"))
+
+
+def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q8_K
+    block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    file = tiny_gguf(
+        tmp_path / "one.gguf",
+        more=lambda writer: writer.add_tensor("more.weight", block, raw_shape=block.shape, raw_dtype=kind),
+    )
+    assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not read yet.")
+
+
 def _factors(value: float) -> Callable[[Any], None]:
     return lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, value, np.float32))
 

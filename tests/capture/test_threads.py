@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from inlay.capture import capture, open_model
-from inlay.capture.exclusive import exclusive
 from inlay.capture.fake import fake_parameters, is_fake
+from inlay.program.exclusive import exclusive
 from inlay.program.text import dump
 from models import tiny_gguf
 

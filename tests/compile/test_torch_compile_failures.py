@@ -16,6 +16,7 @@ from inlay.rewrite.trees import trace_pattern
 from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from inlay.program import Program
@@ -151,11 +152,31 @@ def test_dynamic_attention(below: str) -> None:
     assert matches(seen[0])["match_rope"] == 2
 
 
-def test_dropout_that_is_off_hands_on_its_operand() -> None:
-    fast, seen = compiled(lambda x: F.dropout(x, 0.5, training=False))
+@pytest.mark.parametrize(
+    "off",
+    [
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.dropout(x, 0.0, training=True),
+        lambda x: F.dropout(input=x, training=False),
+        lambda x: torch.dropout(x, 0.5, False),
+    ],
+    ids=["not training", "none dropped", "by name", "the operator"],
+)
+def test_dropout_that_is_off_hands_on_its_operand(off: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    fast, seen = compiled(off)
     x = torch.ones(3)
     assert fast(x).data_ptr() == x.data_ptr()
     assert seen[0].program is not None
+
+
+def test_what_no_compiler_takes_runs_eagerly() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.ops.inlay_test.not_traced(x)
+        return made + 1
+
+    fast, seen = compiled(model, below="aot_eager")
+    assert torch.equal(fast(torch.ones(3)), torch.full((3,), 2.0))
+    assert seen[0].notes[-1].startswith("A piece runs eagerly: aot_eager cannot run it: ")
 
 
 def test_gradients_that_the_model_switches_on() -> None:

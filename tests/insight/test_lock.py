@@ -192,6 +192,10 @@ def test_no_lock(tmp_path: Path) -> None:
     bad = _run("check", "--lock", str(tmp_path / "bad"))
     assert bad.exit_code == 2
     assert "is no lock" in bad.stderr
+    (tmp_path / "old").write_text("format: 1\nmodels: []")
+    old = _run("check", "--lock", str(tmp_path / "old"))
+    assert old.exit_code == 2, "it does not say with which configuration it was made"
+    assert "is no lock of format 2" in old.stderr
 
 
 def test_verify_against_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:

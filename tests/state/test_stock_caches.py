@@ -181,7 +181,7 @@ def test_caches_are_the_callers() -> None:
     assert torch.equal(decode(step, other, START, 11)[1], whole[1])
 
 
-@pytest.mark.parametrize("engine", ["eager", *(pytest.param(each, marks=pytest.mark.nightly) for each in COMPILED)])
+@pytest.mark.parametrize("engine", ["eager", *COMPILED])
 def test_full_caches_are_not_written_beyond(engine: str) -> None:
     step = compile_program(_decoding("gpt2"), engine)
     caches = zeros(step.bindings)

@@ -105,6 +105,10 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     ),
     "later only": ("shows row - column < 0", lambda r, c: c > r),
     "blocks": ("aten.floor_divide", lambda r, c: (c <= r) & (r // 8 == c // 8)),
+    "a number that its dtype does not hold": (
+        "float32 does not hold 1e-50 exactly",
+        lambda r, c: torch.full((r.shape[0], r.shape[0]), 1e-50).bool(),
+    ),
     "too little": ("it adds -10000, which neither", lambda r, c: torch.where(c <= r, 0.0, -10000.0)),
 }
 

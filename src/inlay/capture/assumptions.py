@@ -13,6 +13,7 @@ compared with eager at a batch and a length of 1 (docs/architectures.md).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -23,6 +24,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from inlay.errors import CaptureError
+from inlay.program.graphs import all_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +38,10 @@ _EXHAUSTIVE = 1 << 20
 """Ranges to this size are gone through one by one."""
 _OTHERS = (2, 3, 7, 64, 1000)
 """What other sizes are while one is gone through."""
-_TORCH = str(Path(torch.__file__).parent)
+_ONE_BY_ONE = 4096
+"""So many sizes are tried where an assumption has a function that torch alone computes."""
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 _RELATIONS: dict[Any, Any] = {
     **{sympy.Eq: np.equal, sympy.Ne: np.not_equal, sympy.Lt: np.less, sympy.Le: np.less_equal},
     **{sympy.Gt: np.greater, sympy.Ge: np.greater_equal, sympy.Not: np.logical_not},
@@ -45,7 +50,11 @@ _FOLDED: dict[Any, Any] = {
     **{sympy.Add: np.add, sympy.Mul: np.multiply, sympy.And: np.logical_and, sympy.Or: np.logical_or},
     **{"Max": np.maximum, "Min": np.minimum},
 }
-_NAMED = {"FloorDiv": np.floor_divide, "CleanDiv": np.floor_divide, "Mod": np.mod, "PythonMod": np.mod}
+_NAMED: dict[str, Any] = {
+    **{"FloorDiv": np.floor_divide, "CleanDiv": np.floor_divide, "Mod": np.mod, "PythonMod": np.mod},
+    **{"IntTrueDiv": np.true_divide, "FloatTrueDiv": np.true_divide, "ToFloat": np.float64},
+    **{"CeilToInt": np.ceil, "FloorToInt": np.floor, "TruncToInt": np.trunc, "RoundToInt": np.rint},
+}
 
 
 class _Unknown(Exception):  # noqa: N818 - nothing is wrong with it
@@ -82,7 +91,7 @@ def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> P
         free = {str(symbol): symbol for symbol in each.expression.free_symbols}
         if not free or not free.keys() <= symbols.keys():
             continue  # sizes that data decides on are checked when the program runs
-        if _asks_for_a_multiple(each, symbols):
+        if _asks_for_a_multiple(each, symbols) and _is_viewed(program, free.values()):
             continue
         for raw in free:
             claimed = symbols[raw]
@@ -106,17 +115,15 @@ def _kept(
         given = {name: min(max(other, symbols[name].low), symbols[name].high or other) for name in free}
         held = _holds(each.expression, {free[name]: given[name] for name in free} | {free[raw]: sizes})
         if not held.all():
-            first = int(sizes[int(np.argmin(held))])
-            alone = len(free) == 1 and first > symbol.example
-            return first - 1 if alone else None, {**given, raw: first}
+            place = int(np.argmin(held))
+            first, last = int(sizes[place]), int(sizes[place - 1])
+            alone = len(free) == 1 and first > symbol.example and place > 0
+            return last if alone else None, {**given, raw: first}
     return None, None
 
 
 def _asks_for_a_multiple(each: Assumption, symbols: Mapping[str, Symbol]) -> bool:
-    """Whether an operator of torch works for multiples of a number alone, as a reshape does.
-
-    Other sizes are an error in it, also when the program runs. The model's own code may do something else with them.
-    """
+    """Whether torch's own code asked for multiples of a number. The model's may do something else with other sizes."""
     if each.source:
         return False
     free = list(each.expression.free_symbols)
@@ -130,6 +137,13 @@ def _asks_for_a_multiple(each: Assumption, symbols: Mapping[str, Symbol]) -> boo
         )
 
     return any(is_multiple(chosen, number) for chosen in free for number in numbers)
+
+
+def _is_viewed(program: Program, symbols: Iterable[Any]) -> bool:
+    """Whether a view divides one of these sizes: then other sizes are an error in it, also when the program runs."""
+    shapes = [node.meta["val"].shape for node in all_nodes(program.graph) if node.target in _VIEWS]
+    divided = [size.node.expr for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
+    return any(expr.has(symbol) and not expr.is_polynomial(symbol) for expr in divided for symbol in symbols)
 
 
 def _holds_at(each: Assumption, free: Mapping[str, Any], raw: str, size: int) -> bool:
@@ -151,9 +165,9 @@ def _source(guard: Any) -> str:
 
 
 def _sizes(expression: Any, symbol: Symbol) -> Any:
-    """Every size of a range from 2 on; without an upper bound, to twice what the constants add up to."""
+    """Every size of a range from 2 on; without an upper bound, to twice what the constants add up to, or a million."""
     constants = sum(abs(int(each)) for each in expression.atoms(sympy.Integer))
-    high = symbol.high if symbol.high is not None else max(1024, 2 * constants)
+    high = symbol.high if symbol.high is not None else min(max(1024, 2 * constants), _EXHAUSTIVE)
     low = max(symbol.low, 2)
     return np.append(np.arange(low, min(high, _EXHAUSTIVE) + 1), max(low, high))
 
@@ -163,9 +177,9 @@ def _holds(expression: Any, given: Mapping[Any, Any]) -> Any:
     try:
         return np.broadcast_to(_computed(expression, given), sizes.shape)
     except _Unknown:
-        # A few of the sizes, one by one: torch computes what it calls by a name of its own.
-        held = np.ones(sizes.shape, bool)
-        for place in {*range(min(64, len(sizes))), len(sizes) - 1}:
+        # Torch computes what it calls by a name of its own, one size at a time; of what is not tried nothing is known.
+        held = np.zeros(sizes.shape, bool)
+        for place in range(min(_ONE_BY_ONE, len(sizes))):
             chosen = {symbol: int(np.atleast_1d(value)[-1]) for symbol, value in given.items()}
             chosen |= {symbol: int(value[place]) for symbol, value in given.items() if isinstance(value, np.ndarray)}
             held[place] = expression.subs(chosen) == sympy.true
@@ -178,6 +192,8 @@ def _computed(expression: Any, given: Mapping[Any, Any]) -> Any:
         return given[expression]
     if expression.is_Integer:
         return int(expression)
+    if expression.is_Float:
+        return float(expression)
     if expression in (sympy.true, sympy.false):
         return expression == sympy.true
     args = [_computed(each, given) for each in expression.args]

@@ -8,11 +8,11 @@ import torch
 from torch.export import Dim
 
 from inlay.capture.assumptions import assumptions, check_sizes
-from inlay.capture.exclusive import exclusive
 from inlay.capture.model import Example, Model
 from inlay.capture.repeated import make_functional
 from inlay.capture.source import open_model
 from inlay.errors import CaptureError, UsageError, nearest, one_line
+from inlay.program.exclusive import exclusive
 from inlay.program.exported import from_exported, source_line
 from inlay.program.sizes import any_size
 from inlay.program.weights import InMemory

@@ -126,6 +126,19 @@ class GGUFTensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(self.info.shape)
 
 
+def refuse_unread(name: str, header: GGUFFile) -> None:
+    """Refuse storage types that can be named and not be read."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    for kind in {GGMLQuantizationType(info.type) for info in header.tensors.values()}:
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{name} stores tensors as {kind.name}, which is not read yet.", "Use a file in another format."
+            ) from error
+
+
 class _Cursor:
     """Reads forward through the header and refuses to leave the file."""
 

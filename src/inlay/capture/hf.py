@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.capture.exclusive import exclusive
 from inlay.capture.fake import check_buffers, fake_parameters
 from inlay.capture.model import Example, Model
 from inlay.capture.quantisation import listed, refuse_parts, refuse_stated, refuse_storage
 from inlay.capture.stored import StoredTensor, index_folder
 from inlay.errors import ModelError, one_line
+from inlay.program.exclusive import exclusive
 from inlay.program.weights import Absent, Cast
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> Model:
 def open_gguf(path: Path, options: HFOptions) -> Model:
     """A model from a GGUF file; its quantised blocks stay reachable behind the references."""
     header, config = _gguf_config(path)
+    from inlay.capture.gguf import refuse_unread
     from inlay.capture.hf_gguf import map_tensors
+
+    refuse_unread(path.name, header)
 
     model = _build(config, path.name, HFOptions(options.dtype or torch.float32))
     refs, leftover = map_tensors(header, model)

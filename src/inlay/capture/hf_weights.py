@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from inlay.errors import ModelError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from inlay.capture.stored import StoredTensor
     from inlay.program.weights import TensorRef
@@ -90,15 +90,27 @@ def map_tensors(stored: Mapping[str, StoredTensor], model: Any) -> dict[str, Ten
     return refs
 
 
-def unexpected(refs: Iterable[str], model: Any) -> list[str]:
+def unexpected(refs: Mapping[str, Any], model: Any) -> list[str]:
     """Tensors that no parameter and no buffer of the model takes, but for those that its class says to ignore."""
     used = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     known = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
-    return [name for name in refs if name not in used and not any(re.search(each, name) for each in known)]
+    return [
+        name
+        for name, ref in refs.items()
+        if name not in used and not any(re.search(each, name) for each in known) and not _is_mask(name, ref)
+    ]
 
 
-_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)attn\.masked_bias$")
+_HARMLESS = (
+    *(r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"),
+    r"(^|\.)(attn|attention)\.(masked_bias|causal_mask)$",
+)
 """Buffers that older checkpoints hold and that a model computes itself."""
+
+
+def _is_mask(name: str, ref: Any) -> bool:
+    """The causal mask of older checkpoints is called a bias, and has four axes."""
+    return re.search(r"(^|\.)(attn|attention)\.bias$", name) is not None and len(getattr(ref, "shape", ())) == 4
 
 
 def _targets(first: str, rule: Any, expected: Mapping[str, Any]) -> list[str]:

@@ -39,6 +39,13 @@ def run_below(below: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Call
     return compiled  # type: ignore[no-any-return]
 
 
+def begins_again(error: Exception) -> bool:
+    """Whether an error is how a compiler tells Dynamo to trace once more, or to leave a piece to Python."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return isinstance(error, (RestartAnalysis, SkipFrame))
+
+
 @dataclass(frozen=True)
 class Runnable:
     """A program as a module, and what is said of the states that it copies."""

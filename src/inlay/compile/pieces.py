@@ -69,14 +69,11 @@ class _Eager(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.nn.functional.dropout and args and not _trains(*args, **kwargs):
-            return args[0]
+        if target in (torch.nn.functional.dropout, torch.dropout):
+            given = {"p": 0.5, "training": True} | dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if given["p"] == 0 or not given.get("train", given["training"]):
+                return given["input"]
         return super().call_function(target, args, kwargs)
-
-
-def _trains(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Whether a call of `torch.nn.functional.dropout` drops anything."""
-    return training
 
 
 def _is_input(node: Any) -> bool:

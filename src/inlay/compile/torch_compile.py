@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.compile.below import BELOW, run_below, runnable
+from inlay.compile.below import BELOW, begins_again, run_below, runnable
 from inlay.compile.pieces import piece_of
 from inlay.config import resolve
 from inlay.errors import CaptureError, ContractError, InlayError, TransformError, UsageError, nearest, one_line
@@ -80,14 +80,23 @@ def inlay(
         try:
             fast = run_below(chosen.below, rewritten, inputs)
         except Exception as error:
+            if begins_again(error):
+                raise
             made = _as_it_came(
                 f"{chosen.below} cannot run what the transforms made of it: {_told(error)}", made.records
             )
         else:
             _tell(made, chosen)
             return fast
+    try:
+        fast = run_below(chosen.below, module, inputs)
+    except Exception as error:
+        if begins_again(error):
+            raise
+        fast = module.forward
+        made = replace(made, notes=(*made.notes, f"A piece runs eagerly: {chosen.below} cannot run it: {_told(error)}"))
     _tell(made, chosen)
-    return run_below(chosen.below, module, inputs)
+    return fast
 
 
 def _rewrite(

@@ -6,7 +6,6 @@ lives in the storage of the input, as for every captured model.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils import _pytree as pytree
 
 from inlay.program.decompose import decompose
+from inlay.program.exclusive import exclusive
 from inlay.program.exported import argument, from_exported
 from inlay.program.graphs import subgraphs
 from inlay.program.weights import InMemory
@@ -54,8 +54,7 @@ def functional_exported(module: fx.GraphModule, fakes: FakeValues) -> ExportedPr
         out_spec=pytree.tree_structure(tuple(range(len(values)))),
         forward_arg_names=list(given),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with exclusive():
         whole = ExportedProgram(
             root=module,
             graph=module.graph,

@@ -15,6 +15,10 @@ from inlay.program.pause import collector_paused
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+TOLD_BY_OFFSET = (
+    *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default, torch.ops.aten.as_strided_scatter.default),
+)
+"""Operators that say where in memory each element lies, whatever the strides of their operand are."""
 SOURCE = "source"
 """Key of `node.meta`: where in the model the node comes from, as `file.py:line`."""
 MODULE = "module"

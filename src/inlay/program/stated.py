@@ -55,10 +55,11 @@ def difference(one: Any, two: Any, types: Types, same: Callable[[Any, Any], bool
 
 
 def _same_strides(one: torch.Tensor, two: torch.Tensor, same: Callable[[Any, Any], bool]) -> bool:
-    if any(same(size, 0) for size in one.shape):
+    sizes = [int(size) if isinstance(size, int) else None for size in two.shape]  # of two, which may be a real value
+    if 0 in sizes:
         return True
-    steps = zip(one.shape, one.stride(), two.stride(), strict=True)
-    return all(same(size, 1) or same(left, right) for size, left, right in steps)
+    steps = zip(sizes, one.stride(), two.stride(), strict=True)
+    return all(size == 1 or same(left, right) for size, left, right in steps)
 
 
 class Statements:

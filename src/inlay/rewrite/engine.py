@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import all_graphs, is_returned, mutates, provenance, subgraphs
+from inlay.program.graphs import TOLD_BY_OFFSET, all_graphs, is_returned, mutates, provenance, subgraphs
 from inlay.program.stated import difference
 from inlay.program.symbols import FakeValues, symbolic_sizes
 from inlay.program.trace import traced
@@ -21,7 +21,7 @@ from inlay.rewrite.trees import PATTERNS, Tree
 from inlay.rewrite.walker import Found, Walker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from inlay.program.graphs import Types
     from inlay.program.program import Program
@@ -57,7 +57,9 @@ def rewrite(program: Program, rule: Rule) -> Outcome:
                 continue
             outcome.sites.append(site)
         if moved:
+            returned = {each: each.meta["val"] for each in graph.output_node().all_input_nodes}
             settle_types(graph, moved, FakeValues.of(program.graph))
+            _keep_layout(program, graph, returned)
         outcome.misses.extend(misses)
     return outcome
 
@@ -227,7 +229,8 @@ class Replacements:
 
 
 def _key(value: Any) -> Any:
-    return (_text(value), str(value.stride())) if isinstance(value, torch.Tensor) else value
+    """1, 1.0 and True are equal and not the same, as 0.0 and -0.0."""
+    return (_text(value), str(value.stride())) if isinstance(value, torch.Tensor) else (type(value), repr(value))
 
 
 def _results(trace: fx.Graph) -> list[Any]:
@@ -296,8 +299,30 @@ def _copied(made: fx.Node, old: fx.Node) -> fx.Node:
 
 
 def _layout_is_seen(site: Site, value: fx.Node) -> bool:
-    """Whether strides matter elsewhere: the value is returned, or a nested graph may read what is computed from it."""
-    return is_returned(value) or any(subgraphs(site.program.graph))
+    """Whether strides matter elsewhere: the value is returned, a nested graph may read what is computed from it, or a
+    view says where in memory each of its elements lies."""
+    return is_returned(value) or any(subgraphs(site.program.graph)) or _is_told_by_offset(value)
+
+
+def _keep_layout(program: Program, graph: fx.Graph, returned: Mapping[fx.Node, Any]) -> None:
+    """What a graph returns lies in memory as it did; the caller may view it."""
+    output = graph.output_node()
+    for node, value in returned.items():
+        now = node.meta["val"]
+        if difference(now, value, program.types) != ("", "") and _same_when_copied(now, value, program.types):
+            output.replace_input_with(node, _copied(node, node))
+
+
+def _is_told_by_offset(value: fx.Node) -> bool:
+    """Whether `as_strided` reads a value, or something that is computed from it and may lie in memory as it does."""
+    seen, todo = {value}, [value]
+    while todo:
+        users = todo.pop().users
+        if any(user.target in TOLD_BY_OFFSET for user in users):
+            return True
+        todo += [user for user in users if user not in seen]
+        seen |= set(users)
+    return False
 
 
 def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:

@@ -127,6 +127,8 @@ class Call:
         if not isinstance(each, Linear):
             if not dtype.is_floating_point:
                 raise UnknownFormError(f"{each} is no integer")
+            if math.isfinite(each) and _rounded(each, dtype) != each:
+                raise UnknownFormError(f"{_short(dtype)} does not hold {each} exactly")
             return
         low, high = self.forms.bounds(each, shape)
         least, most = _exact_range(dtype)

@@ -99,11 +99,11 @@ def _permute(call: Call) -> Form:
 
 def _slice(call: Call) -> Form:
     form, axis = call.form("self"), call.given["dim"]
-    start, step, size = integer(call.given["start"]), call.given["step"], form.shape[axis]
-    if start.terms or (start.constant < 0 and size.terms):
-        raise UnknownFormError("where it begins depends on the length")
+    start, step, size = integer(call.given["start"]), integer(call.given["step"]), form.shape[axis]
+    if step.terms or start.terms or (start.constant < 0 and size.terms):
+        raise UnknownFormError("where it begins or how far it goes depends on the length")
     first = start.constant if start.constant >= 0 else max(0, size.constant + start.constant)
-    return call.moved(form, {axis: Linear.of(axis) * step + first})
+    return call.moved(form, {axis: Linear.of(axis) * step.constant + first})
 
 
 def _select(call: Call) -> Form:
@@ -122,6 +122,8 @@ def _index(call: Call) -> Form:
     given += [None] * (len(form.shape) - len(given))
     places = [place for place, each in enumerate(given) if each is not None]
     indexes = {place: call.forms.known(given[place]) for place in places}
+    if any(each.dtype in (torch.bool, torch.uint8) for each in indexes.values()):
+        raise UnknownFormError("it selects by values")
     rank, inner = len(call.shape), max(len(each.shape) for each in indexes.values())
     together = places == list(range(places[0], places[-1] + 1))
     # The axes of the indexes stand where the axes that they index stood, or before all others if those stood apart.
@@ -145,8 +147,8 @@ def _index(call: Call) -> Form:
 
 
 def _position(call: Call, index: Form, at: Number) -> Linear:
-    if index.dtype in (torch.bool, torch.uint8) or not isinstance(at, Linear):
-        raise UnknownFormError("it selects by values")
+    if not isinstance(at, Linear):
+        raise UnknownFormError(f"it takes position {at}")
     if call.forms.bounds(at, index.shape)[0] < 0:
         raise UnknownFormError(f"it takes position {at}, which may be counted from the end")
     return at
@@ -193,6 +195,8 @@ def _diff(call: Call) -> Form:
 def _cumsum(call: Call) -> Form:
     """A constant summed up grows by it at every step."""
     form, axis = call.form("self"), call.given["dim"]
+    if not form.shape:
+        raise UnknownFormError("it sums up a single number")
     known = domain(form.shape)
     reached = [each for where, each in form.cases if not impossible(known, where)]
     if len(reached) != 1 or not isinstance(reached[0], Linear) or reached[0].terms:

@@ -7,7 +7,6 @@ says, and turned into Inductor's pattern tree. The tree is then put into our own
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.decompose import decompose
+from inlay.program.exclusive import exclusive
 from inlay.program.graphs import ancestors
 from inlay.rewrite.schema import normalised
 
@@ -102,8 +102,7 @@ def _trace(patterns: Sequence[_Traced]) -> list[Tree]:
     values = tuple(value for each in patterns for value in each.tensors.values())
     try:
         # A backend is called while Dynamo traces: export would take its sizes and guards for those of the pattern.
-        with warnings.catch_warnings(), tracing(None):
-            warnings.simplefilter("ignore")
+        with exclusive(), tracing(None):
             exported = torch.export.export(_Patterns(patterns), values, strict=False)
             graph = decompose(exported).graph
     except Exception as error:
@@ -111,7 +110,8 @@ def _trace(patterns: Sequence[_Traced]) -> list[Tree]:
     from inlay.program.exported import strip_metadata_asserts
 
     strip_metadata_asserts(graph)
-    inputs = iter(node for node in graph.nodes if node.op == "placeholder")
+    given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    inputs = iter([given[name] for name in exported.graph_signature.user_inputs])
     output: Any = graph.output_node().args[0]
     results = iter(pytree.tree_unflatten(output, exported.call_spec.out_spec))
     return [_tree(each, [next(inputs) for _ in each.tensors], next(results)) for each in patterns]

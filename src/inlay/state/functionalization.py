@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import target_text
+from inlay.program.graphs import TOLD_BY_OFFSET, target_text
 from inlay.state.aliases import Aliases, apart, dense, region_of, same, span, storage_of
 from inlay.state.later import Later, Reason, Refusal
 from inlay.state.wrapped import V2, Wrapped, is_wrapper, read
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _NEW = (aten.clone.default, aten.new_empty_strided.default)
-_TOLD_BY_OFFSET = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 _NOT_OURS = ("val", "eager_input_vals", "only_clone_these_tensors")
 
 
@@ -168,7 +167,7 @@ class _Fixing:
         if dense(value):
             return True
         users = {user for each in wrapped.values(wrapped.places[index]) for user in self._users(each)}
-        gaps_seen = wrapped.strided(index) or any(each.target in _TOLD_BY_OFFSET or is_wrapper(each) for each in users)
+        gaps_seen = wrapped.strided(index) or any(each.target in TOLD_BY_OFFSET or is_wrapper(each) for each in users)
         return apart(value) and not gaps_seen
 
     def _users(self, node: fx.Node) -> set[fx.Node]:

@@ -102,6 +102,8 @@ def _rest(value: torch.Tensor, axes: list[int], columns: int) -> float | None:
 
 def _constant(value: torch.Tensor) -> float | None:
     """What a value is everywhere."""
+    if not value.numel():
+        return None
     first = value.flatten()[0]
     return float(first) if bool((value == first).all()) else None
 
@@ -118,9 +120,9 @@ def _computed(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
         elif each.op == "call_function" and each.target in _COUNTING:
             try:
                 args, kwargs = fx.map_arg((each.args, dict(each.kwargs)), values.__getitem__)
-            except KeyError:
+                values[each] = each.target(*args, **kwargs)
+            except (KeyError, RuntimeError, IndexError):
                 return None
-            values[each] = each.target(*args, **kwargs)
         elif each.op == "call_function":
             return None
     result = values.get(node)

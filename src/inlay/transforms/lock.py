@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
     from inlay.transforms.pipeline import Record
 
-FORMAT = 2
+FORMAT: Literal[2] = 2
 _PACKAGES = ("inlay", "torch", "transformers")
 _HEADER = "# Written by `inlay lock`; `inlay check --lock FILE` compares. Review changes of it like code.\n"
 
@@ -91,7 +91,7 @@ class Lock(BaseModel):
     """A lock file."""
 
     model_config = ConfigDict(extra="forbid")
-    format: int = FORMAT
+    format: Literal[2] = FORMAT
     versions: dict[str, str] = Field(default_factory=dict)
     made: Made = Field(default_factory=Made)
     models: list[LockedModel]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.errors import one_line
 from inlay.program.bindings import Role
-from inlay.program.graphs import is_view, mutates
+from inlay.program.graphs import is_view, written
 from inlay.program.stated import Statements
 from inlay.program.weights import Derived
 from inlay.testing.fuzz.grow import COND
@@ -198,12 +198,12 @@ class _Run:
                     condition, yes, no, operands = args
                     values[node] = tuple(self._graph((yes if condition else no).graph, operands))
                     continue
-                read = _tensors((args, kwargs))
+                read = tree_leaves((args, kwargs))
                 finite = _finite(read)
                 values[node] = node.target(*args, **kwargs)
-                made = [*_tensors(values[node]), *(read if mutates(node) else ())]
-                if (finite and not _finite(made)) or not self.overflowed.isdisjoint(map(_storage, read)):
-                    self.overflowed.update(map(_storage, made))
+                made = [*tree_leaves(values[node]), *(values[each] for each in written(node))]
+                if (finite and not _finite(made)) or not self.overflowed.isdisjoint(_storages(read)):
+                    self.overflowed |= _storages(made)
                 self._look(node, values[node])
         return []
 
@@ -284,12 +284,17 @@ def differs(program: Program, inputs: Inputs, before: Result, after: Result, num
     return ""
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+def _finite(values: Sequence[Any]) -> bool:
+    """Whether all numbers in tensors and among constants are finite: a mask is filled with -inf, not by overflow."""
+    return all(
+        bool(each.isfinite().all()) if isinstance(each, torch.Tensor) else math.isfinite(each)
+        for each in values
+        if isinstance(each, (float, torch.Tensor))
+    )
 
 
-def _finite(tensors: list[torch.Tensor]) -> bool:
-    return all(bool(each.isfinite().all()) for each in tensors if each.is_floating_point())
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {_storage(each) for each in values if isinstance(each, torch.Tensor) and each.numel()}
 
 
 def _storage(value: torch.Tensor) -> int:

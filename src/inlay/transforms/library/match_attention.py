@@ -134,6 +134,8 @@ def _arguments(node: fx.Node, masks: Masks) -> tuple[Any, ...]:
     if _heads(plain_key) == _heads(plain_value) and _heads(query) % _heads(plain_key) == 0:
         key, value = plain_key, plain_value
     slopes = given.get("slopes")
+    if causal:
+        mask = None  # neither operator takes both; ours does not look at it
     if mask is not None and slopes is None and not given.get("softcap", 0.0):
         slopes, mask = _without_slopes(mask, node, masks)
     if mask is not None:
@@ -159,8 +161,10 @@ def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx
     dtype = attention.meta["val"].dtype
     sides = [mask.args, tuple(reversed(mask.args))] if mask.target is aten.add.Tensor and len(mask.args) == 2 else []
     for bias, rest in sides:
-        if not isinstance(bias, fx.Node) or not isinstance(rest, fx.Node) or bias.meta["val"].dtype != dtype:
+        if not isinstance(bias, fx.Node) or not isinstance(rest, fx.Node):
             continue
+        if {bias.meta["val"].dtype, rest.meta["val"].dtype} != {dtype}:
+            continue  # true and false are added as 1 and 0, and show or hide where they are a mask of their own
         factor = alibi.slopes(bias, masks, attention)
         if factor is not None and written_between(factor, attention) is None:
             return factor, rest
