@@ -43,6 +43,14 @@ APART: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 }
 """An operator that is taken apart → a function that calls it."""
 
+
+def _index(y: Tensor) -> int:
+    index = int(y[0, 0].item())
+    torch._check(index >= 0)
+    torch._check(index < 5)
+    return index
+
+
 OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nothing": lambda x, y: (x, y),
     "plain": lambda x, y: torch.tanh(x * y + 1),
@@ -53,6 +61,8 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an input is written": lambda x, y: x.copy_(y) + 1,
     "written through a view": lambda x, y: x.clone()[:, 0].fill_(1.0),
     "a composite operator in place": lambda x, y: (x + 1).multiply_(y),
+    "a number read from a tensor": lambda x, y: x * y[0, 0].item(),
+    "a slice at a number read from a tensor": lambda x, y: x.narrow(0, _index(y), 1),
     "a mask": lambda x, y: torch.where(x > 0, x, -torch.inf),
     "batch norm": lambda x, y: functional.batch_norm(x, y[0], y[0].abs(), training=False),
     "an upsampled image": lambda x, y: functional.interpolate(x[None], scale_factor=2),

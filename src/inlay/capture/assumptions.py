@@ -99,7 +99,8 @@ def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> P
             kept, broken = _kept(each, raw, free, symbols, limit)
             if broken is not None and (limit is not None or kept is None):
                 raise _refusal(program, each, broken)
-            symbols[raw] = replace(claimed, high=claimed.high if kept is None else kept)
+            if kept is not None:
+                symbols[raw] = replace(claimed, low=kept[0], high=kept[1])
             if model.kind == "module" and each.source and claimed.low == 1 and not _holds_at(each, free, raw, 1):
                 symbols[raw] = replace(symbols[raw], low=2)
     return replace(program, symbols=symbols)
@@ -107,19 +108,28 @@ def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> P
 
 def _kept(
     each: Assumption, raw: str, free: Mapping[str, Any], symbols: Mapping[str, Symbol], limit: int | None
-) -> tuple[int | None, dict[str, int] | None]:
-    """The size up to which an assumption holds, if it is a range, and sizes for which it does not hold."""
+) -> tuple[tuple[int, int | None] | None, dict[str, int] | None]:
+    """The range around the example in which an assumption holds, if it is one, and sizes for which it does not hold."""
     symbol = symbols[raw]
     sizes = _sizes(each.expression, symbol if limit is None else replace(symbol, high=limit))
     for other in _OTHERS if len(free) > 1 else (0,):
         given = {name: min(max(other, symbols[name].low), symbols[name].high or other) for name in free}
         held = _holds(each.expression, {free[name]: given[name] for name in free} | {free[raw]: sizes})
         if not held.all():
-            place = int(np.argmin(held))
-            first, last = int(sizes[place]), int(sizes[place - 1])
-            alone = len(free) == 1 and first > symbol.example and place > 0
-            return last if alone else None, {**given, raw: first}
+            broken = {**given, raw: int(sizes[int(np.argmin(held))])}
+            return _around(symbol, sizes, held) if len(free) == 1 else None, broken
     return None, None
+
+
+def _around(symbol: Symbol, sizes: Any, held: Any) -> tuple[int, int | None] | None:
+    """The range around the example that has no gap."""
+    example = int(np.searchsorted(sizes[:-1], symbol.example))
+    if example >= len(sizes) or sizes[example] != symbol.example or not held[example]:
+        return None
+    wrong = np.flatnonzero(~held)
+    below, above = wrong[wrong < example], wrong[wrong > example]
+    low = int(sizes[below[-1] + 1]) if len(below) else symbol.low
+    return low, int(sizes[above[0] - 1]) if len(above) else symbol.high
 
 
 def _asks_for_a_multiple(each: Assumption, symbols: Mapping[str, Symbol]) -> bool:

@@ -259,3 +259,21 @@ def combinations(*operands: tuple[Case, ...]) -> Iterable[tuple[Case, ...]]:
     if math.prod(len(cases) for cases in operands) > _MOST_CASES**2:
         raise UndecidedError
     return product(*operands)
+
+
+def type_of(value: Any) -> tuple[torch.dtype, int | None]:
+    """The dtype and the rank of an operand; no rank for what is no tensor."""
+    value = held(value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim()
+    return scalar_dtype(value), None
+
+
+@lru_cache
+def common_dtype(*types: tuple[torch.dtype, int | None]) -> torch.dtype:
+    """What operands are converted to before they are compared."""
+    values: list[Any] = [
+        {torch.bool: True, torch.int64: 1}.get(dtype, 1.0) if rank is None else torch.ones((1,) * rank, dtype=dtype)
+        for dtype, rank in types
+    ]
+    return torch.result_type(*values)

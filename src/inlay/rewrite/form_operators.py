@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +17,12 @@ from inlay.rewrite.form import (
     Number,
     UnknownFormError,
     combinations,
+    common_dtype,
     domain,
-    held,
     integer,
     not_zero,
     number,
-    scalar_dtype,
+    type_of,
 )
 from inlay.rewrite.inequalities import (
     ALWAYS,
@@ -262,7 +261,7 @@ def _compared(name: str) -> Callable[[Call], Form]:
     def compare(call: Call) -> Form:
         one, two = call.operand("self"), call.operand("other")
         call.broadcast(one, two)
-        dtype = _common_dtype(_type_of(call.given["self"]), _type_of(call.given["other"]))
+        dtype = common_dtype(type_of(call.given["self"]), type_of(call.given["other"]))
         return call.made_true(
             some_of(
                 all_of((here, there, _relation(name, left, right)))
@@ -280,24 +279,6 @@ def _relation(name: str, left: Number, right: Number) -> Formula:
     if any(side and not math.isinf(side) for side in sides):
         raise UnknownFormError(f"{next(side for side in sides if side)} is no integer")
     return ALWAYS if getattr(operator, name)(*sides) else NEVER
-
-
-def _type_of(value: Any) -> tuple[torch.dtype, int | None]:
-    """The dtype and the rank of an operand; no rank for what is no tensor."""
-    value = held(value)
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim()
-    return scalar_dtype(value), None
-
-
-@lru_cache
-def _common_dtype(*types: tuple[torch.dtype, int | None]) -> torch.dtype:
-    """What operands are converted to before they are compared."""
-    values: list[Any] = [
-        {torch.bool: True, torch.int64: 1}.get(dtype, 1.0) if rank is None else torch.ones((1,) * rank, dtype=dtype)
-        for dtype, rank in types
-    ]
-    return torch.result_type(*values)
 
 
 def _logical(combine: Callable[[Formula, Formula], Formula], *, any_dtype: bool) -> Callable[[Call], Form]:

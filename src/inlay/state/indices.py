@@ -240,7 +240,7 @@ class Indexer:
         """
         if not isinstance(start, fx.Node) or not depends_on_data(start.meta["val"]):
             return start
-        if start.target is not aten._local_scalar_dense.default:
+        if start.target not in (aten._local_scalar_dense.default, aten.item.default):
             raise LookupError(f"{start} is computed from a number that was read from a tensor")
         return self.call(aten.view.default, start.args[0], [])
 
