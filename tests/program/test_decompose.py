@@ -44,8 +44,8 @@ APART: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 """An operator that is taken apart → a function that calls it."""
 
 
-def _index(y: Tensor) -> int:
-    index = int(y[0, 0].item())
+def _index(y: Tensor) -> Any:
+    index = y.long()[0, 0].item()
     torch._check(index >= 0)
     torch._check(index < 5)
     return index
