@@ -143,6 +143,17 @@ RANGES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.fast
+def test_the_lower_end_of_a_range() -> None:
+    """What is another program for small sizes is captured for the larger ones, and runs no smaller."""
+    program = _captured(lambda x: x * 2 if x.shape[1] < 5 else x, limit=None)
+    assert {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}["length"] == (5, None)
+    module, x = program.module(), torch.randn(3, 5, 4)
+    assert torch.equal(module(x), x)
+    with pytest.raises(RuntimeError):
+        module(x[:, 1:])
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("name", RANGES)
 def test_the_range_of_a_module(name: str) -> None:
     """A module that does not say how far it goes is captured as far as it is one program, and runs no further."""

@@ -102,7 +102,7 @@ def check_sizes(program: Program, made: Iterable[Assumption], model: Model) -> P
             if kept is not None:
                 symbols[raw] = replace(claimed, low=kept[0], high=kept[1])
             if model.kind == "module" and each.source and claimed.low == 1 and not _holds_at(each, free, raw, 1):
-                symbols[raw] = replace(symbols[raw], low=2)
+                symbols[raw] = replace(symbols[raw], low=max(symbols[raw].low, 2))
     return replace(program, symbols=symbols)
 
 

@@ -14,19 +14,20 @@ import logging
 import threading
 import warnings
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@cache
+_OURS = threading.RLock()
+
+
 def _turn() -> Any:
     try:
         from torch._dynamo.convert_frame import compile_lock
     except ImportError:
-        return threading.RLock()
+        return _OURS
     return compile_lock
 
 
