@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from inlay.rewrite.masks import Masks, Meaning
 from inlay.testing import program_of
 from inlay.testing.fuzz.__main__ import run
 from inlay.testing.fuzz.check import NotComputed, Tally, check, compute
@@ -138,6 +139,23 @@ def test_what_is_not_finite(number: float, noticed: bool, monkeypatch: pytest.Mo
     found = check(program, [inputs], ["match_layer_norm"], tally)
     assert (found is not None) is noticed
     assert noticed or tally.loose == x.numel(), "it is counted as showing little"
+
+
+@pytest.mark.fast
+def test_a_mask_of_infinities_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """-inf that a program writes down is no overflow: a mask that is misunderstood is found."""
+    x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[2])
+        mask = torch.where(at[None, :] <= at[:, None], 0.0, -math.inf)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    program = program_of(attend, [x])
+    inputs = {program.bindings.ins[0].name: x}
+    assert check(program, [inputs], ["match_attention"]) is None
+    monkeypatch.setattr(Masks, "meaning", lambda self, mask, reader: Meaning(False))
+    assert check(program, [inputs], ["match_attention"]) is not None
 
 
 def _applied(program: Program) -> Program:

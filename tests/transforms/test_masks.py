@@ -241,3 +241,22 @@ def _prefixed(x: Tensor, w: Tensor) -> Tensor:
     heads = linear(x, w).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
     result = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
     return result.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8)
+
+
+@pytest.mark.parametrize("added", ["infinite", "boolean"])
+def test_a_mask_added_to_slopes(added: str) -> None:
+    """What adds -inf hides; what is true or false adds 1 or 0, and hides nothing."""
+
+    def attend(x: Tensor) -> list[Tensor]:
+        row, column = _row_and_column(x)
+        slopes = 0.5 / (1 + torch.arange(2)).view(2, 1, 1)
+        bias = (slopes * column.view(1, 1, -1)).repeat(1, 1, 1).view(1, 2, 1, x.shape[2])
+        seen = column <= row
+        return [_attend(x, bias + (seen if added == "boolean" else torch.where(seen, 0.0, float("-inf"))))]
+
+    program = _captured(attend)
+    applied = find("match_attention")().apply(program.copy())
+    (call,) = _attention(applied.program)
+    given = dict(normalised(call))
+    assert (given["slopes"] is not None, given["causal"]) == ((added == "infinite"),) * 2
+    _assert_same_numbers(program, applied.program)
