@@ -185,10 +185,10 @@ def test_a_part_of_the_configuration(tmp_path: Path) -> None:
     assert "is quantised by fp8" in _refusal(str(tmp_path))
 
 
-def _with_tensor(folder: Path, name: str) -> str:
+def _with_tensor(folder: Path, name: str, *shape: int) -> str:
     llama_folder(folder)
     file = folder / "model.safetensors"
-    save_file({**load_file(file), name: torch.ones(4)}, file)
+    save_file({**load_file(file), name: torch.ones(shape or (4,))}, file)
     return str(folder)
 
 
@@ -205,6 +205,13 @@ def test_buffers_of_older_checkpoints_are_harmless(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["attn.attention.masked_bias", "attn.causal_mask"])
 def test_masks_of_older_checkpoints_are_harmless(tmp_path: Path, name: str) -> None:
     assert open_model(_with_tensor(tmp_path, f"model.layers.0.{name}"))
+
+
+def test_a_mask_that_is_called_a_bias(tmp_path: Path) -> None:
+    """With four axes it is the mask; a bias of the layer has one."""
+    name = "model.layers.0.attn.bias"
+    assert open_model(_with_tensor(tmp_path / "mask", name, 1, 1, 8, 8))
+    assert f"holds {name}, which the model" in _refusal(_with_tensor(tmp_path / "bias", name, 8))
 
 
 def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from inlay.capture import capture, open_model
 from inlay.capture.fake import fake_parameters, is_fake
 from inlay.program.exclusive import exclusive
 from inlay.program.text import dump
+from inlay.rewrite.trees import trace_pattern
+from inlay.transforms.base import find
 from models import tiny_gguf
 
 if TYPE_CHECKING:
@@ -54,6 +56,23 @@ def test_captures_take_turns(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda path: dump(capture(path)), paths)) == alone
     assert _process() == before
+
+
+def test_patterns_are_traced_beside_captures(tmp_path: Path) -> None:
+    """Both use parts of Dynamo that know one user at a time."""
+    path = str(tiny_gguf(tmp_path / "one.gguf", layers=1))
+    rules = [find(name)() for name in ("match_rms_norm", "match_swiglu")]
+    patterns = [(each.function, each.example) for rule in rules for each in rule.alternatives({torch.float32})]
+
+    def traced() -> list[int]:
+        return [trace_pattern(*each).calls for each in patterns]
+
+    alone = dump(capture(path)), traced()
+    with ThreadPoolExecutor(4) as pool:
+        captures = [pool.submit(lambda: dump(capture(path))) for _ in range(2)]
+        traces = [pool.submit(traced) for _ in range(2)]
+        assert [each.result() for each in captures] == [alone[0]] * 2
+        assert [each.result() for each in traces] == [alone[1]] * 2
 
 
 def _process() -> dict[str, Any]:

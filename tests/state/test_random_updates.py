@@ -227,7 +227,7 @@ def test_engines_do_what_they_say_eager() -> None:
     assert 10 < _check_engine("eager", range(60)) < 60
 
 
-@pytest.mark.parametrize("engine", ["inductor", pytest.param("aot", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("engine", ["inductor", "aot"])
 def test_engines_do_what_they_say_compiled(engine: str) -> None:
     assert 3 < _check_engine(engine, range(16)) < 16
 

@@ -260,3 +260,20 @@ def test_a_mask_added_to_slopes(added: str) -> None:
     given = dict(normalised(call))
     assert (given["slopes"] is not None, given["causal"]) == ((added == "infinite"),) * 2
     _assert_same_numbers(program, applied.program)
+
+
+@pytest.mark.fast
+def test_a_mask_beside_the_causal_flag() -> None:
+    """The operator does not look at it then; it must not become a window, or the flag be lost to it."""
+
+    def attend(x: Tensor, seen: Tensor) -> Tensor:
+        rows, columns = _row_and_column(x)
+        masks = (columns >= 0, (columns - rows).abs() < 3, seen)
+        return sum(torch.ops.inlay.attention(x, x, x, mask, 0.5, True, 0, 0.0) for mask in masks)
+
+    inputs = [*_inputs(9), torch.rand(9, 9) > 0.5]
+    program = program_of(attend, inputs)
+    applied = find("match_attention")().apply(program.copy())
+    flags = [dict(normalised(node)) for node in _attention(applied.program)]
+    assert [(each["mask"], each["causal"], each["window"]) for each in flags] == [(None, True, 0)] * 3
+    torch.testing.assert_close(applied.program.module()(*inputs), attend(*inputs))

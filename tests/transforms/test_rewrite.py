@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from inlay.program.text import dump
 from inlay.rewrite import Rule, rewrite
@@ -244,3 +245,44 @@ def test_a_value_inside_the_pattern_is_no_argument() -> None:
     _, outcome = _run(lambda x: (lambda y: y * y)(x.tanh()), torch.randn(4), rule=Square())
     assert not outcome.sites
     assert any("is both y and inside the pattern" in miss.reason for miss in outcome.misses)
+
+
+class Turned(Rule):
+    """The same values, column by column in memory."""
+
+    name = "turned"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(3, 5, dtype=dtype)}
+
+    def pattern(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().tanh()
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.relu().tanh().t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("after", "copies"),
+    [
+        (lambda y: y, 1),
+        (lambda y: y + 1, 1),
+        (lambda y: (y * 2).exp().neg(), 1),
+        (lambda y: y.as_strided((5,), (1,), 4).sum(), 1),
+        (lambda y: (y * 2).as_strided((5,), (1,), 4).sum(), 1),
+        (lambda y: (y.as_strided((5,), (1,), 4).sum(), y), 1),
+        (lambda y: y.sum(0), 0),
+        (lambda y: (y + 1).sum(), 0),
+        (lambda y: y @ y.t(), 0),
+    ],
+)
+def test_a_replacement_in_another_layout(after: Any, copies: int) -> None:
+    """Whoever sees how a value lies in memory sees it as before; nobody else pays for a copy."""
+    x = torch.randn(3, 5)
+    program, outcome = _run(lambda x: after(x.relu().tanh()), x, rule=Turned())
+    assert len(outcome.sites) == 1, outcome.misses
+    wanted, found = after(x.relu().tanh()), program.module()(x)
+    for one, two in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
+        torch.testing.assert_close(two, one)
+        assert two.stride() == one.stride()
+    assert program.op_counts().get("aten.clone.default", 0) == copies

@@ -7,7 +7,7 @@ import math
 import re
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from inlay.errors import ProgramError
 from inlay.ops import native
 from inlay.ops.define import DECOMPOSITIONS, SHIMS
-from inlay.program.bindings import Role
+from inlay.program.bindings import Bindings, Role
 from inlay.program.exported import to_exported
 from inlay.program.graphs import all_nodes, target_text
 from inlay.state import canonical_updates
@@ -84,7 +84,7 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
     used = {node.target for node in all_nodes(program.graph)}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = to_exported(program, weights=False)
+        exported = to_exported(_constants_as_buffers(program), weights=False)
         if not used.isdisjoint(DECOMPOSITIONS):
             exported = exported.run_decompositions(dict(DECOMPOSITIONS))
         options = {
@@ -107,6 +107,12 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
         calls = next(iter(found.glob("*.wrapper.json")), None)
         nodes = json.loads(calls.read_text())["nodes"] if calls else []
     return Built(library, source, nodes, _constants(program, source), tuple(watching.accesses))
+
+
+def _constants_as_buffers(program: Program) -> Program:
+    """torch computes with constants of one element while it traces; here they have no values yet."""
+    rows = (replace(row, role=Role.BUFFER) if row.role is Role.CONSTANT else row for row in program.bindings)
+    return replace(program, bindings=Bindings(tuple(rows)))
 
 
 def _constants(program: Program, source: str) -> tuple[str, ...]:

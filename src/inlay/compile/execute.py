@@ -59,7 +59,8 @@ class Executable:
     """A program in one or several buckets that share their weights, and the state it works on.
 
     Any number of threads may call it at once, each with state of its own, or with slots of one state that no other call
-    names. Calls that overlap follow each other through its pieces.
+    names. State that a remark says is copied is written as a whole: calls with one such state must not overlap. Calls
+    that overlap follow each other through its pieces.
     """
 
     def __init__(

@@ -315,13 +315,16 @@ def _keep_layout(program: Program, graph: fx.Graph, returned: Mapping[fx.Node, A
 
 def _is_told_by_offset(value: fx.Node) -> bool:
     """Whether `as_strided` reads a value, or something that is computed from it and may lie in memory as it does."""
+    find = value.graph.find_nodes
+    last = max((node for target in TOLD_BY_OFFSET for node in find(op="call_function", target=target)), default=value)
     seen, todo = {value}, [value]
     while todo:
-        users = todo.pop().users
-        if any(user.target in TOLD_BY_OFFSET for user in users):
+        node = todo.pop()
+        if node.target in TOLD_BY_OFFSET and node is not value:
             return True
-        todo += [user for user in users if user not in seen]
-        seen |= set(users)
+        users = [user for user in node.users if user not in seen and user <= last]
+        todo += users
+        seen.update(users)
     return False
 
 
