@@ -101,7 +101,7 @@ def spoils_a_gate(module: Any) -> None:
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
-@pytest.mark.parametrize("oracle", ["logits", "tokens"])
+@pytest.mark.parametrize("oracle", ["logits", pytest.param("tokens", marks=pytest.mark.nightly)])
 def test_the_command(oracle: str, tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model", num_hidden_layers=3)
     repro, state = tmp_path / "repro.py", tmp_path / "state.json"
