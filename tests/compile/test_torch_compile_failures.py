@@ -192,6 +192,43 @@ def test_gradients_that_the_model_switches_on() -> None:
     assert "switches gradients on" in seen[0].notes[0]
 
 
+def test_gradients_that_stay_switched_on() -> None:
+    """Tracing must not leave them on, nor take them for having been on."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(True)
+        return F.silu(x) * x
+
+    fast, seen = compiled(model)
+    with torch.no_grad():
+        assert fast(torch.ones(3, requires_grad=True)).requires_grad
+    assert "switches gradients on" in seen[0].notes[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "itself"),
+    [
+        (lambda x: x.mul_(3), True),
+        (lambda x: x.mul_(3).add_(1), True),
+        (lambda x: x.view(3, 4).mul_(3), False),
+        (lambda x: x.detach().mul_(3), False),
+        (lambda x: x.mul_(3).view(3, 4), False),
+    ],
+)
+def test_an_input_that_is_written_to_and_returned(
+    written: Callable[[torch.Tensor], torch.Tensor], itself: bool
+) -> None:
+    """It is returned as the object it is; a view of it is another one."""
+    fast, _ = compiled(written)
+    x, other = torch.ones(3, 4), torch.ones(3, 4)
+    with torch.no_grad():
+        made, wanted = fast(x), written(other)
+    assert (made is x) == (wanted is other) == itself
+    assert torch.equal(made, wanted)
+    assert torch.equal(x, other)
+    assert made.data_ptr() == x.data_ptr()
+
+
 def test_state_that_is_copied_is_said() -> None:
     def model(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         cache.copy_(torch.cat([cache[1:], x]))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inlay.errors import InlayError
+from inlay.testing import assert_rewrites, program_of
 from insight.wrong_replacements import CHECKS, KINDS, Place, ReluTransposed, _operator, sound, unnoticed
 
 
@@ -29,3 +31,15 @@ def test_a_fake_kernel_that_forgets_the_transpose(check: object, sizes: int) -> 
     rule = sound(place, operator=_operator(place, fake=lambda made: torch.empty_like(made.T).contiguous()))
     assert check(rule, place)  # type: ignore[operator]
     assert not check(sound(place), place)  # type: ignore[operator]
+
+
+def test_strided_arguments() -> None:
+    """They are checked as they were given: a fake kernel that is right for them is right."""
+    place = Place(ReluTransposed, torch.float32, 0, "elementwise", False)
+    turned = torch.randn(4, 3).t()
+    program = program_of(lambda x: ReluTransposed().pattern(x).tanh(), [turned])
+    assert program.graph.find_nodes(op="placeholder")[0].meta["val"].stride() == (1, 3)
+    assert_rewrites(program, sound(place)(), args=[turned], sites=1)
+    wrong = sound(place, operator=_operator(place, fake=lambda made: made.t().contiguous().t()))
+    with pytest.raises((AssertionError, InlayError)):
+        assert_rewrites(program, wrong(), args=[turned], sites=1)

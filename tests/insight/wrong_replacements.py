@@ -1,4 +1,5 @@
-"""Rules whose replacement is not what it says: a fake kernel that is wrong, another dtype, a swapped operand.
+"""Rules whose replacement is not what it says: a fake kernel that is wrong, another dtype, a swapped operand, a kernel
+that is right only for small numbers or the captured sizes, or that destroys what it reads.
 
 `python tests/insight/wrong_replacements.py --seed 1 --count 100` draws that many, and says which of `assert_rewrites`,
 `verify` and `review` noticed each.
@@ -159,7 +160,9 @@ READERS: Mapping[str, Callable[[Tensor], Any]] = {
     "in one piece": lambda made: made.contiguous().view(-1) + 1,
     "twice": lambda made: (made.exp(), made + 1),
 }
-KINDS = ("fake shape", "fake dtype", "fake strides", "real dtype", "real strides", "another dtype", "swapped operand")
+TYPES = ("fake shape", "fake dtype", "fake strides", "real dtype", "real strides", "another dtype", "swapped operand")
+CORNERS = ("large numbers", "another size", "a destroyed operand")
+KINDS = (*TYPES, *CORNERS)
 
 
 @dataclass(frozen=True)
@@ -210,13 +213,18 @@ class Fault:
 _NUMBER = itertools.count()
 
 
-def _operator(place: Place, fake: Change = lambda made: made, real: Change = lambda made: made) -> Any:
+def _operator(
+    place: Place,
+    fake: Change = lambda made: made,
+    real: Change = lambda made: made,
+    corner: Callable[[Tensor, Tensor], Tensor] = lambda made, operand: made,
+) -> Any:
     """An operator that computes the pattern, with changes to what it gives and to what its fake kernel says."""
     number, compute = next(_NUMBER), place.rule().pattern
     arguments = ", ".join(f"Tensor {name}" for name in place.rule.shapes)
     made = torch.library.custom_op(
         f"inlay_wrong::op{number}",
-        lambda *values: real(compute(*values)),
+        lambda *values: corner(real(compute(*values)), values[0]),
         mutates_args=(),
         schema=f"({arguments}) -> Tensor",
     )
@@ -257,6 +265,20 @@ def _strides(made: Tensor) -> Iterator[tuple[str, Change]]:
     yield "padded rows", lambda made: torch.cat([made, made[..., :1]], -1)[..., :-1]
 
 
+def _corner(kind: str, result: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Wrong where nobody looks who draws a few small numbers of the captured sizes."""
+
+    def wrong(made: Tensor, operand: Tensor) -> Tensor:
+        if kind == "a destroyed operand":
+            made = made.clone()
+            operand.zero_()
+        elif made.numel() > result.numel() if kind == "another size" else bool(operand.abs().max() > 20):
+            made = made * 0.5 + 1
+        return made
+
+    return wrong
+
+
 WAYS = {"shape": _shapes, "dtype": _dtypes, "strides": _strides}
 
 
@@ -278,6 +300,10 @@ def draw(generator: random.Random, kind: str) -> Fault:
         elif kind == "another dtype":
             dtype = generator.choice([each for each in (torch.float64, *DTYPES) if each != place.dtype])
             detail, rule = str(dtype).removeprefix("torch."), sound(place, cast=dtype)
+        elif kind in CORNERS:
+            if kind == "another size" and not place.dynamic:
+                continue
+            detail, rule = "wrong there", sound(place, operator=_operator(place, corner=_corner(kind, result)))
         else:
             which, _, what = kind.partition(" ")
             detail, change = generator.choice(list(WAYS[what](result)))

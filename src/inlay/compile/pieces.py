@@ -40,10 +40,12 @@ def piece_of(module: fx.GraphModule) -> Piece:
     if any(value is None for value in values):
         raise CaptureError("Dynamo gave no type for an input.")
     fakes = FakeValues.with_values(values)
+    gradients = torch.is_grad_enabled()
     try:
-        with fakes.computing(), fx.traceback.preserve_node_meta():
+        # Switching gradients on or off is traced, and done.
+        with torch.set_grad_enabled(gradients), fakes.computing(), fx.traceback.preserve_node_meta():
             trace = traced(_Eager(module).run, values)
-        _drop_modes(trace.graph)
+        _drop_modes(trace.graph, gradients)
         changed = _written_inputs(trace.graph)
         _refuse_shared_outputs(trace.graph)
         same = _take_inputs_out(trace.graph, changed)
@@ -80,13 +82,13 @@ def _is_input(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
-def _drop_modes(graph: fx.Graph) -> None:
+def _drop_modes(graph: fx.Graph, gradients: bool) -> None:
     """Switching gradients or autocast off changes nothing where both are off, or nothing has a gradient."""
     for node in list(graph.nodes):
         name = target_text(node.target)
         if name.endswith("_enter_autocast") and True in node.args[2:3]:
             raise CaptureError("the model switches autocast on.", "Convert it instead: model.to(torch.bfloat16).")
-        if name.endswith("_set_grad_enabled") and node.args == (True,) and not torch.is_grad_enabled():
+        if name.endswith("_set_grad_enabled") and node.args == (True,) and not gradients:
             raise CaptureError("the model switches gradients on, and transforms are for inference.")
     for node in reversed(list(graph.nodes)):
         name = target_text(node.target)
@@ -135,8 +137,8 @@ def _take_inputs_out(graph: fx.Graph, changed: dict[Any, int]) -> tuple[int | No
     for value in values:
         is_tensor = isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
         position = changed.get(_storage(value)) if is_tensor else None
-        if position is not None and _layout(value) != _layout(placeholders[position]):
-            raise CaptureError(f"{value.name} is returned and is a part of an input that is written to.")
+        if position is not None and _handed_on(value) is not placeholders[position]:
+            raise CaptureError(f"{value.name} is returned and is a view of an input that is written to.")
         same.append(position)
     output.args = (tuple(value for value, position in zip(values, same, strict=True) if position is None),)
     return tuple(same)
@@ -147,6 +149,8 @@ def _storage(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def _layout(node: fx.Node) -> tuple[str, ...]:
-    value = node.meta["val"]
-    return str(value.dtype), str(value.shape), str(value.stride()), str(value.storage_offset())
+def _handed_on(node: fx.Node) -> fx.Node:
+    """The value that came into a chain of calls which write to an operand and return it."""
+    while operands := list(written(node)):
+        node = operands[0]
+    return node

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from inlay.errors import ProgramError
 from inlay.program.bindings import Role
-from inlay.program.graphs import subgraphs
+from inlay.program.graphs import subgraphs, target_text, written
 from inlay.program.stated import Statements
 
 if TYPE_CHECKING:
@@ -92,14 +92,32 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], precise: torch.dtype | None
     if precise is not None:
         args, kwargs = tree_map(lambda each: precise if _is_float_type(each) else each, (args, kwargs))
     target: Any = node.target
+    versions = _versions(node, values)
     try:
-        return target(*args, **kwargs)
+        result = target(*args, **kwargs)
+        _refuse_unsaid_writes(node, versions, _versions(node, values))
+        return result
     except RuntimeError:
         if precise is not torch.float64:
             raise
     # Some operators, such as products of several experts at once, know no double: the next best is what they do know.
     narrow = tree_map(lambda each: _cast(torch.float32 if each is precise else each, torch.float32), (args, kwargs))
     return tree_map(lambda each: _cast(each, precise), target(*narrow[0], **narrow[1]))
+
+
+def _versions(node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, int]:
+    """How often each operand was written to."""
+    held = {operand: values[operand] for operand in node.all_input_nodes}
+    return {operand: value._version for operand, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def _refuse_unsaid_writes(node: fx.Node, before: Mapping[fx.Node, int], after: Mapping[fx.Node, int]) -> None:
+    """A kernel that writes to an operand must say so in its schema: others read what it destroys."""
+    said = written(node)
+    unsaid = [operand for operand in before if after[operand] != before[operand] and operand not in said]
+    if unsaid and isinstance(node.target, torch._ops.OpOverload):
+        name = target_text(node.target)
+        raise ProgramError(f"{node} writes to its operand {unsaid[0]}, and the schema of {name} does not say so.")
 
 
 def _is_float_type(value: Any) -> bool:
@@ -118,17 +136,24 @@ def misstated(program: Program, inputs: Mapping[str, Any], runner: Runner | None
     A fake kernel is held against the real one by that.
     """
     seen = Statements(program.types)
-    (runner or Runner())(program, inputs, on_value=seen.see)
+    try:
+        (runner or Runner())(program, inputs, on_value=seen.see)
+    except Exception:
+        if not seen.wrong:  # else that is why it cannot be computed
+            raise
     return seen.wrong
 
 
-def random_inputs(program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Inputs of the sizes a program was captured with, or of others by the name of a symbol: whole numbers below the
-    vocabulary, numbers around 0.
+def random_inputs(
+    program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None, scale: float = 1.0
+) -> dict[str, Any]:
+    """Inputs of the sizes and strides a program was captured with, or of other sizes by the name of a symbol.
+
+    Whole numbers are below the vocabulary and the rows of tables that they choose from, others around 0, times `scale`.
     """
     generator = torch.Generator().manual_seed(seed)
-    limit = program.facts.vocabulary.value if program.facts.vocabulary else 2
     known = {symbol.name: symbol.example for symbol in program.symbols.values()} | dict(sizes or {})
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     made: dict[str, Any] = {}
     for row in program.bindings.of(Role.INPUT):
         if not row.is_tensor:
@@ -137,7 +162,44 @@ def random_inputs(program: Program, seed: int = 0, sizes: Mapping[str, int] | No
         shape = [size if isinstance(size, int) else known[size] for size in row.shape]
         dtype: torch.dtype = getattr(torch, row.dtype)
         if dtype.is_floating_point:
-            made[row.name] = torch.randn(shape, generator=generator).to(dtype)
+            value = (torch.randn(shape, generator=generator) * scale).to(dtype)
         else:
-            made[row.name] = torch.randint(0, limit, shape, generator=generator).to(dtype)
+            value = torch.randint(0, _limit(program, nodes[row.name]), shape, generator=generator).to(dtype)
+        made[row.name] = laid_out(value, nodes[row.name].meta["val"])
     return made
+
+
+def other_sizes(program: Program) -> list[dict[str, int]]:
+    """Sizes that a program claims to take beside those it was captured with: the smallest, and larger ones."""
+    ranges = {symbol.name: (symbol.low, symbol.high, symbol.example) for symbol in program.symbols.values()}
+    named = {size for row in program.bindings.of(Role.INPUT) if row.is_tensor for size in row.shape}
+    if not ranges or not {size for size in named if isinstance(size, str)} <= set(ranges):
+        return []
+    larger = {name: 2 * example + 3 for name, (_, _, example) in ranges.items()}
+    most = {name: high if high is not None else larger[name] for name, (_, high, _) in ranges.items()}
+    return [
+        {name: max(low, 1) for name, (low, _, _) in ranges.items()},
+        {name: min(most[name], larger[name]) for name in ranges},
+    ]
+
+
+def laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with the axes in the order in memory that `like` has them in."""
+    if value.dim() != like.dim():
+        return value
+    steps = [int(step) if isinstance(step, int) else step.node.hint for step in like.stride()]
+    if None in steps or 0 in steps:
+        return value
+    order = sorted(range(value.dim()), key=lambda axis: -steps[axis])
+    back = [order.index(axis) for axis in range(value.dim())]
+    return value.permute(order).contiguous().permute(back)
+
+
+def _limit(program: Program, node: fx.Node) -> int:
+    """Below what whole numbers must lie: rows of the tables that they are looked up in, or the vocabulary."""
+    tables = [user.args[0] for user in node.users if user.target is torch.ops.aten.embedding.default]
+    rows = [each.meta["val"].shape[0] for each in tables if isinstance(each, fx.Node)]
+    known = [each for each in rows if isinstance(each, int)]
+    if program.facts.vocabulary:
+        known.append(program.facts.vocabulary.value)
+    return max(1, min(known, default=2))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.errors import one_line
-from inlay.insight.running import Runner, random_inputs
+from inlay.errors import ProgramError, one_line
+from inlay.insight.running import Runner, other_sizes, random_inputs
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
 from inlay.program.stated import Statements
 from inlay.rewrite.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -84,6 +84,16 @@ class _Run:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class _Corner:
+    """Unusual inputs, what the first program gives for them in higher precision, and what the last one gave."""
+
+    what: str
+    inputs: Mapping[str, Any]
+    referee: list[Any]
+    last: _Run
+
+
 @dataclass
 class Verify:
     """An instrument: runs the program after each transform that changed it. What it saw is in `verdicts`."""
@@ -92,7 +102,9 @@ class Verify:
     """Sites that each transform had before, from a lock."""
     seed: int = 0
     rounds: int = 4
-    """Of how many random inputs the errors are taken together: one alone may be nearer by luck."""
+    """Of how many random inputs the errors are taken together: one alone may be nearer by luck.
+
+    Beside them, wrong results are looked for at other sizes and with large numbers."""
     verdicts: list[Verdict] = field(default_factory=list)
     runner: Runner = field(default_factory=Runner)
 
@@ -103,8 +115,20 @@ class Verify:
             self._referee = [
                 each for given in self._inputs for each in self.runner(program, given, precise=torch.float64)
             ]
-            self._last = self._run(program)
+            self._last = self._run(program, self._inputs)
+            self._corners = list(self._cornered(program))
             self._program = program
+
+    def _cornered(self, program: Program) -> Iterator[_Corner]:
+        """Large numbers and other sizes, as far as the program takes them."""
+        given = {"large numbers": random_inputs(program, self.seed, scale=100.0)}
+        for sizes in other_sizes(program):
+            text = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            given[text] = random_inputs(program, self.seed, sizes)
+        for what, inputs in given.items():
+            last = self._run(program, [inputs])
+            if not last.error:
+                yield _Corner(what, inputs, self.runner(program, inputs, precise=torch.float64), last)
 
     def after(self, step: Transform, program: Program, record: Record) -> None:
         """Compare, and classify the change."""
@@ -114,8 +138,10 @@ class Verify:
         lost = self.expected.get(record.key, record.sites) - record.sites
         verdict = Verdict(record.key, record.sites, Change.NONE, 0.0, 0.0, 0.0)
         if record.sites:
-            run = self._run(program)
+            run = self._run(program, self._inputs)
             verdict = self._judge(record, run, program)
+            if verdict.change not in FAILURES:
+                verdict = self._look_into_corners(verdict, program)
             self._last, self._program = run, program
         if verdict.change not in (Change.WRONG, Change.MISTYPED):
             if refused:
@@ -126,11 +152,28 @@ class Verify:
         if record.sites or verdict.reason:
             self.verdicts.append(verdict)
 
-    def _run(self, program: Program) -> _Run:
+    def _look_into_corners(self, verdict: Verdict, program: Program) -> Verdict:
+        for place, corner in enumerate(self._corners):
+            run = self._run(program, [corner.inputs])
+            if run.error:
+                why = f"{corner.what}: the program cannot be computed: {run.error}"
+                return replace(verdict, change=Change.WRONG, after=math.inf, reason=why)
+            if is_wrong(corner.last.results, run.results, corner.referee):
+                errors = [_error(each, corner.referee) for each in (corner.last.results, run.results)]
+                why = f"{corner.what}: the error grew from {errors[0]:.1e} to {errors[1]:.1e}"
+                return replace(verdict, change=Change.WRONG, reason=why)
+            self._corners[place] = replace(corner, last=run)
+        return verdict
+
+    def _run(self, program: Program, rounds: Sequence[Mapping[str, Any]]) -> _Run:
         seen, results = Statements(program.types), []
         try:
-            for inputs in self._inputs:
-                results += self.runner(program, inputs, on_value=seen.see)
+            for inputs in rounds:
+                given = {
+                    name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in inputs.items()
+                }
+                results += self.runner(program, given, on_value=seen.see)
+                _refuse_changes(inputs, given)
         except Exception as error:
             return _Run([], seen.wrong, one_line(error) or type(error).__name__)
         return _Run(results, seen.wrong)
@@ -184,6 +227,16 @@ class Verify:
         first = found[:1]
         chosen = list(dict.fromkeys((*first, *worst)))
         return tuple(Deviation(node.name, str(node.meta.get(SOURCE, "")), error) for error, _, node in chosen)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor) and not bool(_alike(value, after[name]).all()):
+            raise ProgramError(f"it writes to its input {name}.")
 
 
 def is_wrong(before: Sequence[Any], after: Sequence[Any], referee: Sequence[Any]) -> bool:

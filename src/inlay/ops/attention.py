@@ -20,13 +20,15 @@ def attention(
     softcap: float,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    zero_rows: bool = True,
 ) -> Tensor:
     """Attention with grouped heads: `query` may have a multiple of the heads of `key` and `value`.
 
     Shapes are `[batch, heads, length, head]`. `causal` hides later positions, `window` (when not 0) those that many
     steps back or more; `mask` is boolean (true: seen) or added. `softcap` (when not 0) bounds scores by a tanh.
     `slopes`, of any shape, one a head, adds slope times position of the key (ALiBi); `sinks`, one a head, is a score
-    that takes its share of the softmax and leads nowhere.
+    that takes its share of the softmax and leads nowhere. A row whose scores are all -inf gives 0, as torch's own
+    attention has it, or without `zero_rows` NaN, as a softmax has it.
 
     >>> zeros = torch.zeros(1, 2, 3, 2)
     >>> attention(torch.zeros(1, 4, 3, 2), zeros, zeros + 1, None, 1.0, True, 0, 0.0).shape
@@ -42,7 +44,7 @@ def attention(
         mask = _causal(query, key, window)
     if slopes is not None:
         mask = _plus_slopes(mask, slopes, query, key)
-    if not softcap and sinks is None:
+    if zero_rows and not softcap and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     if softcap:

@@ -103,6 +103,8 @@ def first_mixed(graph: fx.Graph, axis: Axis, sources: set[fx.Node], attention: s
             picked.add(node)
             if any(_axes(each, length) for each in (*node.all_input_nodes, node)):
                 reason = "the last position is brought together with others"
+            elif _numbers(node, length):
+                reason = axis.as_a_number
         elif axis.entries == "positions" and _picks_last(node, length):
             picked.add(node)
         else:

@@ -6,10 +6,11 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from inlay.capture import Example, capture
-from inlay.insight.running import misstated
+from inlay.errors import one_line
+from inlay.insight.running import laid_out, misstated, other_sizes, random_inputs
 from inlay.program.bindings import Role
 from inlay.program.diff import diff
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
@@ -20,7 +21,7 @@ from inlay.transforms.base import Applied, Numerics, Transform, find
 from inlay.transforms.pipeline import check_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _ROUNDS = 3
@@ -74,8 +75,9 @@ def assert_rewrites(
 ) -> Program:
     """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
 
-    Numbers are compared on random inputs of the shapes and dtypes of `args`: exactly when the transform says it is
-    exact, not at all when it says it adds inputs. On the way every value is held against what its node states: a fake
+    Numbers are compared on random inputs of the shapes, strides and dtypes of `args`, on large ones, on zeros, and at
+    other sizes where `axes` leave them open: exactly when the transform says it is exact, not at all when it says it
+    adds inputs. Inputs must stay what they were. On the way every value is held against what its node states: a fake
     kernel must say what the real one makes. Metadata that is not a type or a source must not matter: the run is
     repeated without any.
 
@@ -134,21 +136,78 @@ def _apply(program: Program, transform: str | Transform) -> Applied:
 
 def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], numerics: Numerics) -> None:
     runs = before.module(), after.module()
-    generator = torch.Generator().manual_seed(0)
-    for round_ in range(_ROUNDS):
-        inputs = [_random_like(arg, generator) for arg in args]
-        if not round_:
-            _assert_types_are_true(before, after, inputs)
+    _assert_types_are_true(before, after, [_random_like(arg, torch.Generator().manual_seed(0)) for arg in args])
+    for what, inputs in _inputs(before, args):
+        pairs = [_copies(inputs), _copies(inputs)]
         with torch.no_grad():
-            one, two = (tree_leaves(run(*_copies(inputs))) for run in runs)
-        for left, right in zip(one, two, strict=True):
-            if not isinstance(left, torch.Tensor):
-                assert left == right
-                continue
-            assert left.dtype == right.dtype, f"{left.dtype} became {right.dtype}"
-            assert left.shape == right.shape
-            tolerance = 0.0 if numerics is Numerics.EXACT else _TOLERANCE.get(left.dtype, 0.0)
-            torch.testing.assert_close(right, left, rtol=tolerance, atol=tolerance, equal_nan=True)
+            try:
+                one = tree_leaves(runs[0](*pairs[0]))
+            except Exception:
+                if what in _CLAIMED:
+                    continue  # the program itself does not take them
+                raise
+            try:
+                two = tree_leaves(runs[1](*pairs[1]))
+            except Exception as error:
+                raise AssertionError(f"{what}: the result cannot be computed: {one_line(error)}") from error
+        allowed = _noise(runs[0], inputs, one) if what == "large numbers" else [0.0] * len(one)
+        for left, right, noise in zip(one, two, allowed, strict=True):
+            _assert_close(left, right, noise, numerics, what)
+        for left, right in zip(*map(tree_leaves, pairs), strict=True):
+            same = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+            assert same, f"{what}: an input is changed by the call"
+
+
+_CLAIMED = ("the smallest sizes", "larger sizes")
+
+
+def _inputs(program: Program, args: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Inputs to compare numbers on, and what is special about them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_ROUNDS):
+        yield "random numbers", [_random_like(arg, generator) for arg in args]
+    yield "large numbers", [_random_like(arg, generator, 100.0) for arg in args]
+    yield "zeros", [_sprinkled(_random_like(arg, generator), generator, (0.0, -0.0)) for arg in args]
+    spec = tree_flatten(list(args))[1]
+    for what, sizes in zip(_CLAIMED, other_sizes(program), strict=False):
+        made = random_inputs(program, sizes=sizes)
+        yield what, tree_unflatten([made[row.name] for row in program.bindings.of(Role.INPUT)], spec)
+
+
+def _assert_close(left: Any, right: Any, noise: Any, numerics: Numerics, what: str) -> None:
+    if not isinstance(left, torch.Tensor):
+        assert left == right, what
+        return
+    assert left.dtype == right.dtype, f"{what}: {left.dtype} became {right.dtype}"
+    assert left.shape == right.shape, f"{what}: {list(left.shape)} became {list(right.shape)}"
+    if numerics is Numerics.EXACT and left.is_floating_point():
+        signs = [torch.signbit(each) & ~each.isnan() for each in (left, right)]
+        assert torch.equal(*signs), f"{what}: a sign of zero differs, and the transform says that it is exact"
+    tolerance = 0.0 if numerics is Numerics.EXACT else _TOLERANCE.get(left.dtype, 0.0)
+    if isinstance(noise, torch.Tensor) and tolerance:  # what cannot be told more exactly is not compared more exactly
+        right = torch.where((right - left).abs() <= noise, left, right)
+    torch.testing.assert_close(
+        right, left, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _noise(run: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """How far each result moves when its inputs do by a few units in the last place: softmax of large numbers does."""
+    generator, moved = torch.Generator().manual_seed(1), [torch.zeros(()) for _ in results]
+    for _ in range(4):
+        with torch.no_grad():
+            near = tree_leaves(run(*[_nudged(each, generator) for each in _copies(inputs)]))
+        for place, (one, two) in enumerate(zip(results, near, strict=True)):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                moved[place] = torch.maximum(moved[place], (one - two).abs().nan_to_num(0.0, 0.0))
+    return [8 * each for each in moved]
+
+
+def _nudged(value: Any, generator: torch.Generator) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    steps = torch.randint(-2, 3, value.shape, generator=generator)
+    return (value.double() * (1 + steps * torch.finfo(value.dtype).eps)).to(value.dtype)
 
 
 def _assert_types_are_true(before: Program, after: Program, inputs: Sequence[Any]) -> None:
@@ -161,10 +220,20 @@ def _assert_types_are_true(before: Program, after: Program, inputs: Sequence[Any
     assert not wrong, f"a fake kernel is wrong: {wrong[0]}"
 
 
-def _random_like(arg: Any, generator: torch.Generator) -> Any:
+def _random_like(arg: Any, generator: torch.Generator, scale: float = 1.0) -> Any:
     if not isinstance(arg, torch.Tensor) or not arg.is_floating_point():
         return arg
-    return torch.randn(arg.shape, generator=generator, dtype=torch.float64).to(arg.dtype)
+    numbers = torch.randn(arg.shape, generator=generator, dtype=torch.float64) * scale
+    return laid_out(numbers.to(arg.dtype), arg)
+
+
+def _sprinkled(value: Any, generator: torch.Generator, numbers: Sequence[float]) -> Any:
+    """Some of the numbers are these instead."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    for number in numbers:
+        value = value.masked_fill(torch.rand(value.shape, generator=generator) < 0.2, number)
+    return value
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

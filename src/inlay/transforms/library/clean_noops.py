@@ -1,10 +1,13 @@
 """Calls that hand on their operand unchanged are removed.
 
-x[:, 0:9223372036854775807], x + 0, x * 1.0, x.to(x.dtype), x.transpose(1, 2).transpose(1, 2)        x
+x[:, 0:9223372036854775807], x - 0, x * 1.0, x.to(x.dtype), x.transpose(1, 2).transpose(1, 2)        x
+
+A sum with 0 stays where numbers have a sign of zero: -0.0 + 0 is 0.0.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +26,15 @@ _END = 9223372036854775807
 
 @transform("clean_noops", stage=Stage.CLEAN, numerics=Numerics.EXACT)
 class CleanNoops(Transform):
-    """Slices of everything, additions of zero, products with one, casts to the same type: gone."""
+    """Slices of everything, differences with zero, products with one, casts to the same type: gone."""
 
     @classmethod
     def fires(cls) -> list[Case]:
         x = torch.randn(2, 3, 8)
         return [
             Case("whole slice", lambda x: aten.slice.Tensor(x, 1, 0, _END).relu(), (x,)),
-            Case("zero and one", lambda x: ((x + 0) * 1.0 - 0).relu() / 1, (x,)),
+            Case("zero and one", lambda x: (x * 1.0 - 0).relu() / 1, (x,)),
+            Case("whole numbers", lambda x: (x + 0) * 2 - 0, (torch.arange(4),)),
             Case("there and back", lambda x: x.transpose(1, 2).transpose(1, 2).relu(), (x,)),
         ]
 
@@ -41,6 +45,9 @@ class CleanNoops(Transform):
             Case("part of an axis", lambda x: x[:, :2].relu(), (x,)),
             Case("every second", lambda x: x[:, ::2].relu(), (x,)),
             Case("one is added", lambda x: (x + 1) * 2.0, (x,)),
+            Case("zero is added, which has no sign", lambda x: 1 / (x + 0), (x,)),
+            Case("minus zero is taken away", lambda x: 1 / (x - -0.0), (x,)),
+            Case("complex numbers", lambda x: (x * 1 + 0) / 1 * 2, (torch.view_as_complex(torch.randn(4, 2)),)),
             Case("addition widens", lambda x: x + 0.0, (torch.arange(4),)),
             Case("two different transposes", lambda x: x.transpose(1, 2).transpose(0, 1).relu(), (x,)),
             Case("a copy in another layout", lambda x: (x.expand(4, 2, 3, 8) * 1).sigmoid(), (x,)),
@@ -79,10 +86,8 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         case aten.slice.Tensor:
             whole = given["start"] in (0, None) and given["end"] in (_END, None) and given["step"] == 1
             return source if whole else None
-        case aten.add.Tensor | aten.sub.Tensor:
-            return source if _is_number(given["other"], 0) else None
-        case aten.mul.Tensor | aten.div.Tensor:
-            return source if _is_number(given["other"], 1) else None
+        case aten.add.Tensor | aten.sub.Tensor | aten.mul.Tensor | aten.div.Tensor:
+            return source if _keeps_every_number(node, given) else None
         case aten._to_copy.default:
             only_dtype = all(given[key] is None for key in given if key not in ("self", "dtype", "non_blocking"))
             return source if only_dtype else None
@@ -93,8 +98,16 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_number(value: Any, number: int) -> bool:
-    return not isinstance(value, (fx.Node, bool)) and value == number
+def _keeps_every_number(node: fx.Node, given: dict[str, Any]) -> bool:
+    """Arithmetic that gives what it was given, zeros with their signs and what is not finite included."""
+    value, number, alpha = given["self"].meta.get("val"), given["other"], given.get("alpha", 1)
+    if isinstance(number, (fx.Node, bool)) or alpha != 1 or not isinstance(value, torch.Tensor) or value.is_complex():
+        return False
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        return bool(number == 1)
+    minus_zero = math.copysign(1.0, number) < 0
+    exact = not value.is_floating_point() or minus_zero == (node.target is aten.add.Tensor)
+    return bool(number == 0 and exact)
 
 
 def _same_type(node: fx.Node, source: fx.Node) -> bool:

@@ -75,6 +75,8 @@ class GatherLastLogits(Transform):
             Case("a softmax over rows", other_mixture, (x, weight)),
             Case("squared", lambda x, w: (lambda y: y * y)(linear(x, w))[:, -1:], (x, weight)),
             Case("scaled by a row of its own", lambda x, w, r: (linear(x, w) * r)[:, -1:], (x, weight, x[:, :, :1])),
+            Case("a mask of columns too", lambda x, w, m: linear(x, w)[m], (x, weight[:8], torch.rand(2, 5, 8) > 0.5)),
+            Case("a mask of two axes", lambda x, w, m: linear(x, w)[:, m], (x, weight[:8], torch.eye(5, 8) > 0)),
             Case("columns by number", lambda x, w: linear(x, w)[..., torch.tensor([1, 0])], (x, weight)),
         ]
 
@@ -159,8 +161,12 @@ def _refuse(pick: fx.Node, chain: list[fx.Node]) -> str:
 def _touches_last_axis(pick: fx.Node) -> bool:
     if pick.target is aten.index.Tensor:
         source, indices = pick.args[:2]
-        rank = source.meta["val"].dim()  # type: ignore[union-attr]
-        return len(indices) >= rank and indices[rank - 1] is not None  # type: ignore[arg-type, index]
+        at, touched = 0, 0
+        for index in indices:  # type: ignore[union-attr]
+            value = index.meta["val"] if isinstance(index, fx.Node) else None
+            at += value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
+            touched = at if index is not None else touched
+        return bool(touched >= source.meta["val"].dim())  # type: ignore[union-attr]
     return bool(dict(normalised(pick))["dim"] == -1)
 
 

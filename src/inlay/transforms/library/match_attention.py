@@ -78,6 +78,7 @@ class MatchAttention(Transform):
             Case("values of one head", lambda q, k: sdpa(q, k, k[:, :1]), (query, key)),
             Case("keys of one sequence", lambda q, k: sdpa(q, k[:1], k[:1]), (query, key)),
             Case("no heads", lambda q, k: sdpa(q, k, k), (query[:, :0], key[:, :0])),
+            Case("no columns", lambda q, k: sdpa(q, k, k), (query[..., :0], key[..., :0])),
             Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
             Case("causal over another length", lambda q, k: sdpa(q, k, k, is_causal=True), (query[:, :, :3], key)),
             Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
@@ -114,6 +115,8 @@ def _refuse(node: fx.Node) -> str:
         return "shape: key and value differ in batch, heads or length"
     if not int(key.shape[1]):
         return "shape: there are no heads"
+    if not int(query.shape[3]):
+        return "shape: heads have no columns"
     if sizes(query)[0] != sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
         return "shape: the heads of the query are not groups of those of the key"
     if given["dropout_p"]:
@@ -144,7 +147,7 @@ def _arguments(node: fx.Node, masks: Masks) -> tuple[Any, ...]:
             causal, window, mask = meaning.causal, meaning.window, None
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
     flags = (float(scale), causal, window, given.get("softcap", 0.0))
-    return query, key, value, mask, *flags, slopes, given.get("sinks")
+    return query, key, value, mask, *flags, slopes, given.get("sinks"), given.get("zero_rows", True)
 
 
 def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
@@ -173,7 +176,7 @@ def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx
 
 def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None:
     with graph.inserting_before(node):
-        new = graph.call_function(_CANONICAL, arguments)
+        new = graph.call_function(_CANONICAL, arguments[:-1] if arguments[-1] else arguments)
     new.meta = {"val": node.meta["val"]} | provenance(node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

@@ -1,6 +1,6 @@
 """Attention written out with a softmax becomes `inlay.attention`; `match_attention` then looks at heads and mask.
 
-scores = q @ k.transpose(2, 3) * scale + mask        inlay.attention(q, k, v, mask, scale, False, 0, softcap)
+scores = q @ k.transpose(2, 3) * scale + mask        inlay.attention(q, k, v, mask, scale, …, zero_rows=False)
 softmax(scores, dtype=float32).to(q.dtype) @ v
 """
 
@@ -33,9 +33,15 @@ class MatchSoftmaxAttention(Rewrite):
         q, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 5)
         rows = [torch.randn(2, 5, 4, 8).transpose(1, 2) for _ in range(3)]
         half = [each.bfloat16() for each in (q, q, q, mask)]
+
+        def blind(q: Tensor, m: Tensor) -> Tensor:
+            hidden = torch.where(torch.arange(5) == 2, float("-inf"), 0.0)
+            return rule.pattern(q, q, q, m + hidden[:, None], 0.3)
+
         return [
             Case("added mask", lambda q, k, v, m: rule.pattern(q, k, v, m, 0.3), (q, q, q, mask)),
             Case("soft-capped", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), (q, q, q, mask)),
+            Case("a row that sees nothing", blind, (q, mask)),
             Case("bfloat16", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), tuple(half)),
             Case(
                 "sinks", lambda q, k, v, m, s: rule.pattern_sinks(q, k, v, m, 0.3, s), (q, q, q, mask, torch.randn(4))
@@ -190,7 +196,7 @@ class MatchSoftmaxAttention(Rewrite):
     ) -> Tensor:
         if bias is not None:
             mask = bias.reshape(q.shape[0], q.shape[1], *bias.shape[1:]) + mask
-        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, None, sinks)
+        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, None, sinks, False)
         return result
 
 
