@@ -14,6 +14,7 @@ from torch.nn import functional
 from inlay.program.bindings import Role
 from inlay.program.text import dump
 from inlay.rewrite.schema import normalised
+from inlay.testing import program_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -359,6 +360,18 @@ def test_operands_of_attention() -> None:
     assert "has positions along another axis than attention expects" in _reason(sloped)
     sunk = _operand(captured(attend), 9, lambda graph, q: _call(graph, aten.select.int, q, 2, -1))
     assert _LAST in _reason(sunk)
+
+
+@pytest.mark.fast
+def test_attention_with_more_axes() -> None:
+    """The operator takes them, a cache does not."""
+
+    def attends(x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.inlay.attention(x, x, x, None, 0.5, True, 0, 0.0)
+        return made
+
+    program = program_of(attends, [torch.randn(1, 5, 2, 2, 4)])
+    assert "its operands are not [batch, heads, length, head]" in _reason(program)
 
 
 @pytest.mark.fast

@@ -131,6 +131,9 @@ def _without_attention(program: Program) -> Mixed | None:
 def _examine(program: Program, calls: list[fx.Node], options: Any) -> _Found | Mixed:
     if program.bindings.state:
         return Mixed(calls[0], "the model brings state of its own")
+    for call in calls:
+        if any(len(_shape(call, name)) != 4 for name in ("query", "key", "value")):
+            return Mixed(call, "its operands are not [batch, heads, length, head]")
     batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return Mixed(calls[0], f"its length is {length}, not dynamic")
