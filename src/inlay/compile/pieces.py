@@ -151,6 +151,6 @@ def _storage(node: fx.Node) -> Any:
 
 def _handed_on(node: fx.Node) -> fx.Node:
     """The value that came into a chain of calls which write to an operand and return it."""
-    while operands := list(written(node)):
+    while operands := written(node):
         node = operands[0]
     return node

@@ -75,11 +75,11 @@ def assert_rewrites(
 ) -> Program:
     """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
 
-    Numbers are compared on random inputs of the shapes, strides and dtypes of `args`, on large ones, on zeros, and at
-    other sizes where `axes` leave them open: exactly when the transform says it is exact, not at all when it says it
-    adds inputs. Inputs must stay what they were. On the way every value is held against what its node states: a fake
-    kernel must say what the real one makes. Metadata that is not a type or a source must not matter: the run is
-    repeated without any.
+    Numbers are compared on random inputs of the shapes and dtypes of `args`, laid out as they are, on large ones, on
+    zeros, and at other sizes where `axes` leave them open: exactly when the transform says it is exact, not at all when
+    it says it adds inputs. Inputs must stay what they were. On the way every value is held against what its node
+    states: a fake kernel must say what the real one makes. Metadata that is not a type or a source must not matter: the
+    run is repeated without any.
 
     >>> silu = torch.nn.functional.silu
     >>> two = [torch.ones(3), torch.ones(3)]

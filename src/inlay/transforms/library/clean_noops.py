@@ -48,6 +48,7 @@ class CleanNoops(Transform):
             Case("zero is added, which has no sign", lambda x: 1 / (x + 0), (x,)),
             Case("minus zero is taken away", lambda x: 1 / (x - -0.0), (x,)),
             Case("complex numbers", lambda x: (x * 1 + 0) / 1 * 2, (torch.view_as_complex(torch.randn(4, 2)),)),
+            Case("a complex zero", lambda x: (x + 0j).abs(), (x,)),
             Case("addition widens", lambda x: x + 0.0, (torch.arange(4),)),
             Case("two different transposes", lambda x: x.transpose(1, 2).transpose(0, 1).relu(), (x,)),
             Case("a copy in another layout", lambda x: (x.expand(4, 2, 3, 8) * 1).sigmoid(), (x,)),
@@ -101,13 +102,12 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 def _keeps_every_number(node: fx.Node, given: dict[str, Any]) -> bool:
     """Arithmetic that gives what it was given, zeros with their signs and what is not finite included."""
     value, number, alpha = given["self"].meta.get("val"), given["other"], given.get("alpha", 1)
-    if isinstance(number, (fx.Node, bool)) or alpha != 1 or not isinstance(value, torch.Tensor) or value.is_complex():
+    if type(number) not in (int, float) or alpha != 1 or not isinstance(value, torch.Tensor) or value.is_complex():
         return False
-    if node.target in (aten.mul.Tensor, aten.div.Tensor):
-        return bool(number == 1)
+    if number != (1 if node.target in (aten.mul.Tensor, aten.div.Tensor) else 0):
+        return False
     minus_zero = math.copysign(1.0, number) < 0
-    exact = not value.is_floating_point() or minus_zero == (node.target is aten.add.Tensor)
-    return bool(number == 0 and exact)
+    return number == 1 or not value.is_floating_point() or minus_zero == (node.target is aten.add.Tensor)
 
 
 def _same_type(node: fx.Node, source: fx.Node) -> bool:
