@@ -47,7 +47,7 @@ def _code(module: fx.GraphModule) -> str:
 def _assert_same_numbers(before: Callable[..., Any], after: Callable[..., Any], args: Any, tolerance: float) -> None:
     with torch.no_grad():
         for want, got in zip(tree_leaves(before(*args)), tree_leaves(after(*args)), strict=True):
-            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 # --- Inlay's own

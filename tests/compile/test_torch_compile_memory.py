@@ -145,7 +145,7 @@ def test_a_view_of_what_is_written_runs_as_it_came() -> None:
     view = fast(a, a.clone())
     view.add_(5)
     assert a.tolist() == [6.0, 1.0], "the result still is a part of the input"
-    assert "is a part of an input that is written to" in seen[0].notes[0]
+    assert "is a view of an input that is written to" in seen[0].notes[0]
 
 
 def test_outputs_that_share_memory() -> None:

@@ -53,7 +53,7 @@ def _check(shape: tuple[int, ...], how: dict[str, Any], window: int, before: lis
     assert found.dtype == dtype
     for row, held in enumerate(before):
         whole = [each[row : row + 1, :, : held + new] for each in (query, key, value)]
-        expected = inlay_ops.attention(*whole, None, rest[0], True, *rest[1:])
+        expected = inlay_ops.attention(*whole, None, rest[0], True, *rest[1:3], slopes=slopes, sinks=rest[4])
         tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-5
         torch.testing.assert_close(found[row], expected[0, :, held:], rtol=tolerance, atol=tolerance)
 

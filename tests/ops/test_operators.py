@@ -35,9 +35,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
         (*HEADS, None, 0.3, True, 0, 0.0),
         (*HEADS, None, 0.3, True, 3, 20.0),
-        (*HEADS, _x(2, 1, 5, 5), 0.3, False, 0, 0.0, None, _x(4)),
-        (*HEADS, _x(2, 1, 5, 5) > 0, 0.3, False, 0, 20.0, _x(4, 1, 1), None),
-        (*HEADS, None, 0.3, False, 0, 0.0, _x(4), _x(4)),
+        (*HEADS, _x(2, 1, 5, 5), 0.3, False, 0, 0.0, {"sinks": _x(4)}),
+        (*HEADS, _x(2, 1, 5, 5) > 0, 0.3, False, 0, 20.0, {"slopes": _x(4, 1, 1)}),
+        (*HEADS, None, 0.3, False, 0, 0.0, {"slopes": _x(4), "sinks": _x(4)}),
+        (*HEADS, _x(2, 1, 5, 5), 0.3, False, 0, 0.0, {"zero_rows": False}),
     ],
 }
 
@@ -53,7 +54,8 @@ def test_every_operator_has_samples() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_opcheck(name: str, args: tuple[Any, ...]) -> None:
-    torch.library.opcheck(getattr(inlay_ops, name).default, args)
+    options = args[-1] if isinstance(args[-1], dict) else {}
+    torch.library.opcheck(getattr(inlay_ops, name).default, args[: len(args) - bool(options)], options)
 
 
 def test_a_wrong_fake_kernel_is_found() -> None:
@@ -75,7 +77,7 @@ def test_alibi_adds_a_slope_a_head() -> None:
     hidden = torch.full((6, 6), float("-inf")).triu(1)
     scores = query @ query.transpose(2, 3) * 0.3 + bias + hidden
     expected = torch.softmax(scores, -1) @ query
-    actual = inlay_ops.attention(query, query, query, None, 0.3, True, 0, 0.0, slopes)
+    actual = inlay_ops.attention(query, query, query, None, 0.3, True, 0, 0.0, slopes=slopes)
     torch.testing.assert_close(actual, expected)
 
 
@@ -83,5 +85,5 @@ def test_sinks_take_their_share() -> None:
     query, sinks = _x(1, 2, 6, 8), torch.tensor([1.0, -2.0])
     exponents = torch.exp(query @ query.transpose(2, 3) * 0.3)
     weights = exponents / (exponents.sum(-1, keepdim=True) + torch.exp(sinks).view(1, 2, 1, 1))
-    actual = inlay_ops.attention(query, query, query, None, 0.3, False, 0, 0.0, None, sinks)
+    actual = inlay_ops.attention(query, query, query, None, 0.3, False, 0, 0.0, sinks=sinks)
     torch.testing.assert_close(actual, weights @ query)

@@ -331,12 +331,15 @@ def test_an_input_twice_as_long() -> None:
     assert "w: the size of an axis is computed from the length" in _reason(program)
 
 
-def _operand(program: Program, index: int, make: Callable[[fx.Graph, fx.Node], fx.Node]) -> Program:
+def _operand(program: Program, name: str, make: Callable[[fx.Graph, fx.Node], fx.Node]) -> Program:
     """The program with something else for an operand of its attention, made from the query."""
     call = next(node for node in program.graph.nodes if node.target is torch.ops.inlay.attention.default)
     with program.graph.inserting_before(call):
         made = make(program.graph, dict(normalised(call))["query"])
-    call.update_arg(index, made)
+    if name == "scale":
+        call.update_arg(4, made)
+    else:
+        call.update_kwarg(name, made)
     return program
 
 
@@ -352,13 +355,13 @@ def test_operands_of_attention() -> None:
     """Its scale is the length; a slope for each position; a sink that is the last position's."""
     aten = torch.ops.aten
     scaled = _operand(
-        captured(attend), 4, lambda graph, q: _call(graph, torch.sym_float, _call(graph, aten.sym_size.int, q, 2))
+        captured(attend), "scale", lambda graph, q: _call(graph, torch.sym_float, _call(graph, aten.sym_size.int, q, 2))
     )
     assert _AS_A_NUMBER in _reason(scaled)
-    sloped = _operand(captured(attend), 8, lambda graph, q: q)
-    sloped = _operand(sloped, 8, lambda graph, q: _call(graph, aten.neg.default, q))
+    sloped = _operand(captured(attend), "slopes", lambda graph, q: q)
+    sloped = _operand(sloped, "slopes", lambda graph, q: _call(graph, aten.neg.default, q))
     assert "has positions along another axis than attention expects" in _reason(sloped)
-    sunk = _operand(captured(attend), 9, lambda graph, q: _call(graph, aten.select.int, q, 2, -1))
+    sunk = _operand(captured(attend), "sinks", lambda graph, q: _call(graph, aten.select.int, q, 2, -1))
     assert _LAST in _reason(sunk)
 
 

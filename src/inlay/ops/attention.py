@@ -18,6 +18,7 @@ def attention(
     causal: bool,
     window: int,
     softcap: float,
+    *,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     zero_rows: bool = True,
@@ -27,8 +28,8 @@ def attention(
     Shapes are `[batch, heads, length, head]`. `causal` hides later positions, `window` (when not 0) those that many
     steps back or more; `mask` is boolean (true: seen) or added. `softcap` (when not 0) bounds scores by a tanh.
     `slopes`, of any shape, one a head, adds slope times position of the key (ALiBi); `sinks`, one a head, is a score
-    that takes its share of the softmax and leads nowhere. A row whose scores are all -inf gives 0, as torch's own
-    attention has it, or without `zero_rows` NaN, as a softmax has it.
+    that takes its share of the softmax and leads nowhere. A row whose scores are all -inf gives 0 with `zero_rows`, as
+    torch's own attention has it, or NaN, as a softmax has it; with sinks always 0, with a soft cap always NaN.
 
     >>> zeros = torch.zeros(1, 2, 3, 2)
     >>> attention(torch.zeros(1, 4, 3, 2), zeros, zeros + 1, None, 1.0, True, 0, 0.0).shape

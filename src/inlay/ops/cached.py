@@ -56,7 +56,7 @@ def cached_attention(
         else:
             mask = _seen(before, length, first, window)
             bias = slopes.reshape(-1) if slopes is not None else None
-            result = attention(rows, key, value, mask, scale, False, 0, softcap, bias, sinks)
+            result = attention(rows, key, value, mask, scale, False, 0, softcap, slopes=bias, sinks=sinks)
         if batch == 1 and result.transpose(1, 2).is_contiguous():
             return result
         results[index : index + 1] = result

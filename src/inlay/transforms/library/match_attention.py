@@ -92,10 +92,10 @@ class MatchAttention(Transform):
                 if node.target not in (_SDPA, _CANONICAL):
                     continue
                 reason = _refuse(node) if node.target is _SDPA else ""
-                arguments = _arguments(node, masks) if not reason else ()
+                arguments = _arguments(node, masks) if not reason else {}
                 if reason:
                     applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
-                elif node.target is _CANONICAL and arguments == tuple(value for _, value in normalised(node)):
+                elif node.target is _CANONICAL and arguments == dict(normalised(node)):
                     continue
                 elif self.takes(node):
                     applied.places.append(node.name)
@@ -126,7 +126,7 @@ def _refuse(node: fx.Node) -> str:
     return ""
 
 
-def _arguments(node: fx.Node, masks: Masks) -> tuple[Any, ...]:
+def _arguments(node: fx.Node, masks: Masks) -> dict[str, Any]:
     """The arguments of the canonical operator for this node: heads not repeated, the mask as flags where it is one."""
     given: dict[str, Any] = dict(normalised(node))
     query, key, value = given["query"], given["key"], given["value"]
@@ -146,8 +146,9 @@ def _arguments(node: fx.Node, masks: Masks) -> tuple[Any, ...]:
         if meaning.known and _fits(mask, query, key, exactly=meaning.causal):
             causal, window, mask = meaning.causal, meaning.window, None
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
-    flags = (float(scale), causal, window, given.get("softcap", 0.0))
-    return query, key, value, mask, *flags, slopes, given.get("sinks"), given.get("zero_rows", True)
+    asked = {"query": query, "key": key, "value": value, "mask": mask, "scale": float(scale), "causal": causal}
+    options = {"slopes": slopes, "sinks": given.get("sinks"), "zero_rows": given.get("zero_rows", True)}
+    return asked | {"window": window, "softcap": given.get("softcap", 0.0)} | options
 
 
 def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
@@ -174,9 +175,13 @@ def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx
     return None, mask
 
 
-def _replace(graph: fx.Graph, node: fx.Node, arguments: tuple[Any, ...]) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, arguments: dict[str, Any]) -> None:
+    schema = _CANONICAL._schema.arguments
+    operands = tuple(arguments[each.name] for each in schema if not each.kwarg_only)
+    usual = {each.name: each.default_value for each in schema if each.kwarg_only}
+    options = {name: arguments[name] for name in usual if arguments[name] is not usual[name]}
     with graph.inserting_before(node):
-        new = graph.call_function(_CANONICAL, arguments[:-1] if arguments[-1] else arguments)
+        new = graph.call_function(_CANONICAL, operands, options)
     new.meta = {"val": node.meta["val"]} | provenance(node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

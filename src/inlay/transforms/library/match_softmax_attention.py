@@ -196,7 +196,8 @@ class MatchSoftmaxAttention(Rewrite):
     ) -> Tensor:
         if bias is not None:
             mask = bias.reshape(q.shape[0], q.shape[1], *bias.shape[1:]) + mask
-        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, None, sinks, False)
+        options = {"sinks": sinks, "zero_rows": bool(softcap) or sinks is not None}
+        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, **options)
         return result
 
 
