@@ -59,6 +59,7 @@ def test_graph_dump(tmp_path: Path) -> None:
     assert '"transform": "fuse_gemms"' in printed
 
 
+@pytest.mark.nightly
 def test_add_fusion(tmp_path: Path) -> None:
     name = "conv1d_tanh_sigmoid_mul"
     printed = _follow("add-fusion", tmp_path, MODEL="mixer:mixer", NAME=name, KERNEL="--kernel triton")

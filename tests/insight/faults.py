@@ -50,7 +50,10 @@ class Spot:
     def put(self, **arguments: Any) -> None:
         """Give the call other arguments."""
         given = {**self.arguments(), **arguments}
-        self.the_call().args, self.the_call().kwargs = tuple(given.values()), {}
+        call = self.the_call()
+        by_name = {each.name for each in call.target._schema.arguments if each.kwarg_only}  # type: ignore[union-attr]
+        call.args = tuple(value for name, value in given.items() if name not in by_name)
+        call.kwargs = {name: value for name, value in given.items() if name in by_name}
 
     def insert(self, function: Callable[[Tensor], Tensor], value: fx.Node, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):

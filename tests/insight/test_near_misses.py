@@ -245,8 +245,8 @@ def test_the_same_in_several_layers_is_one_finding() -> None:
 
 
 def test_spoiled_places_are_explained() -> None:
-    wrong = [str(verdict) for verdict in verdicts(seed=100, count=42, architectures=SOME) if not verdict.ok]
-    assert len(wrong) <= 2, "\n".join(wrong)
+    wrong = [str(verdict) for verdict in verdicts(seed=100, count=24, architectures=SOME) if not verdict.ok]
+    assert len(wrong) <= 1, "\n".join(wrong)
 
 
 def _assert_same_numbers(seed: int, count: int, architectures: tuple[str, ...]) -> None:
@@ -256,7 +256,7 @@ def _assert_same_numbers(seed: int, count: int, architectures: tuple[str, ...]) 
 
 
 def test_numbers_where_a_changed_place_still_matches() -> None:
-    _assert_same_numbers(seed=7, count=8, architectures=SOME)
+    _assert_same_numbers(seed=7, count=4, architectures=SOME)
 
 
 @pytest.mark.nightly

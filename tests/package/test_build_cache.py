@@ -84,10 +84,10 @@ class TestHit:
         assert is_right(tmp_path / "two")
 
     def test_a_decoder(self, model_folder: Path, tmp_path: Path, work: Counter[str]) -> None:
-        """With quantised weights, a cache, two buckets and a tokenizer."""
+        """With quantised weights, a cache and a tokenizer."""
         import inlay
 
-        options = Options(max_length=ROOM, max_batch=2, weights="int8")
+        options = Options(max_length=ROOM, max_batch=2, weights="int8", buckets=())
         first = build(str(model_folder), tmp_path / "one", options)
         work.clear()
         second = build(str(model_folder), tmp_path / "two", options)

@@ -38,8 +38,8 @@ def _assert_sound(report: dict[str, Any], places: int, fired: int) -> None:
     assert {name for name in seldom if not registry()[name].adds_inputs} == set()
 
 
-def test_a_thousand_places(tmp_path: Path) -> None:
-    _assert_sound(run(200, 0, [], tmp_path), places=1_000, fired=5)
+def test_some_hundred_places(tmp_path: Path) -> None:
+    _assert_sound(run(80, 0, [], tmp_path), places=400, fired=1)
 
 
 @pytest.mark.nightly

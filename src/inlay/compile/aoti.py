@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tempfile
+import threading
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +37,11 @@ _LEVELS: dict[str, dict[str, Any]] = {
     "native": {},
     "portable": {"cpp.march": native.LEVELS["portable"], "cpp.simdlen": 256},
 }
+
+_HEADERS = Path(__file__).parent / "headers"
+_INCLUDES = "CPLUS_INCLUDE_PATH"
+_COMPILING = threading.Lock()
+"""Where compilers look for headers is said by the environment, which all threads share."""
 
 _UNSIZED = "the compiler does not say how large its results are"
 
@@ -100,13 +108,44 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
             },
         }
         module: Any = exported.module(check_guards=False)
-        inductor.aot_compile(module, args, kwargs, options=options)
+        with _lean_headers():
+            inductor.aot_compile(module, args, kwargs, options=options)
         found = Path(folder)
         library = (found / "piece.so").read_bytes()
         source = next(found.glob("*.wrapper.cpp")).read_text()
         calls = next(iter(found.glob("*.wrapper.json")), None)
         nodes = json.loads(calls.read_text())["nodes"] if calls else []
     return Built(library, source, nodes, _constants(program, source), tuple(watching.accesses))
+
+
+@contextmanager
+def _lean_headers() -> Iterator[None]:
+    """Wrappers without the standard library's regular expressions, which cost half of their compile time.
+
+    Tested on torch 2.13; where torch's header uses them in another way, it gets what it asks for.
+    """
+    import torch
+
+    runtime = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime"
+    used = [line.strip() for file in runtime.glob("*.h") for line in file.read_text().splitlines() if "regex" in line]
+    known = [
+        "#include <regex>",
+        'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");',
+        "bool matched = std::regex_match(device_str, sm, re);",
+    ]
+    if used != known:
+        yield
+        return
+    with _COMPILING:
+        before = os.environ.get(_INCLUDES)
+        os.environ[_INCLUDES] = os.pathsep.join([str(_HEADERS), *([before] if before else [])])
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_INCLUDES]
+            else:
+                os.environ[_INCLUDES] = before
 
 
 def _constants_as_buffers(program: Program) -> Program:

@@ -166,8 +166,9 @@ def _of_sources(modules: Iterable[str]) -> dict[str, str]:
         if file.stat().st_mtime > began:
             raise NotCacheable(f"{name} was changed after this program began, which may run what it was before.")
     found = {f"source {name}": value for name, (_, value) in read.files.items()}
-    for file in sorted(Path(native.__file__).parent.glob("*.[hc]*")):
-        found[f"source inlay/ops/native/{file.name}"] = _hash(file.read_bytes())
+    headers = (Path(__file__).parent / "headers").iterdir()
+    for file in sorted([*Path(native.__file__).parent.glob("*.[hc]*"), *headers]):
+        found[f"source inlay/{file.relative_to(Path(__file__).parents[1])}"] = _hash(file.read_bytes())
     return found | {f"package {name}": value for name, value in read.packages.items()}
 
 
