@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.errors import UsageError
+from inlay.errors import PackageError, UsageError
 from inlay.program.bindings import Role, tensor_text
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ class _Cache:
         if not {"input_ids", "slots", "lengths"} <= taken or not shapes or not scores:
             return None
         slots, _, room, _ = shapes[0]
-        return cls(int(slots), int(room), int(scores[0]))
+        if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
+            raise PackageError(f"The cache has {slots} slots of {room} rows, and {scores[0]} tokens: no numbers.")
+        return cls(slots, room, scores[0])
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse what lies outside, before anything is written."""
