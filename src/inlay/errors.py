@@ -34,6 +34,8 @@ class ExitCode(IntEnum):
     """A transform did not match as often as it must."""
     PACKAGE = 8
     """A package is damaged, does not fit this machine, or is none."""
+    MACHINE = 9
+    """The machine has no more of what is needed: space on a disk, a free port."""
     INTERNAL = 70
     """A defect of Inlay: please report it."""
 
@@ -54,6 +56,12 @@ class InlayError(Exception):
 
     def __str__(self) -> str:
         return f"{self.problem} {self.remedy}".strip()
+
+
+class MachineError(InlayError):
+    """The machine has no more of what is needed."""
+
+    exit_code = ExitCode.MACHINE
 
 
 class UsageError(InlayError):

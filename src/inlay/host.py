@@ -63,6 +63,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
 
 
+def private_folder(folder: Path) -> Path:
+    """A folder that nobody else can write to, made if it is not there: what lies in it is loaded as code.
+
+    Raises PermissionError where it belongs to somebody else.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user, who could put code there")
+    if found.st_mode & 0o022:
+        folder.chmod(0o700)
+    return folder
+
+
 def started() -> float:
     """When this process began, in seconds since 1970: what is older is still what it was when it was imported."""
     try:

@@ -27,7 +27,7 @@ def _idle(figures: dict[str, float]) -> bool:
 
 def _ask(line: socket.socket, body: dict[str, Any]) -> None:
     content = httpx.Request("POST", "http://server/v1/completions", json=body).content
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: server\r\nContent-Length: {len(content)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     line.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
 
 
@@ -69,7 +69,9 @@ def test_clients_that_go_while_they_send(server: Server) -> None:
     before = server.figures()
     for cut in (0, 10, 60, 130):
         with socket.create_connection(("127.0.0.1", server.port), SECONDS) as line:
-            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n{" + b" " * 99)
+            line.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{" + b" " * 99
+            )
             line.sendall(b"x" * cut)
     after = server.wait_until(_idle)
     assert after["accepted_total"] == before["accepted_total"]

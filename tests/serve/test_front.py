@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from inlay.cli.sizes import bytes_of
 from inlay.errors import UsageError
 from inlay.serve.keys import Keys, read_keys
 from inlay.serve.logs import Lines
 from inlay.serve.places import Places
 from inlay.serve.run import SEND_BUFFER, bind
-from inlay.serve.settings import bytes_of, is_loopback
+from inlay.serve.settings import is_loopback
 from serve.servers import SECONDS, Server, prompt, stream
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def test_a_large_body_is_not_read(locked: Server) -> None:
         assert client.post(f"{locked.url}/v1/completions", content=endless()).status_code == 413
         assert client.post(f"{locked.url}/v1/completions", content=b" " * 4097).status_code == 413
         for length in ("9" * 30, "-1", "x"):
-            raw = _raw(locked, f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
+            raw = _raw(locked, f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n"
                                "Authorization: Bearer sk-one\r\n\r\n")  # fmt: skip
             assert raw.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
 
@@ -316,7 +317,7 @@ def test_small_answers_are_sent_at_once() -> None:
 
 @pytest.mark.fast
 def test_sizes_and_addresses() -> None:
-    assert bytes_of("1.5K") == 1536
+    assert (bytes_of("1.5K"), bytes_of("8GB"), bytes_of("8G")) == (1536, 8 * 10**9, 8 << 30)
     with pytest.raises(UsageError, match="not a size"):
         bytes_of("much")
     assert not is_loopback("example.org")

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.sizes import bytes_text
+from inlay.cli.sizes import bytes_of, bytes_text
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @app.command("ls")
@@ -85,7 +84,7 @@ def limit(
 
         cache = BuildCache()
         if size:
-            cache.limit = size_bytes(size)
+            cache.limit = bytes_of(size)
         out.print(f"The cache may hold {bytes_text(cache.limit)}.")
 
 
@@ -99,18 +98,6 @@ def span(text: str) -> float:
     if not found:
         raise UsageError(f"{text!r} is no span of time.", "Write 30m, 12h, 7d or 4w.")
     return float(found[1]) * _SPANS[found[2]]
-
-
-def size_bytes(text: str) -> int:
-    """Bytes from what people write.
-
-    >>> size_bytes("8GB"), size_bytes("500 mb")
-    (8000000000, 500000000)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", text.strip().upper())
-    if not found:
-        raise UsageError(f"{text!r} is no size.", "Write 500MB or 8GB.")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def span_text(seconds: float) -> str:

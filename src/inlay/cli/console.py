@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from inlay.errors import ExitCode, InlayError, one_line
+from inlay.errors import ExitCode, InlayError, MachineError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +34,9 @@ class Settings:
 
 
 settings = Settings()
+QUIET_SECONDS = 2.0
+"""Where nobody looks at a terminal, what is done by then needs no word."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -40,13 +45,13 @@ def failing_kindly() -> Iterator[None]:
     try:
         yield
     except InlayError as error:
-        if settings.debug:
-            err.print(traceback.format_exc(), markup=False)
-        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(int(error.exit_code)) from error
+        _fail(full_disk(error) or error)
     except (typer.Exit, typer.Abort, KeyboardInterrupt, BrokenPipeError):
         raise
     except Exception as error:
+        full = full_disk(error)
+        if full is not None:
+            _fail(full)
         if settings.debug:
             err.print(traceback.format_exc(), markup=False)
         text = f"{type(error).__name__}: {one_line(error)}"
@@ -58,19 +63,44 @@ def failing_kindly() -> Iterator[None]:
         raise typer.Exit(int(ExitCode.INTERNAL)) from error
 
 
+def _fail(error: InlayError) -> NoReturn:
+    if settings.debug:
+        err.print(traceback.format_exc(), markup=False)
+    err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+    raise typer.Exit(int(error.exit_code)) from error
+
+
+def full_disk(error: BaseException) -> MachineError | None:
+    """What to tell where a disk is full; compilers say so in words of their own.
+
+    >>> print(full_disk(OSError(errno.ENOSPC, "No space left on device", "/data/package/weights.bin")))
+    There is no space left for /data/package/weights.bin. Free some, or write to another disk.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            where = str(cause.filename or f"temporary files in {tempfile.gettempdir()}")
+            return MachineError(f"There is no space left for {where}.", "Free some, or write to another disk.")
+        if "No space left on device" in str(cause):
+            where = f"{tempfile.gettempdir()}, where the compiler works"
+            return MachineError(f"There is no space left in {where}.", "Free some, or set TMPDIR to another disk.")
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
 @contextmanager
 def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
-    """A bar over named steps, with the time so far and what is left, on the terminal only.
+    """A bar over named steps, with the time so far and what is left; without a terminal a line for each.
 
     `steps` says what steps there will be and how long they take relative to each other; a step is known by the first
     word of its name, and one more of a kind makes the whole longer.
     """
     if not err.is_terminal:
-        yield lambda step: None
+        yield _lines(time.monotonic())
         return
     columns = (
         TextColumn("{task.description:<32}"),
@@ -95,6 +125,17 @@ def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
             bar.update(task, description=name, total=total, left=f"about {left:.0f} s left" if left else "")
 
         yield step
+
+
+def _lines(start: float) -> Callable[[str], None]:
+    """Steps as lines, from the moment on when somebody may wonder."""
+
+    def step(name: str) -> None:
+        seconds = time.monotonic() - start
+        if name and seconds > QUIET_SECONDS:
+            err.print(f"{seconds:4.0f} s  {name}", markup=False, soft_wrap=True)
+
+    return step
 
 
 def print_json(value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import failing_kindly, out
+from inlay.cli.sizes import bytes_of
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def serve(
     host_cache_memory: Annotated[
         str, typer.Option("--host-cache-memory", help="For what is pushed out of the cache.")
     ] = "0",
+    read_seconds: Annotated[
+        float, typer.Option("--read-seconds", min=0.1, help="Cut off a client whose header or body takes longer.")
+    ] = 30.0,
     write_seconds: Annotated[
         float, typer.Option("--write-seconds", min=0.1, help="Cut off a client that reads nothing for so long.")
     ] = 60.0,
@@ -50,7 +54,8 @@ def serve(
     ] = None,
     kv_replay: Annotated[str | None, typer.Option("--kv-replay", help="Where missed events are asked for.")] = None,
     kv_routes: Annotated[
-        bool | None, typer.Option("--kv-routes/--no-kv-routes", help="The same over HTTP; else only without keys.")
+        bool | None,
+        typer.Option("--kv-routes/--no-kv-routes", help="The same over HTTP; else on loopback without keys."),
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", min=0, help="How long answers may take to end after SIGTERM.")
@@ -66,7 +71,7 @@ def serve(
     """
     with failing_kindly():
         from inlay.serve.keys import read_keys
-        from inlay.serve.settings import Settings, bytes_of, is_loopback
+        from inlay.serve.settings import Settings, is_loopback, is_watched, names_of
 
         keys = read_keys(api_key_file)
         if not keys and not is_loopback(host) and not insecure:
@@ -83,8 +88,11 @@ def serve(
             max_prompt=max_prompt,
             max_tokens=max_tokens,
             max_body=bytes_of(max_body),
+            header_seconds=read_seconds,
+            body_seconds=read_seconds,
             write_seconds=write_seconds,
-            kv_routes=not keys if kv_routes is None else kv_routes,
+            kv_routes=is_watched(host, bool(keys)) if kv_routes is None else kv_routes,
+            hosts=names_of(host),
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
         host_bytes = bytes_of(host_cache_memory)

@@ -117,6 +117,7 @@ class BuildCache:
         except OSError:
             yield None
             return
+        host.private_folder(self.folder)
         try:
             lock(handle, TOGETHER)
             yield _read(folder) if is_still(handle, folder) else None
@@ -126,7 +127,7 @@ class BuildCache:
     @contextmanager
     def building(self, key: str, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Nobody else builds what has this key: who waited for it finds it built."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        host.private_folder(self.folder)
         with held(self.folder / f"{_LOCK}{key}", on_wait):
             yield
 
@@ -195,7 +196,7 @@ class BuildCache:
 
     @limit.setter
     def limit(self, size: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        host.private_folder(self.folder)
         with locked(self.folder):
             new = self.folder / ".limit.new"
             new.write_text(str(size))
@@ -209,7 +210,7 @@ class BuildCache:
     @contextmanager
     def _staged(self) -> Iterator[Path]:
         """A folder to write an entry into. It is gone afterwards, unless it was renamed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        host.private_folder(self.folder)
         with locked(self.folder):
             self._sweep()
             folder = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self.folder))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import shutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from inlay.compile.calls import encode
 from inlay.compile.kernels import choose
 from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow, WeightsFile
 from inlay.compile.plan import plan
-from inlay.errors import UsageError, nearest
+from inlay.errors import MachineError, UsageError, nearest
 from inlay.ops import native
 from inlay.program.bindings import Role
 from inlay.program.weights import Derived
@@ -103,6 +105,7 @@ def pack(
 ) -> Manifest:
     """Compile what has to be for processors of a level, and write the package."""
     with store.staged(path) as folder:
+        _check_space(lowered.program, folder)
         native.copy(folder / native.NAME, level)
         buckets = _compiled(lowered, folder, on_step, level)
         rows, read, initial = _weights(lowered, buckets)
@@ -123,6 +126,18 @@ def pack(
         manifest = completed(draft, folder, contents, read, on_step)
         store.publish(path, folder, manifest.text())
     return manifest
+
+
+def _check_space(program: Program, folder: Path) -> None:
+    """Refuse now what would fail after all is compiled."""
+    rows = program.bindings.of(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+    needed = sum(math.prod(map(int, row.shape)) * getattr(torch, row.dtype).itemsize for row in rows if row.is_tensor)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise MachineError(
+            f"The weights take {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB left.",
+            "Free some, or write to another disk.",
+        )
 
 
 def completed(

@@ -178,10 +178,14 @@ class Engine:
         free = len(self._running) < self.slots
         with self._changed:
             waiting = [
-                Ask(each.answer.id, each.answer.id, each.answer.request.priority) for each in self._waiting.values()
+                Ask(each.answer.id, each.answer.id, each.answer.request.priority, each.answer.request.owner)
+                for each in self._waiting.values()
             ]
         running = [
-            Running(each.answer.id, each.answer.id, each.slot, each.left, each.answer.request.priority)
+            Running(
+                *(each.answer.id, each.answer.id, each.slot, each.left),
+                *(each.answer.request.priority, each.answer.request.owner),
+            )
             for each in self._running.values()
         ]
         plan = schedule(waiting if free else (), running, self._limits)

@@ -34,6 +34,8 @@ class Request:
     """Higher ones are taken first; what they leave in the cache goes last."""
     salt: str = ""
     """Requests share what is cached only with those of the same salt."""
+    owner: str = ""
+    """Whose it is: a slot that becomes free goes to those who have the fewest. Without one, to who came first."""
     timeout: float | None = None
     """Seconds from being asked until the answer ends, complete or not."""
 

@@ -7,6 +7,7 @@ What it is given and what it gives are tuples: they are made at every step, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +37,8 @@ class Ask(NamedTuple):
     """Its number in the order of arrival."""
     priority: int = 0
     """Higher ones are taken first."""
+    owner: str = ""
+    """Whose it is; among equal priorities those are taken first who have the fewest slots."""
 
 
 class Running(NamedTuple):
@@ -47,6 +50,7 @@ class Running(NamedTuple):
     left: int
     """Tokens of its prompt that were not read yet; 0: it answers."""
     priority: int = 0
+    owner: str = ""
 
 
 class Step(NamedTuple):
@@ -73,10 +77,13 @@ def schedule(waiting: Iterable[Ask], running: Sequence[Running], limits: Limits)
     Step(join=(), answer=(8,), padding=(), read=((7, 64),))
     >>> schedule([], [long], limits).read
     ((7, 500),)
+    >>> greedy, other = [Ask(id, id, owner="a") for id in range(4)], Ask(9, 9, owner="b")
+    >>> schedule([*greedy, other], [], limits).join
+    ((0, 0), (9, 1))
     """
     taken = {each.slot for each in running}
     free = [slot for slot in range(limits.slots) if slot not in taken]
-    joining = sorted(waiting, key=lambda each: (-each.priority, each.arrived))[: len(free)]
+    joining = _joining(list(waiting), running, len(free))
     answer = sorted((each for each in running if not each.left), key=lambda each: each.slot)
     return Step(
         tuple((each.id, slot) for each, slot in zip(joining, free, strict=False)),
@@ -84,6 +91,19 @@ def schedule(waiting: Iterable[Ask], running: Sequence[Running], limits: Limits)
         tuple(_padding(len(answer), free[len(joining) :], limits.batches)),
         tuple(_reading(running, limits.chunk if answer else limits.alone)),
     )
+
+
+def _joining(waiting: list[Ask], running: Sequence[Running], most: int) -> list[Ask]:
+    """Who gets a slot: by priority, then who has the fewest, then who came first."""
+    has = Counter(each.owner for each in running)
+    has[""] = 0
+    joining: list[Ask] = []
+    while waiting and len(joining) < most:
+        first = min(waiting, key=lambda each: (-each.priority, has[each.owner], each.arrived))
+        has[first.owner] += bool(first.owner)
+        waiting.remove(first)
+        joining.append(first)
+    return joining
 
 
 def _reading(running: Sequence[Running], most: int) -> Iterable[tuple[int, int]]:

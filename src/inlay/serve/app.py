@@ -104,9 +104,9 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
         raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
     prompts = await convert.encode(asked, serving.engine.text, serving.bounds)
-    wanted = convert.requests(asked, prompts, serving.bounds, state["tenant"])
-    if len(wanted) > serving.places.most:
-        message = f"These are {len(wanted)} answers, and this server makes {serving.places.most} at once."
+    wanted = convert.requests(asked, prompts, serving.bounds, state["tenant"], state["tenant"] or state["record"].id)
+    if len(wanted) > max(1, serving.places.share):
+        message = f"These are {len(wanted)} answers, and one request may have {serving.places.share} at once."
         raise ApiError(400, message, param="n" if choices > 1 else "prompt")
     state["place"].more(len(wanted) - 1)
     answers = Answers(_submit(wanted, serving), choices, state["record"])

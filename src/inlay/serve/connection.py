@@ -1,12 +1,16 @@
-"""A connection that can be cut off, whatever is still to be sent on it."""
+"""A connection that ends: when no request comes, when one does not come to an end, or when there are too many."""
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from inlay.serve.errors import ApiError
 
 if TYPE_CHECKING:
     import asyncio
@@ -15,15 +19,76 @@ STUCK_SECONDS = 60.0
 """How long a connection that is to be closed may wait for a reader."""
 FORGET = struct.pack("ii", 1, 0)
 """What is not sent when a socket is closed is thrown away, and the other side told so."""
+MOST = 1024
+"""Connections at once, where the system allows that many files."""
+OTHER_FILES = 64
+"""Files that the process needs beside connections."""
+
+
+def most_connections() -> int:
+    """How many connections may be open at once."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if allowed == resource.RLIM_INFINITY else max(1, min(MOST, allowed - OTHER_FILES))
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's connection. Closing one waits until its reader has taken everything, which may be never."""
+    """uvicorn's connection, with limits.
+
+    `header_seconds` after it was opened, or after the first byte of a later request, the header has to be complete.
+    Where there are too many connections, the oldest one that is not being answered is closed: a newcomer who asks
+    quickly is served, however many others hold a line and say nothing.
+    """
+
+    header_seconds = 30.0
+    most = MOST
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Let applications cut it off."""
+        """Let applications cut it off, and wait for a request."""
         self.app_state: dict[str, Any] = {**self.app_state, "abort": self.abort}
         super().connection_made(transport)
+        self._since = monotonic()
+        self._waiting: asyncio.TimerHandle | None = self.loop.call_later(self.header_seconds, self._too_slow)
+        if len(self.connections) > self.most:
+            idle = [each for each in self.connections if not each.is_answered]
+            min(idle, key=lambda each: each._since, default=self).abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._wait(False)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request: its header has to be complete in time."""
+        super().data_received(data)
+        self._wait(not self.is_asked)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the header of a request is there, and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the whole of a request is there, and its answer is not complete."""
+        return self.is_asked and not self.cycle.more_body
+
+    def _wait(self, header: bool) -> None:
+        if not header and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        elif header and self._waiting is None:
+            self._waiting = self.loop.call_later(self.header_seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._waiting = None
+        if self.is_asked or self.transport.is_closing():
+            return
+        seconds = f"{self.header_seconds:.0f} s"
+        body = ApiError(408, f"No request came in within {seconds}.", code="timeout").body()
+        head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+        self.loop.call_later(STUCK_SECONDS, self.abort)
 
     def timeout_keep_alive_handler(self) -> None:
         """Nobody asks any more on this connection."""

@@ -24,6 +24,8 @@ ASIDE = 4096
 """Characters from which on a prompt is read in another thread: others wait for the event loop."""
 DEFAULT_TOKENS = 16
 """What OpenAI's older route makes unless told."""
+CHAT_TOKENS = 1024
+"""What an answer in a conversation has at most unless told: a model that does not end would take a slot to its end."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ async def encode(asked: ChatRequest | CompletionRequest, text: Text, bounds: Bou
 
 
 def requests(
-    asked: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: Bounds, salt: str
+    asked: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: Bounds, salt: str, owner: str
 ) -> list[Request]:
     """A request to the engine for each choice, those of the first prompt first."""
     tokens, stop = _tokens(asked, bounds), asked.stop or ()
@@ -71,6 +73,7 @@ def requests(
             ignore_eos=bool(asked.ignore_eos),
             logprobs=_logprobs(asked),
             salt=f"{salt}/{asked.cache_salt}" if asked.cache_salt else salt,
+            owner=owner,
         )
         for prompt in prompts
         for choice in range(asked.n or 1)
@@ -130,7 +133,7 @@ def _too_long(what: str, param: str | None = None) -> ApiError:
 def _tokens(asked: ChatRequest | CompletionRequest, bounds: Bounds) -> int:
     if isinstance(asked, ChatRequest):
         name = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
-        tokens = asked.max_completion_tokens or asked.max_tokens or bounds.tokens
+        tokens = asked.max_completion_tokens or asked.max_tokens or min(CHAT_TOKENS, bounds.tokens)
     else:
         name, tokens = "max_tokens", asked.max_tokens or min(DEFAULT_TOKENS, bounds.tokens)
     if tokens > bounds.tokens:

@@ -10,7 +10,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from inlay.serve.errors import ApiError, draining
+from inlay.serve.errors import ApiError, draining, overloaded
 from inlay.serve.logs import Record
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Routes that need a place."""
 KNOWN = OPEN | ANSWERING | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
 """Routes that are counted apart."""
+COMING = 64
+"""Requests of the largest size that may be on their way at once: what is not complete is in memory."""
 ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -38,6 +40,8 @@ class Front:
 
     def __init__(self, app: App, serving: Serving) -> None:
         self._app, self._serving = app, serving
+        self._coming = 0
+        """Bytes of requests that are not complete."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, from its headers to its line in the log."""
@@ -66,6 +70,9 @@ class Front:
         serving, path = self._serving, scope["path"]
         state = scope.setdefault("state", {})
         state["record"] = record
+        if serving.settings.hosts and host_of(headers.get(b"host", b"")) not in serving.settings.hosts:
+            message = f"This server is {' or '.join(serving.settings.hosts)}. Ask for it by that name."
+            raise ApiError(421, message, code="wrong_host")
         if path not in OPEN:
             state["tenant"] = serving.keys.tenant(headers.get(b"authorization", b""))
             if state["tenant"] is None:
@@ -75,14 +82,43 @@ class Front:
             return
         if serving.draining:
             raise draining()
-        place: Place = serving.places.take()
+        body = await self._read(receive, headers)
+        if body is None:
+            return
+        place: Place = serving.places.take(state["tenant"])  # after the body: who sends it slowly keeps nobody out
         state["place"] = place
         try:
-            body = await _read(receive, headers, serving.settings.max_body, serving.settings.body_seconds)
-            if body is not None:
-                await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, _replay(body, receive), send)
         finally:
             place.give_back(answered=record.status == 200)
+
+    async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
+        """The body, or None if the client goes away before it is whole."""
+        most, seconds = self._serving.settings.max_body, self._serving.settings.body_seconds
+        too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    body += part
+                    self._coming += len(part)
+                    if len(body) > most:
+                        raise too_large
+                    if self._coming > COMING * most:
+                        raise overloaded(seconds)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"The request did not come in within {seconds:.0f} s.", code="timeout") from None
+        finally:
+            self._coming -= len(body)
 
 
 async def refuse(error: ApiError, send: Send) -> None:
@@ -91,28 +127,6 @@ async def refuse(error: ApiError, send: Send) -> None:
     headers = [*error.raw_headers(), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _read(receive: Receive, headers: dict[bytes, bytes], most: int, seconds: float) -> bytes | None:
-    """The body, or None if the client goes away before it is whole."""
-    too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
-    length = headers.get(b"content-length", b"")
-    if length.isdigit() and (len(length) > 18 or int(length) > most):
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
-                if len(body) > most:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(408, f"The request did not come in within {seconds:.0f} s.", code="timeout") from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -127,6 +141,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return message
 
     return again
+
+
+def host_of(header: bytes) -> str:
+    """The name of a server in a Host header, without its port.
+
+    >>> host_of(b"localhost:8000"), host_of(b"127.0.0.1"), host_of(b"[::1]:80"), host_of(b"")
+    ('localhost', '127.0.0.1', '::1', '')
+    """
+    text = header.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def _id(headers: dict[bytes, bytes]) -> str:

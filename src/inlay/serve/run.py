@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import socket
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from inlay.compile import store
-from inlay.errors import UsageError
+from inlay.errors import MachineError, UsageError
 from inlay.serve.app import application
-from inlay.serve.connection import Connection
+from inlay.serve.connection import Connection, most_connections
 from inlay.serve.logs import ToLines
 from inlay.serve.serving import Serving
 
@@ -51,6 +52,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         super().__init__(config)
+        Connection.header_seconds, Connection.most = serving.settings.header_seconds, most_connections()
         self._serving, self._seconds, self._ready = serving, drain_seconds, ready
         self._draining: asyncio.Task[None] | None = None
 
@@ -93,7 +95,9 @@ def bind(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except (OSError, OverflowError) as error:
         found.close()
-        raise UsageError(f"Nothing can be served at {host} port {port}: {error}.", "Choose another --port.") from error
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        problem = f"Nothing can be served at {host} port {port}: {error}."
+        raise (MachineError if taken else UsageError)(problem, "Choose another --port.") from error
     return found
 
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from dataclasses import dataclass
-
-from inlay.errors import UsageError
-
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -30,20 +25,32 @@ class Settings:
     """How long a request may take to come in."""
     write_seconds: float = 60.0
     """How long a reader may take nothing before it is cut off."""
+    header_seconds: float = 30.0
+    """How long the header of a request may take to come in."""
     kv_routes: bool = True
     """Whether the cache can be watched over HTTP: tokens of all requests."""
+    hosts: tuple[str, ...] = ()
+    """Names that a request may call the server by; any, where there are none."""
 
 
-def bytes_of(text: str) -> int:
-    """A size as people write it.
+def names_of(host: str) -> tuple[str, ...]:
+    """What requests may call a server by that listens at a host; anything, if other machines can connect.
 
-    >>> bytes_of("512M"), bytes_of("2GiB"), bytes_of("100")
-    (536870912, 2147483648, 100)
+    A page in a browser may point a name of its own at this machine, and would read along.
+
+    >>> names_of("127.0.0.1"), names_of("0.0.0.0")
+    (('127.0.0.1', 'localhost', '::1'), ())
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise UsageError(f"{text!r} is not a size.", "Such as 512M or 2G.")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return tuple(dict.fromkeys((host, "localhost", "127.0.0.1", "::1"))) if is_loopback(host) else ()
+
+
+def is_watched(host: str, has_keys: bool) -> bool:
+    """Whether the cache may be watched by whoever can ask, unless somebody says otherwise: it shows everybody's tokens.
+
+    >>> is_watched("127.0.0.1", has_keys=False), is_watched("127.0.0.1", has_keys=True), is_watched("0.0.0.0", False)
+    (True, False, False)
+    """
+    return is_loopback(host) and not has_keys
 
 
 def is_loopback(host: str) -> bool:

@@ -47,13 +47,33 @@ def build(file: Path, level: str = "native") -> None:
 
 def copy(file: Path, level: str = "native") -> None:
     """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
-    kept = host.cache_folder() / "kernels" / f"kernels-{tag(level)}.so"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            build(Path(folder, NAME), level)
-            Path(folder, NAME).replace(kept)
-    shutil.copyfile(kept, file)
+    try:
+        folder = host.private_folder(host.cache_folder() / "kernels")
+    except OSError:  # not ours, or not to be written to
+        build(file, level)
+        return
+    kept = folder / f"kernels-{tag(level)}.so"
+    if not _copied(kept, file):
+        with tempfile.TemporaryDirectory(dir=folder) as staging:
+            made = Path(staging, NAME)
+            build(made, level)
+            (hashed := made.with_suffix(".sha256")).write_text(_sha256(made))
+            hashed.replace(kept.with_suffix(".sha256"))
+            made.replace(kept)
+        shutil.copyfile(kept, file)
+
+
+def _copied(kept: Path, file: Path) -> bool:
+    """Copy kernels that were compiled before; whether they are there, and what was written then."""
+    try:
+        shutil.copyfile(kept, file)
+        return _sha256(file) == kept.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @cache
