@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 FILLED_ROWS = {"inlay.cached_attention.default"}
 """Operators that read no more of a state than the rows that hold something."""
+FILLED = "filled rows"
+"""What those read."""
 
 
 _LEVELS: dict[str, dict[str, Any]] = {
@@ -247,7 +249,7 @@ class _Watching:
         if writes:
             return by, "", "", "", "an operator that writes to the state itself"
         if by in FILLED_ROWS:
-            return by, "filled rows", "", "", ""
+            return by, FILLED, "", "", ""
         elsewhere = self._writes_elsewhere(node, {}, int(whole) if whole.isdigit() else 0)
         if elsewhere is None:
             return by, "", "", "", _UNSIZED

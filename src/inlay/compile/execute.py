@@ -77,7 +77,8 @@ class Executable:
         self._types = [
             (row, getattr(torch, row.dtype), _fixed(row)) for row in bindings.of(Role.INPUT) if row.is_tensor
         ]
-        self._cache = _Cache.of(bindings)
+        self.cache = CacheSizes.of(bindings)
+        """None for programs that are no decoders."""
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
@@ -93,8 +94,8 @@ class Executable:
     def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs and state by name → results by name. State is written to in place."""
         sizes = self._sizes(given)
-        if self._cache is not None:
-            self._cache.check(given)
+        if self.cache is not None:
+            self.cache.check(given)
         for bucket, execution in self.buckets:
             if bucket.fits(sizes):
                 return dict(zip(self.results, execution(given), strict=True))
@@ -117,7 +118,7 @@ class Executable:
 
 
 @dataclass(frozen=True)
-class _Cache:
+class CacheSizes:
     """The valid ranges of the indices that a decoder is given. A slot of -1 would otherwise be the last slot."""
 
     slots: int
@@ -125,7 +126,7 @@ class _Cache:
     vocabulary: int
 
     @classmethod
-    def of(cls, bindings: Bindings) -> _Cache | None:
+    def of(cls, bindings: Bindings) -> CacheSizes | None:
         """The cache of a program that takes tokens, slots and lengths; None for others."""
         taken = {row.name for row in bindings.of(Role.INPUT)}
         shapes = [row.shape for row in bindings.state if len(row.shape) == 4]
@@ -136,6 +137,10 @@ class _Cache:
         if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
             raise PackageError(f"The cache has {slots} slots of {room} rows, and {scores[0]} tokens: no numbers.")
         return cls(slots, room, scores[0])
+
+    def is_cache(self, shape: Sequence[int | str]) -> bool:
+        """Whether a state of this shape, `[slot, head, row, …]`, holds rows of sequences."""
+        return len(shape) == 4 and shape[0] == self.slots and shape[2] == self.room
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse what lies outside, before anything is written."""

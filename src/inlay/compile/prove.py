@@ -1,8 +1,10 @@
-"""The copy proof of a package: state is written where it lies, and nothing of its size is moved.
+"""The copy proof of a package: state is written where it lies, and no step costs more because a cache is longer.
 
 Static: every generated kernel or call that touches a state is listed with the bytes it reads and writes, as the
-compiler's own scheduler states them, and held against the generated source; what is not understood fails the proof.
-Measured: one step runs on state whose pages are watched, and everything that torch allocates is counted.
+compiler's own scheduler states them, and held against the generated source; what is not understood fails the proof. Of
+a cache, only attention may read more than the rows a step adds.
+Measured (`traffic`): every bucket runs on empty, half-full and full caches whose pages are watched, with allocations
+counted.
 """
 
 from __future__ import annotations
@@ -10,22 +12,20 @@ from __future__ import annotations
 import ast
 import json
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from inlay.compile import source
-from inlay.program.bindings import Role
-from inlay.state.watch import allocations, arena, pages_written
+from inlay.compile.aoti import FILLED
+from inlay.compile.traffic import measured
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.compile.load import LoadedPackage
     from inlay.compile.manifest import Bucket, PieceFile
-
-PAGE = 4096
+    from inlay.compile.traffic import Traffic
 
 
 @dataclass
@@ -38,8 +38,11 @@ class StateProof:
     bytes_written: int = 0
     """In a step of one token a sequence: what kernels write, from their own index ranges."""
     bytes_copied: int = 0
+    pages_read: int = 0
+    """Measured: the most in any step."""
     pages_written: int = 0
-    """Measured, in the same step."""
+    row: int = 0
+    """Bytes of one row of one sequence, if this is a cache of rows."""
     touched_by: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -49,7 +52,12 @@ class Proof:
 
     bindings: list[StateProof]
     problems: list[str] = field(default_factory=list)
+    rooms: tuple[int, ...] = ()
+    """Lengths of caches that were measured."""
     steps: int = 0
+    """How many steps were measured."""
+    allocated: int | None = None
+    """The most bytes that a step allocated, in blocks of a kilobyte and more; None: not measured."""
 
     @property
     def holds(self) -> bool:
@@ -58,21 +66,50 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """The proof for machines."""
-        return {"holds": self.holds, "problems": self.problems, "bindings": [vars(state) for state in self.bindings]}
+        measured = {"steps": self.steps, "cache_lengths": self.rooms, "allocated": self.allocated}
+        states = [vars(state) for state in self.bindings]
+        return {"holds": self.holds, "problems": self.problems, "measured": measured, "bindings": states}
 
 
-def prove(package: LoadedPackage) -> Proof:
-    """Prove a package, statically and by measuring."""
+def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
+    """Prove a package, statically and by measuring; `longer` is one of the same model with longer caches."""
     manifest = package.manifest
     states = {
         row.name: StateProof(row.name, manifest.bindings.alias(row.name).why, row.nbytes) for row in manifest.states
     }
+    if package.cache is not None:
+        for row in manifest.states:
+            if package.cache.is_cache(row.shape):
+                states[row.name].row = row.nbytes // (package.cache.slots * package.cache.room)
     proof = Proof(list(states.values()))
     for bucket in manifest.buckets:
         _prove_bucket(bucket, package.folder, states, proof)
     if states and not proof.problems:
-        _measure(package, states, proof)
+        traffic = measured(package.folder)
+        _note(traffic, states, proof)
+        if longer is not None:
+            other = measured(longer.folder)
+            proof.rooms += (other.room,)
+            proof.problems += other.problems()
+            proof.problems += traffic.problems_beside(other)
     return proof
+
+
+def _note(traffic: Traffic, states: dict[str, StateProof], proof: Proof) -> None:
+    """What was measured."""
+    proof.rooms, proof.steps = (traffic.room,), len(traffic.steps)
+    proof.problems += traffic.problems()
+    if traffic.counts_allocations:
+        proof.allocated = max(step.allocated for step in traffic.steps)
+    for step in traffic.steps:
+        for name, pages in step.pages.items():
+            states[name].pages_read = max(states[name].pages_read, pages.read)
+            states[name].pages_written = max(states[name].pages_written, pages.written)
+        if step.filled is None:  # nothing to compare with: what is as large as a state may be a copy of it
+            blocks = sorted((Counter(step.blocks or ()) - Counter(step.results)).elements())
+            for state in sorted(states.values(), key=lambda each: -each.bytes):
+                if blocks and blocks[-1] >= state.bytes:
+                    state.bytes_copied = max(state.bytes_copied, blocks.pop())
 
 
 def _prove_bucket(bucket: Bucket, folder: Path, states: dict[str, StateProof], proof: Proof) -> None:
@@ -108,6 +145,11 @@ def _account(access: dict[str, str], state: StateProof, sizes: dict[str, int], w
         return 0
     noted: dict[str, Any] = {key: access[key] for key in ("by", "reads", "writes", "copies") if key in access}
     state.touched_by.append({"where": where, **noted})
+    reads = access.get("reads", "")
+    most = state.row * sizes.get("batch", 1) * sizes.get("length", 1)
+    if state.row and reads != FILLED and (count := _evaluate(reads, sizes)) > most:
+        done = f"{access['by']} reads {count:,} bytes of {state.name}, and the step adds {most:,}"
+        proof.problems.append(f"{where}: {done}: only attention may read what is there")
     copied = _evaluate(access.get("copies", "0"), sizes)
     state.bytes_copied = max(state.bytes_copied, copied)
     return _evaluate(access.get("writes", "0"), sizes)
@@ -139,49 +181,6 @@ def _read_source(piece: PieceFile, folder: Path) -> list[str]:
         elif each.writes and not writes:
             found.append(f"{each.by} writes to {state}, which is not listed")
     return found
-
-
-def _measure(package: LoadedPackage, states: dict[str, StateProof], proof: Proof) -> None:
-    """Run one step of the smallest sizes on watched state."""
-    rows = {row.name: row for row in package.manifest.states}
-    shapes = {name: (tuple(int(size) for size in row.shape), getattr(torch, row.dtype)) for name, row in rows.items()}
-    whole, given = arena(shapes)
-    for name, value in package.initial.items():
-        given[name].copy_(value)
-    inputs = _smallest_inputs(package)
-
-    def step() -> dict[str, Any]:
-        return package({**given, **inputs})
-
-    results = [value.numel() * value.element_size() for value in step().values()]
-    before = {name: value.data_ptr() for name, value in given.items()}
-    marks = pages_written(step, whole)
-    at = 0
-    for name, value in given.items():
-        count = -(-value.numel() * value.element_size() // PAGE)
-        states[name].pages_written = sum(marks[at : at + count])
-        at += count
-    blocks = sorted(allocations(step))
-    for size in results:
-        if size in blocks:
-            blocks.remove(size)
-    for state in sorted(states.values(), key=lambda each: -each.bytes):
-        if blocks and blocks[-1] >= state.bytes:
-            state.bytes_copied = max(state.bytes_copied, blocks.pop())
-    moved = [name for name, value in given.items() if value.data_ptr() != before[name]]
-    proof.problems += [f"{name} does not stay where it is" for name in moved]
-    proof.steps = 3
-
-
-def _smallest_inputs(package: LoadedPackage) -> dict[str, torch.Tensor]:
-    bucket = package.manifest.buckets[0]
-    states = {row.name for row in package.manifest.states}
-    made = {}
-    for row in package.manifest.bindings.of(Role.INPUT):
-        if row.name not in states:
-            shape = [size if isinstance(size, int) else bucket.sizes.get(size, (1, 1))[0] for size in row.shape]
-            made[row.name] = torch.zeros(shape, dtype=getattr(torch, row.dtype))
-    return made
 
 
 _ARITHMETIC: dict[type[Any], Any] = {

@@ -1,23 +1,39 @@
-/* Which pages of a range of memory are written to: the range is made read-only, and the first write to each page is
- * noted, after which the page may be written. For Linux and other POSIX systems; one range at a time. */
+/* Which pages of a range of memory are read and written: the range is protected, and the first access of each kind to a
+ * page is noted, after which the page allows it. For Linux and other POSIX systems; one range at a time. */
+#define _GNU_SOURCE
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <ucontext.h>
+
+enum { kRead = 1, kWritten = 2 };
 
 static volatile uintptr_t begin, end;
 static unsigned char *marks;
 static long page;
 static struct sigaction before;
 
+/* Where the processor does not say what was tried, a page becomes readable first, and a write comes here again. There
+ * two threads that read a page at the same moment look like a write: one thread should run. */
+static int is_write(void *context, unsigned char mark) {
+#if defined(__x86_64__) && defined(REG_ERR)
+    return (((ucontext_t *)context)->uc_mcontext.gregs[REG_ERR] & 2) != 0;
+#else
+    return mark != 0;
+#endif
+}
+
 static void noted(int signal, siginfo_t *info, void *context) {
     uintptr_t at = (uintptr_t)info->si_addr;
     if (at >= begin && at < end) {
         uintptr_t first = at - at % page;
-        marks[(first - begin) / page] = 1;
-        mprotect((void *)first, page, PROT_READ | PROT_WRITE);
+        unsigned char *mark = marks + (first - begin) / page;
+        int write = is_write(context, *mark) || (*mark & kWritten);
+        *mark |= write ? kWritten : kRead;
+        mprotect((void *)first, page, write ? PROT_READ | PROT_WRITE : PROT_READ);
     } else {
-        sigaction(SIGSEGV, &before, 0); /* not ours: the write is repeated, and whoever was there before hears of it */
+        sigaction(SIGSEGV, &before, 0); /* not ours: it is tried again, and whoever was there before hears of it */
     }
 }
 
@@ -31,7 +47,7 @@ int watch_start(void *address, long bytes, long page_size, unsigned char *pages)
     begin = (uintptr_t)address;
     end = begin + bytes;
     if (sigaction(SIGSEGV, &mine, &before)) return -1;
-    return mprotect(address, bytes, PROT_READ);
+    return mprotect(address, bytes, PROT_NONE);
 }
 
 int watch_stop(void) {

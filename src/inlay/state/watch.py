@@ -1,11 +1,14 @@
-"""What a call writes and allocates, measured: pages written to, and tensors made, whatever code did it."""
+"""What a call reads, writes and allocates, measured: pages of memory and blocks of it, whatever code did it."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import math
 import mmap
+import os
+import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _PAGE = mmap.PAGESIZE
+READ, WRITTEN = 1, 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ def watch(call: Callable[[], Any], state: torch.Tensor) -> Moved:
 
 def pages_written(call: Callable[[], Any], state: torch.Tensor) -> list[int]:
     """Run `call`; 1 for every page of `state` (made by `paged`) that it wrote to, 0 for the others."""
+    return [int(mark & WRITTEN != 0) for mark in pages_touched(call, state)]
+
+
+def pages_touched(call: Callable[[], Any], state: torch.Tensor) -> bytes:
+    """Run `call`; for every page of `state` (made by `paged`) whether it was `READ`, `WRITTEN`, both, or neither: 0."""
     if state.data_ptr() % _PAGE:
         raise UsageError("The state does not begin at a page.", "Make it with inlay.state.watch.paged.")
     library = _library()
@@ -70,7 +79,7 @@ def pages_written(call: Callable[[], Any], state: torch.Tensor) -> list[int]:
         call()
     finally:
         library.watch_stop()
-    return list(marks)
+    return bytes(marks)
 
 
 def arena(shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -84,6 +93,37 @@ def arena(shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[torc
         made[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
         at += sizes[name]
     return whole, made
+
+
+def counting_environment() -> dict[str, str] | None:
+    """Variables with which a new process can use `blocks`; None where allocations cannot be counted."""
+    try:
+        file = _compiled("malloc.c")
+    except UsageError:
+        return None
+    before = os.environ.get("LD_PRELOAD")
+    # Objects of Python would otherwise lie in arenas, which are made at any time.
+    return {**os.environ, "LD_PRELOAD": f"{file}:{before}" if before else str(file), "PYTHONMALLOC": "malloc"}
+
+
+def blocks(call: Callable[[], Any], smallest: int = 1024) -> list[int] | None:
+    """Run `call`; the sizes of all blocks of memory that anybody asked for, from `smallest` bytes on.
+
+    None, and `call` did not run, where the process was not started with `counting_environment`.
+    """
+    counter = ctypes.CDLL(None)
+    if not hasattr(counter, "inlay_malloc_start"):
+        return None
+    found = ctypes.POINTER(ctypes.c_size_t)()
+    counter.inlay_malloc_stop.restype = ctypes.c_long
+    counter.inlay_malloc_start(ctypes.c_size_t(smallest))
+    try:
+        call()
+    finally:
+        count = counter.inlay_malloc_stop(ctypes.byref(found))
+    if count < 0:
+        raise UsageError("More blocks of memory were allocated than can be counted.")
+    return sorted(found[:count])
 
 
 def allocations(call: Callable[[], Any]) -> list[int]:
@@ -101,12 +141,17 @@ def allocations(call: Callable[[], Any]) -> list[int]:
 
 @cache
 def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_compiled("watch.c")))
+
+
+@cache
+def _compiled(name: str) -> Path:
     folder = Path(tempfile.mkdtemp())
-    source = resources.files("inlay.state").joinpath("watch.c")
-    (folder / "watch.c").write_text(source.read_text())
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(folder / "watch.so"), str(folder / "watch.c")]
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source, made = folder / name, folder / f"{name}.so"
+    source.write_text(resources.files("inlay.state").joinpath(name).read_text())
     try:
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, source], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError("A C compiler is needed to watch memory.", "Install gcc or clang as `cc`.") from error
-    return ctypes.CDLL(str(folder / "watch.so"))
+    return made

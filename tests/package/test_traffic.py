@@ -1,0 +1,54 @@
+"""Measuring what steps read, write and allocate: sound decoders pass, planted and drawn faults do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inlay.compile.traffic import measure
+from inlay.state.watch import READ, WRITTEN, arena, blocks, counting_environment, pages_touched
+from package.planted_traffic import ROOMS, decoder, seed_of_commit
+
+HERE = Path(__file__).parent
+
+
+def _report(seed: int, count: int) -> dict[str, object]:
+    command = [sys.executable, str(HERE / "planted_traffic.py"), "--seed", str(seed), "--count", str(count)]
+    run = subprocess.run(command, env=counting_environment(), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, object] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.nightly)])
+def test_faults_are_noticed(count: int) -> None:
+    """Twelve that were thought of, and some that were drawn, with a seed from the commit."""
+    report = _report(seed_of_commit(), count)
+    assert report["counts"]
+    assert (report["sound"], report["missed"]) == ([], []), f"--seed {report['seed']} --count {count}"
+
+
+def test_without_a_counter() -> None:
+    """Pages are watched still, and the report says that allocations were not measured."""
+    assert blocks(lambda: None) is None
+    traffic = measure(decoder(ROOMS[0]))
+    assert not traffic.counts_allocations
+    assert list(traffic.problems()) == []
+    full = traffic.steps[2]
+    assert (full.filled, full.pages["keys"].written) == (ROOMS[0] - 1, 2), "one page a head"
+    assert full.pages["keys"].read + 2 == 2 * (ROOMS[0] * 64 * 4 // 4096), "what is written first is not noted again"
+
+
+def test_reads_and_writes_are_told_apart() -> None:
+    whole, parts = arena(dict.fromkeys("abc", ((2048,), torch.float32)))
+
+    def call() -> None:
+        parts["a"][:] = parts["b"]
+        parts["c"].add_(1)
+
+    assert list(pages_touched(call, whole)) == [*[WRITTEN] * 2, *[READ] * 2, *[READ | WRITTEN] * 2]
