@@ -101,6 +101,16 @@ def test_threads(rounds: int, tmp_path: Path) -> None:
     assert cases(command, TSAN_OPTIONS="halt_on_error=1") >= 700 * rounds
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("processor", list(PROCESSORS))
+def test_bits_do_not_depend_on_the_company(processor: str, rounds: int, tmp_path: Path) -> None:
+    """A row alone, among others, in chunks, by one thread or several: the same bits, within a phase."""
+    skip_unless_runnable(processor)
+    sources = [DRIVERS / "invariant.cpp", KERNELS / "attention.cpp", KERNELS / "linear.cpp"]
+    driver = compiled(tmp_path, [], sources, PROCESSORS[processor], [])
+    assert cases([str(driver), str(list(PROCESSORS).index(processor)), str(rounds)]) >= 1000 * rounds
+
+
 def test_another_processor(tmp_path: Path) -> None:
     """The kernels compile for aarch64, and compute there what they compute here."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")

@@ -10,7 +10,7 @@ from inlay.ops.attention import attention
 from inlay.ops.define import check_range, kernel
 
 _TENSOR = "AtenTensorHandle"
-_SHIM = f"{', '.join([_TENSOR] * 5)}, double, int64_t, double, {_TENSOR}*, {_TENSOR}*"
+_SHIM = f"{', '.join([_TENSOR] * 5)}, double, int64_t, double, {_TENSOR}*, {_TENSOR}*, int32_t"
 
 
 @kernel("cached_attention", _SHIM)
@@ -25,13 +25,16 @@ def cached_attention(
     softcap: float,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    tiled: bool = False,
 ) -> Tensor:
     """Causal attention of `query`, `[batch, heads, length, head]`, over what its sequences hold.
 
     Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
     there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
-    a number format of their own. The other arguments are those of `attention`. A slot that the caches have not, or a
-    length that leaves no room for the rows of this call, is an error, here and in the C++ kernel.
+    a number format of their own. With `tiled`, the C++ kernel multiplies many rows at once where the processor can: what
+    a row gives depends on that, and never on the rows beside it. The other arguments are those of `attention`. A slot
+    that the caches have not, or a length that leaves no room for the rows of this call, is an error, here and in the
+    C++ kernel.
 
     >>> rows = torch.full((2, 1, 4, 2), float("nan"))
     >>> rows[1, :, :3] = 1.0

@@ -200,7 +200,7 @@ struct AttentionCase {
         heads(kv_heads * pick(random, {1, 2, 3, 5})),
         depth(pick(random, {16, 24, 32, 64})),
         width(pick(random, {16, 40, 64, 80})),
-        room(std::max<int64_t>(length + 1, pick(random, {17, 40, 64, 133}))),
+        room(std::max<int64_t>(length + 1, pick(random, {17, 40, 64, 133, 300}))),
         held(batch + 1),
         content(static_cast<int>(random() % 4)),
         query(batch * length * heads * depth, static_cast<int32_t>(random() % 3)),
@@ -214,7 +214,7 @@ struct AttentionCase {
     query.fill(random), keys.fill(nobodys), values.fill(nobodys), slopes.fill(random, 0.1), sinks.fill(random);
     window = pick(random, {0, 0, 7, 40});
     softcap = pick(random, {0, 0, 5});
-    sloping = random() % 4 == 0, sinking = random() % 4 == 0;
+    sloping = random() % 4 == 0, sinking = random() % 4 == 0, tiled = length >= 16 || random() % 4 == 0;
     for (int64_t b = 0; b < batch; ++b) {
       slots[b] = held - 1 - b;
       lengths[b] = at_end ? room - length : static_cast<int64_t>(random() % (room - length + 1));
@@ -258,7 +258,7 @@ struct AttentionCase {
     a.batch = batch, a.heads = heads, a.kv_heads = kv_heads, a.length = length, a.depth = depth, a.width = width;
     a.room = room, a.held = held, a.scale = scale(), a.window = window, a.softcap = static_cast<float>(softcap);
     a.slopes = sloping ? slopes.bytes.data : nullptr, a.sinks = sinking ? sinks.bytes.data : nullptr;
-    a.slopes_type = slopes.type, a.sinks_type = sinks.type;
+    a.slopes_type = slopes.type, a.sinks_type = sinks.type, a.tiled = tiled;
     return a;
   }
   float scale() const { return 1 / std::sqrt(static_cast<float>(depth)); }
@@ -309,7 +309,7 @@ struct AttentionCase {
   const int64_t batch, length, kv_heads, heads, depth, width, room, held;
   const int content;
   int64_t window, softcap;
-  bool sloping, sinking;
+  bool sloping, sinking, tiled;
   Numbers query, keys, values, slopes, sinks;
   Exactly<int64_t> slots, lengths;
 };

@@ -1,4 +1,6 @@
 // Attention over a cache: what is done by whom.
+#include <tuple>
+
 #include "attention.h"
 
 namespace inlay {
@@ -20,50 +22,82 @@ void read_query(const Attention& a, int64_t b, int64_t head, int64_t row, float*
   for (int64_t d = 0; d < a.depth; ++d) out[d] = element(a.query, a.q_type, a.query_at(b, head, row) + d);
 }
 
-// Rows one by one; each reads its keys once for all heads that share them. Long ones are cut into parts.
+// Where the keys of a row are cut. It depends on how many there are and on nothing else: not on the rows of a call, the
+// sequences beside, or the threads. So what a row gives is the same bits in whatever company it is computed.
+constexpr int64_t kPart = 128, kMostParts = 64;
+struct Cut {
+  int64_t first, end, size;
+  Cut(const Attention& a, int64_t b, int64_t row) : first(a.first(a.lengths[b] + row)), end(a.lengths[b] + row + 1) {
+    for (size = kPart; end - first > kMostParts * size; size *= 2) {
+    }
+  }
+  int64_t parts() const { return (end - first + size - 1) / size; }
+};
+
+// One part of one row, for all heads that share its keys.
+__attribute__((noinline)) void part_of_row(const Attention& a, int64_t b, int64_t kv, int64_t row, const Cut& cut,
+                                           int64_t part, float* query, float* acc, Sofar* sofar) {
+  const int64_t per = a.per_key(), from = cut.first + part * cut.size;
+  for (int64_t h = 0; h < per; ++h) read_query(a, b, kv * per + h, row, query + h * a.depth);
+  attend_heads(a, query, kv * per, per, a.key_at(b, kv), a.value_at(b, kv), from, std::min(from + cut.size, cut.end), acc,
+               sofar);
+}
+
+// What is known of a row, and of its next part.
+__attribute__((noinline)) void add_part(int64_t width, float* sum, Sofar& s, const float* more, const Sofar& other) {
+  const float most = std::max(s.most, other.most), mine = std::exp(s.most - most), theirs = std::exp(other.most - most);
+  for (int64_t d = 0; d < width; ++d) sum[d] = sum[d] * mine + more[d] * theirs;
+  s = {most, s.sum * mine + other.sum * theirs};
+}
+
+// Rows one by one; each reads its keys once for all heads that share them. Few rows are cut among threads; of many, each
+// is one thread's. Either way parts are added in their order.
 void rows(const Attention& a) {
-  const int64_t per = a.per_key(), whole = a.batch * a.kv_heads * a.length;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < a.batch; ++b) longest = std::max(longest, a.lengths[b] + a.length);
-  if (a.window) longest = std::min(longest, a.window + a.length);
-  const int64_t threads = omp_get_max_threads();
-  const int64_t parts = std::max<int64_t>(1, std::min((2 * threads + whole - 1) / whole, longest / 32));
-  float* acc = accumulated.get<float>(whole * parts * per * a.width);
-  Sofar* sofar = known.get<Sofar>(whole * parts * per);
+  const int64_t per = a.per_key(), whole = a.batch * a.kv_heads * a.length, threads = omp_get_max_threads();
+  const bool shared = whole < 2 * threads;
+  const int64_t kept = shared ? kMostParts : 2;  // parts of one row that are in memory
+  // As much as any number of rows takes here, so that it is taken once.
+  float* acc = accumulated.get<float>(2 * threads * kMostParts * per * a.width);
+  Sofar* sofar = known.get<Sofar>(2 * threads * kMostParts * per);
   float* queries = query_rows.get<float>(threads * per * a.depth);
+  const auto place_of = [&](int64_t at) {
+    return std::tuple(at / a.kv_heads / a.length, at % a.kv_heads, at / a.kv_heads % a.length);  // sequence, head, row
+  };
+  int64_t most = 0;
+  for (int64_t b = 0; shared && b < a.batch; ++b)
+    for (int64_t row = 0; row < a.length; ++row) most = std::max(most, Cut(a, b, row).parts());
 #pragma omp parallel
   {
+    float* query = queries + omp_get_thread_num() * per * a.depth;
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < whole * parts; ++item) {
-      const int64_t part = item % parts, place = item / parts;
-      const int64_t kv = place % a.kv_heads, row = place / a.kv_heads % a.length, b = place / a.kv_heads / a.length;
-      const int64_t position = a.lengths[b] + row, first = a.first(position), count = position + 1 - first;
-      float* mine = queries + omp_get_thread_num() * per * a.depth;
-      for (int64_t h = 0; h < per; ++h) read_query(a, b, kv * per + h, row, mine + h * a.depth);
-      attend_heads(a, mine, kv * per, per, a.key_at(b, kv), a.value_at(b, kv), first + count * part / parts,
-                   first + count * (part + 1) / parts, acc + item * per * a.width, sofar + item * per);
+    for (int64_t item = 0; item < whole * most; ++item) {
+      const int64_t at = item / most, part = item % most, mine = at * kMostParts + part;
+      const auto [b, kv, row] = place_of(at);
+      const Cut cut(a, b, row);
+      if (part < cut.parts())
+        part_of_row(a, b, kv, row, cut, part, query, acc + mine * per * a.width, sofar + mine * per);
     }
 #pragma omp for schedule(static)
-    for (int64_t at = 0; at < whole * per; ++at) {
-      const int64_t place = at / per, h = at % per;
-      const int64_t kv = place % a.kv_heads, row = place / a.kv_heads % a.length, b = place / a.kv_heads / a.length;
-      float* sum = acc + (place * parts * per + h) * a.width;
-      Sofar s = sofar[place * parts * per + h];
-      for (int64_t part = 1; part < parts; ++part) {
-        const Sofar other = sofar[(place * parts + part) * per + h];
-        const float* more = acc + ((place * parts + part) * per + h) * a.width;
-        float most = std::max(s.most, other.most), mine = std::exp(s.most - most), theirs = std::exp(other.most - most);
-        for (int64_t d = 0; d < a.width; ++d) sum[d] = sum[d] * mine + more[d] * theirs;
-        s = {most, s.sum * mine + other.sum * theirs};
+    for (int64_t at = 0; at < whole; ++at) {
+      const auto [b, kv, row] = place_of(at);
+      const Cut cut(a, b, row);
+      const int64_t base = (shared ? at : omp_get_thread_num()) * kept;
+      for (int64_t part = 0; part < cut.parts(); ++part) {
+        const int64_t mine = base + (shared ? part : part > 0);
+        if (!shared) part_of_row(a, b, kv, row, cut, part, query, acc + mine * per * a.width, sofar + mine * per);
+        for (int64_t h = 0; part > 0 && h < per; ++h)
+          add_part(a.width, acc + (base * per + h) * a.width, sofar[base * per + h], acc + (mine * per + h) * a.width,
+                   sofar[mine * per + h]);
       }
-      finish(a, b, kv * per + h, row, sum, s);
+      for (int64_t h = 0; h < per; ++h)
+        finish(a, b, kv * per + h, row, acc + (base * per + h) * a.width, sofar[base * per + h]);
     }
   }
 }
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 bool fits_tiles(const Attention& a) {
-  return a.length >= 16 && a.kv_type == kBFloat16 && a.softcap == 0 && !a.slopes && !a.sinks && a.depth % 32 == 0 &&
+  return a.tiled && a.kv_type == kBFloat16 && a.softcap == 0 && !a.slopes && !a.sinks && a.depth % 32 == 0 &&
          a.width % 16 == 0 && a.depth <= 256 && a.width <= 256 && a.room >= 16;
 }
 

@@ -22,6 +22,7 @@ struct Attention {
   float softcap;
   const void *slopes, *sinks;
   int32_t slopes_type, sinks_type;
+  int32_t tiled;  // whether rows go through tiles, where there are any: the caller's choice, not that of the row count
 
   int64_t per_key() const { return heads / kv_heads; }
   int64_t key_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * depth; }

@@ -182,22 +182,27 @@ inline __m512 halves(const uint8_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// kRows rows of x over one block of 16 features.
+// What one step of 32 columns adds: products of bytes, and what the bytes of the weight leave out.
+inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float scale, float sum) {
+  total = _mm512_fmadd_ps(_mm512_set1_ps(sum), low, total);
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(d, _mm512_set1_ps(scale)), total);
+}
+
+// kRows rows of x over one block of 16 features. Products are scaled and added as `tiles8` does it, step by step, so that
+// both give the same bits: which of them is taken for how many rows is a matter of speed alone.
 template <int kBits, bool kMinimum, int kRows>
 inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uint8_t* at, int64_t row, __m512* total) {
   const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
   const int64_t group_bytes = l.group_bytes();
-  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(-l.zero));
   for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
   const int8_t* q = x.q + row * l.depth;
   const float *scale = x.scale + row, *sum = x.sum + row;
   for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
-    __m512 part[kRows];
-    float sums[kRows];
-    for (int r = 0; r < kRows; ++r) part[r] = _mm512_setzero_ps(), sums[r] = 0;
+    const __m512 d = halves(at + numbers), low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_mul_ps(zero, d);
     for (int64_t s = 0; s < steps; ++s, q += kStep, scale += stride, sum += stride) {
-      __m512i low[kRows], high[kRows];
-      for (int r = 0; r < kRows; ++r) low[r] = high[r] = _mm512_setzero_si512();
+      __m512i some[kRows], others[kRows];
+      for (int r = 0; r < kRows; ++r) some[r] = others[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         __m512i a = quad<kBits>(at + s * step_bytes, i), b = quad<kBits>(at + s * step_bytes, i + 4);
@@ -206,25 +211,12 @@ inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uin
           int32_t four, next;
           std::memcpy(&four, q + r * l.depth + i * 4, 4);
           std::memcpy(&next, q + r * l.depth + i * 4 + 16, 4);
-          low[r] = _mm512_dpbusd_epi32(low[r], a, _mm512_set1_epi32(four));
-          high[r] = _mm512_dpbusd_epi32(high[r], b, _mm512_set1_epi32(next));
+          some[r] = _mm512_dpbusd_epi32(some[r], a, _mm512_set1_epi32(four));
+          others[r] = _mm512_dpbusd_epi32(others[r], b, _mm512_set1_epi32(next));
         }
       }
-      for (int r = 0; r < kRows; ++r) {
-        __m512 dots = _mm512_cvtepi32_ps(_mm512_add_epi32(low[r], high[r]));
-        part[r] = _mm512_fmadd_ps(dots, _mm512_set1_ps(scale[r]), part[r]);
-        sums[r] += sum[r];
-      }
-    }
-    __m512 d = halves(at + numbers);
-    for (int r = 0; r < kRows; ++r) {
-      __m512 all = _mm512_set1_ps(sums[r]);
-      if constexpr (kMinimum) {
-        total[r] = _mm512_fmadd_ps(all, halves(at + numbers + 2 * kLanes), total[r]);
-        total[r] = _mm512_fmadd_ps(part[r], d, total[r]);
-      } else {
-        total[r] = _mm512_fmadd_ps(_mm512_fnmadd_ps(zero, all, part[r]), d, total[r]);
-      }
+      for (int r = 0; r < kRows; ++r)
+        total[r] = scaled(total[r], _mm512_add_epi32(some[r], others[r]), d, low, scale[r], sum[r]);
     }
   }
 }
@@ -309,11 +301,8 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
         const float *scale = x.scale + step * stride + row, *sum = x.sum + step * stride + row;
         const int32_t* mine = sums[step & 1];
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; ++r) {
-          __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(mine + r * 16));
-          total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sum[r]), low, total[r]);
-          total[r] = _mm512_fmadd_ps(dots, _mm512_mul_ps(d, _mm512_set1_ps(scale[r])), total[r]);
-        }
+        for (int r = 0; r < 16; ++r)
+          total[r] = scaled(total[r], _mm512_load_si512(mine + r * 16), d, low, scale[r], sum[r]);
       };
       multiply(0);
       for (int64_t step = 1; step < steps; ++step) {

@@ -158,7 +158,7 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight
 INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
                                                AtenTensorHandle slots_, AtenTensorHandle lengths_, double scale,
                                                int64_t window, double softcap, AtenTensorHandle* slopes_,
-                                               AtenTensorHandle* sinks_, AtenTensorHandle* ret0) {
+                                               AtenTensorHandle* sinks_, int32_t tiled, AtenTensorHandle* ret0) {
   Tensor query(query_), keys(keys_), values(values_), slots(slots_), lengths(lengths_);
   if (query.dim != 4 || keys.dim != 4 || values.dim != 4 || (query.sizes[3] > 1 && query.strides[3] != 1) ||
       !keys.contiguous() || !values.contiguous() || query.type() < 0 || keys.type() < 0 || keys.dtype != values.dtype)
@@ -188,7 +188,7 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_
   a.q_type = query.type(), a.kv_type = keys.type();
   a.batch = batch, a.heads = heads, a.kv_heads = keys.sizes[1], a.length = length;
   a.depth = query.sizes[3], a.width = width, a.room = keys.sizes[2], a.held = keys.sizes[0];
-  a.scale = static_cast<float>(scale), a.window = window, a.softcap = static_cast<float>(softcap);
+  a.scale = static_cast<float>(scale), a.window = window, a.softcap = static_cast<float>(softcap), a.tiled = tiled;
   return done(inlay_cached_attention(&a), ret0);
 }
 
