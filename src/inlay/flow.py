@@ -52,6 +52,7 @@ PACKED = {
     "int4-g128": ("format=int4", "group=128"),
     "int8": ("format=int8",),
     "bfloat16": ("format=bfloat16",),
+    "float32": ("format=float32",),
 }
 """Formats that weights are packed in: what `pack_weights` is told."""
 PLAIN = ("float32", "bfloat16", "float16")
@@ -247,13 +248,13 @@ def _for_weights(program: Program, options: Options) -> list[str]:
     decoder, wanted = is_decoder(program), options.weights
     rows = program.bindings.of(Role.PARAMETER)
     if decoder and not wanted:
-        narrow = all(row.dtype == "bfloat16" for row in rows)
         blocks = any((ref := program.tensors.get(row.name)) and quantised(ref) for row in rows)
-        wanted = "stored" if blocks else "bfloat16" if narrow else ""
-    if wanted not in PACKED:
+        held = {row.dtype for row in rows}
+        wanted = "stored" if blocks else held.pop() if len(held) == 1 else ""
+    if wanted not in PACKED or (wanted == "float32" and not decoder):
         return []
     # Beside integers, a cache in float32 would be most of what is read.
-    cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted != "bfloat16" else []
+    cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted not in PLAIN else []
     return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED[wanted])), *cache]
 
 

@@ -16,7 +16,8 @@ from inlay.ops.packing import Packing
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128), Packing(16, 0)]
+FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128)]
+FORMATS += [Packing(16, 0), Packing(32, 0)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = {"dot": 1, "tiles of bytes": 2, "tiles of bfloat16": 3, "portable": 4}
 Pointer, Int, Long, Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -37,7 +38,7 @@ def kernels(level: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL
 
 
 def made(packing: Packing, features: int, depth: int) -> torch.Tensor:
-    if packing.bits == 16:
+    if packing.bits >= 16:
         return packing.pack(torch.randn(features, depth))
     q = torch.randint(0, 2**packing.bits, (features, depth))
     scale = torch.rand(features, depth // packing.group) * 0.1
@@ -166,7 +167,7 @@ class Attention(ctypes.Structure):
         ("window", Long),
         ("softcap", Float),
         *((name, Pointer) for name in ("slopes", "sinks")),
-        *((name, Int) for name in ("slopes_type", "sinks_type")),
+        *((name, Int) for name in ("slopes_type", "sinks_type", "tiled")),
     )
 
 
@@ -192,7 +193,7 @@ def attend(
     a.q_type, a.kv_type = TYPES.index(query.dtype), TYPES.index(keys.dtype)
     a.batch, a.heads, a.kv_heads, a.length, a.depth = batch, heads, keys.shape[1], length, depth
     a.width, a.room, a.scale, a.window, a.softcap = values.shape[3], keys.shape[2], scale, window, softcap
-    a.held = keys.shape[0]
+    a.held, a.tiled = keys.shape[0], int(length >= 16)
     a.slopes, a.sinks = (None if each is None else each.data_ptr() for each in (slopes, sinks))
     assert not kernels.inlay_cached_attention(ctypes.byref(a))
     return out.transpose(1, 2)
@@ -305,7 +306,7 @@ def test_tokens_outside_are_refused(kernels: ctypes.CDLL, level: str) -> None:
 
 def test_slots_and_lengths_outside_are_refused(kernels: ctypes.CDLL, level: str) -> None:
     query, rows = torch.randn(2, 4, 3, 16), torch.randn(4, 2, 10, 16)
-    numbers = (ctypes.c_double(0.25), Long(0), ctypes.c_double(0), None, None)
+    numbers = (ctypes.c_double(0.25), Long(0), ctypes.c_double(0), None, None, Int(0))
 
     def both(slots: list[int], lengths: list[int], query: torch.Tensor = query) -> torch.Tensor:
         where = torch.tensor(slots, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)

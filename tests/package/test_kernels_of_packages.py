@@ -132,8 +132,9 @@ def test_a_failing_step_is_an_error(packages: dict[str, Path], second: bool, tmp
 
 
 def test_thresholds_follow_the_clock() -> None:
-    timings = kernels.timed(64, 128, Packing(4, -1), torch.float32, (1, 16))
+    timings, spread = kernels.timed(64, 128, Packing(4, -1), torch.float32, (1, 16))
+    assert spread >= 1
     assert set(timings) == {1, 16}
     assert all(value > 0 for took in timings.values() for value in took.values())
     faster = {"dot": 1.0, "tiles8": 2.0, "tiles16": 3.0}
-    assert kernels.thresholds({1: faster, 16: faster}) == (16, 16)
+    assert kernels.thresholds({1: faster, 16: faster}) == (16, kernels.EVERY)

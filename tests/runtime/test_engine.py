@@ -284,10 +284,10 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
     engine = opened()
     package, fails = engine._package, threading.Event()
 
-    def failing(given: dict[str, torch.Tensor]) -> Any:
+    def failing(given: dict[str, torch.Tensor], *, prompt: bool) -> Any:
         if fails.is_set():
             raise RuntimeError("out of luck")
-        return package(given)
+        return package(given, prompt=prompt)
 
     engine._package = failing  # type: ignore[assignment]
     answer = engine.submit(Request(_prompt(4), max_tokens=10, ignore_eos=True))
@@ -307,7 +307,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
 def test_scores_that_are_no_numbers_are_kept_from_the_cache(opened: Open) -> None:
     engine = opened()
     package = engine._package
-    engine._package = lambda given: {"logits": package(given)["logits"] * float("nan")}  # type: ignore[assignment]
+    engine._package = lambda given, prompt: {"logits": package(given)["logits"] * float("nan")}  # type: ignore[assignment]
     answer = engine.submit(Request(_prompt(20)))
     while engine.step():
         pass

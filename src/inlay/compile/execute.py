@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.compile.manifest import decoding
 from inlay.errors import PackageError, UsageError
 from inlay.program.bindings import Role, tensor_text
 
@@ -79,6 +80,10 @@ class Executable:
         ]
         self.cache = CacheSizes.of(bindings)
         """None for programs that are no decoders."""
+        answers = decoding([bucket.sizes for bucket, _ in self.buckets])
+        self._prefill = [each for each, decodes in zip(self.buckets, answers, strict=True) if not decodes]
+        self.has_phases = any(answers)
+        """Whether tokens of prompts and tokens of answers are computed by different code."""
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
@@ -91,12 +96,16 @@ class Executable:
                 made[row.name] = torch.empty(shape, dtype=getattr(torch, row.dtype))
         return made
 
-    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs and state by name → results by name. State is written to in place."""
+    def __call__(self, given: Mapping[str, Any], *, prompt: bool = False) -> dict[str, Any]:
+        """Inputs and state by name → results by name. State is written to in place.
+
+        With `prompt`, a single token is computed as those of a longer prompt are: what a token of a prompt gives is the
+        same bits however the prompt is cut, and what a token of an answer gives, whoever is served beside it.
+        """
         sizes = self._sizes(given)
         if self.cache is not None:
             self.cache.check(given)
-        for bucket, execution in self.buckets:
+        for bucket, execution in self._prefill if prompt else self.buckets:
             if bucket.fits(sizes):
                 return dict(zip(self.results, execution(given), strict=True))
         asked = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,8 +1,9 @@
 """Which kernel for which number of rows: measured at build on the shapes of a package, kept in it, shown by `inspect`.
 
-The C++ kernel has three ways to multiply by a packed weight, and all read the same bytes, so a package may take another
-one for every number of rows. Kernels that want a layout of their own are timed beside them: what a second copy of the
-weights would buy.
+The C++ kernel has three ways to multiply by a packed weight, and all read the same bytes. Two of them turn x into bytes
+and give the same bits, so which of those is taken may depend on the number of rows; the third turns x into bfloat16. A
+bucket uses bytes or bfloat16, whatever the number of rows: what a row gives must not depend on the rows beside it.
+Kernels that want a layout of their own are timed beside them: what a second copy of the weights would buy.
 """
 
 from __future__ import annotations
@@ -22,71 +23,87 @@ from inlay.ops import native
 from inlay.ops.packing import Packing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from inlay.program.program import Program
 
     Run = Callable[[torch.Tensor, torch.Tensor], Any]
+    Calls = tuple[Run, torch.Tensor, list[torch.Tensor]]
 
-_LINEAR = torch.ops.inlay.packed_linear.default
+_LINEAR, _ATTENTION = torch.ops.inlay.packed_linear.default, torch.ops.inlay.cached_attention.default
 WAYS = {"dot": 1, "tiles8": 2, "tiles16": 3}
 """Bytes row by row, bytes in tiles, bfloat16 in tiles."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOGETHER = 1 << 25
 """Bytes of weights that are read in turn while timing: more than the caches next to a core hold."""
+_TURNS = 3
+"""How often each weight is read while timing."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def choose(
-    program: Program, sizes: Mapping[str, tuple[int, int | None]], level: str = "native"
+    program: Program, sizes: Mapping[str, tuple[int, int | None]], level: str = "native", *, prefill: bool = False
 ) -> tuple[Program, tuple[KernelRow, ...]]:
-    """A piece whose packed linear layers take the fastest way for each number of rows, and what was measured.
+    """A piece whose packed linear layers take the fastest way for rows of these sizes, and what was measured.
 
-    Portable kernels have one way, which is timed nowhere: who knows where it will run.
+    `prefill`: it is used for prompts alone, so attention may take many rows at once. Portable kernels have one way,
+    which is timed nowhere: who knows where it will run.
     """
     program = program.copy()
-    rows = _rows(sizes)
     table = []
     for node in program.graph.nodes:
+        if node.target is _ATTENTION and prefill:
+            node.kwargs = {**node.kwargs, "tiled": True}
         if node.target is not _LINEAR:
             continue
         x, weight, bias, features, bits, zero = node.args[:6]
+        if bits == 32:  # of which there is one kernel
+            continue
         value = x.meta["val"]
         depth = int(value.shape[-1])
         group = depth // int(weight.meta["val"].shape[1])
-        timings = timed(features, depth, Packing(bits, zero, group), value.dtype, rows) if level == "native" else {}
-        singly, tiled = thresholds(timings)
+        rows = _rows(value.shape[:-1], {raw: sizes[symbol.name] for raw, symbol in program.symbols.items()})
+        packing = Packing(bits, zero, group)
+        timings, spread = timed(features, depth, packing, value.dtype, rows) if level == "native" else ({}, 0.0)
+        singly, tiled = thresholds(timings, bits)
         node.args = (x, weight, bias, features, bits, zero, singly, tiled)
         texts = {str(count): each for count, each in timings.items()}
-        table.append(KernelRow(weight.name, features, depth, bits, zero, group, singly, tiled, texts))
+        table.append(KernelRow(weight.name, features, depth, bits, zero, group, singly, tiled, texts, spread))
     return program, tuple(table)
 
 
-def _rows(sizes: Mapping[str, tuple[int, int | None]]) -> tuple[int, ...]:
+def _rows(shape: Sequence[Any], sizes: Mapping[str, tuple[int, int | None]]) -> tuple[int, ...]:
     """Numbers of rows that may come, up to the largest that is timed."""
     low = high = 1
-    for least, most in sizes.values():
+    for size in shape:
+        least, most = (int(size),) * 2 if str(size).isdigit() else sizes.get(str(size), (1, None))
         low, high = low * least, high * (_ROWS[-1] if most is None else most)
     return tuple(count for count in _ROWS if low <= count <= high) or (_ROWS[-1],)
 
 
-def thresholds(timings: Mapping[int, Mapping[str, float]]) -> tuple[int, int]:
+EVERY = 1 << 31
+"""More rows than come."""
+
+
+def thresholds(timings: Mapping[int, Mapping[str, float]], bits: int = 4) -> tuple[int, int]:
     """Up to how many rows `dot` is taken, and up to how many `tiles8` from there on: what loses least over all rows.
 
-    >>> thresholds({1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 16: {"dot": 9, "tiles8": 5, "tiles16": 6}})
-    (8, 16)
-    >>> thresholds({1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 128: {"dot": 90, "tiles8": 50, "tiles16": 6}})
-    (64, 64)
+    Beyond come no rows, or all of them: bytes and bfloat16 are not mixed. Weights of 16 bits are not made bytes.
+
+    >>> few = {1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 16: {"dot": 9, "tiles8": 5, "tiles16": 6}}
+    >>> thresholds(few) == (8, EVERY)
+    True
+    >>> thresholds({32: {"dot": 9, "tiles8": 5, "tiles16": 4}, 128: {"dot": 90, "tiles8": 50, "tiles16": 6}})
+    (0, 0)
     """
 
     def lost(singly: int, tiled: int) -> float:
         ways = {count: "dot" if count <= singly else "tiles8" if count <= tiled else "tiles16" for count in timings}
         return sum(took[ways[count]] / min(took[way] for way in WAYS) for count, took in timings.items())
 
-    counts = [0, *sorted(timings)]
-    pairs = [(singly, tiled) for singly in counts for tiled in counts if tiled >= singly]
-    singly, tiled = min(pairs, key=lambda pair: lost(*pair), default=(0, 0))
-    return _before_next(singly, timings), _before_next(tiled, timings)
+    singles = [EVERY] if bits == 16 else [0, *sorted(timings)]
+    singly, tiled = min([(0, 0), *((each, EVERY) for each in singles)], key=lambda pair: lost(*pair))
+    return _before_next(singly, timings), tiled
 
 
 def _before_next(count: int, timings: Mapping[int, Any]) -> int:
@@ -98,33 +115,36 @@ def _before_next(count: int, timings: Mapping[int, Any]) -> int:
 @lru_cache(maxsize=256)
 def timed(
     features: int, depth: int, packing: Packing, dtype: torch.dtype, rows: tuple[int, ...]
-) -> dict[int, dict[str, float]]:
-    """Microseconds of each kernel for each number of rows."""
+) -> tuple[dict[int, dict[str, float]], float]:
+    """Microseconds of each kernel for each number of rows, and how much longer than that half of the calls took."""
     shape = packing.shape(features, depth)
     size = shape[0] * shape[1] * shape[2]
     weights = [torch.full(shape, 17, dtype=torch.uint8) for _ in range(max(1, min(_TOGETHER // size, 64)))]
-    found: dict[int, dict[str, float]] = {}
+    other = _aten_int4(features, depth, packing, len(weights)) or _one_dnn(features, depth, packing, len(weights))
+    found, spread = {}, 1.0
     for count in rows:
         x = torch.randn(count, depth).to(dtype)
-        runs: dict[str, Run] = {way: own(features, depth, packing, way) for way in WAYS}
-        took = {way: _microseconds(run, x, weights) for way, run in runs.items()}
-        other = _aten_int4(features, depth, packing, len(weights)) or _one_dnn(features, depth, packing, len(weights))
+        calls: dict[str, Calls] = {way: (own(features, depth, packing, way), x, weights) for way in WAYS}
         if other is not None:
             name, run, theirs = other
-            took[name] = _microseconds(run, x.bfloat16(), theirs)
-        found[count] = {name: round(each, 1) for name, each in took.items()}
-    return found
+            calls[name] = (run, x.bfloat16(), theirs)
+        took = _race(calls)
+        found[count] = {name: round(min(each) * 1e6, 1) for name, each in took.items()}
+        spread = max(spread, *(sorted(took[way])[len(took[way]) // 2] / min(took[way]) for way in WAYS))
+    return found, round(spread, 2)
 
 
-def _microseconds(run: Run, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
-    """What a call takes that nothing disturbs: the lower quarter of all calls, weights in turn."""
-    took = []
+def _race(calls: Mapping[str, Calls]) -> dict[str, list[float]]:
+    """Seconds of every call. Kernels take turns, so what disturbs disturbs them all; each reads another weight."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
-        for weight in (*weights, *weights, *weights):
-            start = perf_counter()
-            run(x, weight)
-            took.append(perf_counter() - start)
-    return sorted(took)[len(took) // 4] * 1e6
+        for turn in range(_TURNS * max(len(weights) for _, _, weights in calls.values())):
+            for place, (name, (run, x, weights)) in enumerate(calls.items()):
+                weight = weights[(turn + place * len(weights) // len(calls)) % len(weights)]
+                start = perf_counter()
+                run(x, weight)
+                took[name].append(perf_counter() - start)
+    return took
 
 
 @cache

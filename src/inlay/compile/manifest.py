@@ -13,12 +13,30 @@ from inlay.program.bindings import Binding, Bindings  # noqa: TC001 - `value_of`
 from inlay.program.from_json import REFUSED, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 FORMAT = 1
 NAME = "manifest.json"
 CHUNK = 1 << 26
 """Weights are hashed in chunks of this many bytes."""
+_LENGTH = "length"
+"""The size that says how many tokens of a sequence a call has."""
+
+
+def decoding(buckets: Sequence[Mapping[str, tuple[int, int | None]]]) -> list[bool]:
+    """Which of these buckets, the last of which takes all sizes, are for the tokens of answers alone.
+
+    Those of one token, if one of them takes every number of sequences. Otherwise answers need code of prompts too.
+
+    >>> every = {"batch": (1, 4), "length": (1, 64)}
+    >>> decoding([{"batch": (1, 4), "length": (1, 1)}, every])
+    [True, False]
+    >>> decoding([{"batch": (4, 4), "length": (1, 1)}, every])
+    [False, False]
+    """
+    single = {**buckets[-1], _LENGTH: (1, 1)}
+    complete = _LENGTH in buckets[-1] and single in buckets[:-1]
+    return [complete and sizes.get(_LENGTH) == (1, 1) for sizes in buckets[:-1]] + [False]
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,9 @@ class KernelRow:
     singly: int
     tiled: int
     timings: dict[str, dict[str, float]]
-    """Rows → kernel → microseconds."""
+    """Rows → kernel → microseconds of the fastest call."""
+    spread: float = 0.0
+    """How much longer than the fastest call half of the calls took, at most; 0: nothing was timed."""
 
     def way(self, rows: int) -> str:
         """How the kernel multiplies so many rows."""

@@ -17,7 +17,17 @@ from inlay.compile import store, verify, weights_file
 from inlay.compile.aoti import build_library
 from inlay.compile.calls import encode
 from inlay.compile.kernels import choose
-from inlay.compile.manifest import Bucket, FileRow, Manifest, PieceFile, Step, Target, WeightRow, WeightsFile
+from inlay.compile.manifest import (
+    Bucket,
+    FileRow,
+    Manifest,
+    PieceFile,
+    Step,
+    Target,
+    WeightRow,
+    WeightsFile,
+    decoding,
+)
 from inlay.compile.plan import plan
 from inlay.errors import MachineError, UsageError, nearest
 from inlay.ops import native
@@ -186,11 +196,17 @@ def _file_row(file: Path) -> FileRow:
 def _compiled(lowered: Lowered, folder: Path, on_step: Callable[[str], None], level: str) -> tuple[Bucket, ...]:
     """The pieces of all buckets, as files of a folder."""
     made: dict[Piece, PieceFile] = {}
+    all_sizes = [sizes for _, sizes, _ in lowered.buckets]
+    decodes = decoding(all_sizes)
     for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
+        # Kernels are those of the phase: all buckets for answers compute a row alike, and so do all others.
+        phase = all_sizes[-1] | ({"length": sizes["length"]} if decodes[number] else {})
         for piece in each.pieces:
             same = next((other for other in made if _serves(other, piece)), None)
             on_step(f"compiling {piece.name} ({name})" if not piece.plain and same is None else "")
-            made[piece] = made[same] if same else _write_piece(piece, sizes, folder / f"{number}-{piece.name}", level)
+            stem = folder / f"{number}-{piece.name}"
+            prefill = any(decodes) and not decodes[number]
+            made[piece] = made[same] if same else _write_piece(piece, phase, stem, level, prefill=prefill)
     plans = [(name, sizes, each, _by_target(each.steps, lowered.program)) for name, sizes, each in lowered.buckets]
     return tuple(
         Bucket(name, sizes, tuple(made[piece] for piece in each.pieces), steps, each.results)
@@ -207,14 +223,14 @@ def _serves(other: Piece, piece: Piece) -> bool:
     return calls[0] == calls[1] and kinds[0] == kinds[1]
 
 
-def _write_piece(piece: Piece, sizes: Sizes, stem: Path, level: str) -> PieceFile:
+def _write_piece(piece: Piece, sizes: Sizes, stem: Path, level: str, *, prefill: bool) -> PieceFile:
     ins = tuple(row.name for row in piece.ins)
     outs = tuple(row.name for row in piece.program.bindings.outs if row.alias is None)
     if piece.plain:
         file = stem.with_suffix(".json")
         file.write_text(json.dumps(encode(piece.program.graph), indent=1))
         return PieceFile(piece.name, file.name, (), ins, outs)
-    program, kernels = choose(piece.program, sizes, level)
+    program, kernels = choose(piece.program, sizes, level, prefill=prefill)
     built = build_library(program, piece.states, level)
     file = stem.with_suffix(".so")
     file.write_bytes(built.library)

@@ -31,10 +31,10 @@ def cached_attention(
 
     Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
     there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
-    a number format of their own. With `tiled`, the C++ kernel multiplies many rows at once where the processor can: what
-    a row gives depends on that, and never on the rows beside it. The other arguments are those of `attention`. A slot
-    that the caches have not, or a length that leaves no room for the rows of this call, is an error, here and in the
-    C++ kernel.
+    a number format of their own. With `tiled`, the C++ kernel multiplies many rows at once where the processor can:
+    what a row gives depends on that, and never on the rows beside it. The other arguments are those of `attention`. A
+    slot that the caches have not, or a length that leaves no room for the rows of this call, is an error, here and in
+    the C++ kernel.
 
     >>> rows = torch.full((2, 1, 4, 2), float("nan"))
     >>> rows[1, :, :3] = 1.0

@@ -191,6 +191,7 @@ def _formats() -> Iterator[Format]:
         values = partial(_dequantised, name)
         yield Format(name, Packing(8, 128), partial(_through, values), values, blocks=True)
     yield Format("bfloat16", Packing(16, 0), lambda values: (values,), Tensor.float)
+    yield Format("float32", Packing(32, 0), lambda values: (values,), Tensor.float, exact=True)
     yield Format("int8", Packing(8, 128), to_int8, Tensor.float)
     for group in (32, 64, 128):
         yield Format(f"int4-g{group}", Packing(4, -1, group), partial(to_int4, group=group), Tensor.float)

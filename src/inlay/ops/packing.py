@@ -23,7 +23,8 @@ STEP = 32
 class Packing:
     """A number format: `(q - zero) * scale`, or `q * scale + minimum` when minima are stored (`zero` is -1).
 
-    Of 16 bits are bfloat16 numbers: two columns of each feature beside each other, and no scales.
+    Of 16 bits are bfloat16 numbers: two columns of each feature beside each other, and no scales. Of 32 bits are
+    float32 numbers, column by column.
     """
 
     bits: int
@@ -33,7 +34,7 @@ class Packing:
     @property
     def group_bytes(self) -> int:
         """Bytes of one group of a block."""
-        scales = 0 if self.bits == 16 else 2 if self.zero < 0 else 1
+        scales = 0 if self.bits >= 16 else 2 if self.zero < 0 else 1
         return self.group * LANES * self.bits // 8 + 2 * LANES * scales
 
     def shape(self, features: int, depth: int) -> tuple[int, int, int]:
@@ -47,10 +48,13 @@ class Packing:
     def pack(self, q: Tensor, scale: Tensor | None = None, minimum: Tensor | None = None) -> Tensor:
         """Integers `[features, depth]` with scales and minima `[features, depth / group]` as one tensor of bytes.
 
-        Of 16 bits, the values themselves.
+        Of 16 and 32 bits, the values themselves.
         """
         features, depth = q.shape
         blocks, groups, _ = self.shape(features, depth)
+        if self.bits == 32:
+            columns = _filled(q.to(torch.float32), blocks).view(blocks, LANES, groups, self.group)
+            return columns.permute(0, 2, 3, 1).reshape(blocks, groups, -1).view(torch.uint8)
         if scale is None:
             pairs = _filled(q.to(torch.bfloat16), blocks).view(blocks, LANES, groups, self.group // 2, 2)
             return pairs.permute(0, 2, 3, 1, 4).reshape(blocks, groups, -1).view(torch.uint8)
@@ -74,6 +78,9 @@ class Packing:
         True
         """
         blocks, groups, _ = packed.shape
+        if self.bits == 32:
+            columns = packed.view(torch.float32).view(blocks, groups, self.group, LANES).permute(0, 3, 1, 2)
+            return columns.reshape(blocks * LANES, -1)[:features]
         if self.bits == 16:
             pairs = packed.view(torch.bfloat16).view(blocks, groups, STEP // 2, LANES, 2).permute(0, 3, 1, 2, 4)
             return pairs.reshape(blocks * LANES, -1)[:features].float()

@@ -86,7 +86,7 @@ class Engine:
         self._memory = Memory(states, settings.block, places if places[0] else (), self.slots)
         self._memory.populate()
         self._counts: Counter[str] = Counter()
-        self._prefixes = Prefixes(self.cache, self._memory, self._counts)
+        self._prefixes = Prefixes(self.cache, self._memory, self._counts, answers=not package.has_phases)
         self._package = package
         fixed = {
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
@@ -244,7 +244,7 @@ class Engine:
         slots, rows = [each.slot for each in sequences], [each.rows for each in sequences]
         self._counts["padded_rows"] += len(padding)
         self._observe("batch", len(sequences))
-        scores = self._call(sequences, tokens, [*slots, *padding], rows + [0] * len(padding))
+        scores = self._call(sequences, tokens, [*slots, *padding], rows + [0] * len(padding), prompt=False)
         if scores is not None:
             self._take(sequences, scores, 1)
 
@@ -253,12 +253,8 @@ class Engine:
         if not sequence.looked:
             self._prefixes.reuse(sequence)
         prompt = sequence.answer.request.prompt
-        # What follows the last whole block is read by a call of its own, as it will be when that block comes from the
-        # cache: the same call on the same rows gives the same bits, so a hit does not change an answer.
-        whole = (len(prompt) - 1) // self.settings.block * self.settings.block
-        stop = min(sequence.rows + count, whole if sequence.rows < whole else len(prompt))
-        part = prompt[sequence.rows : stop]
-        scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.rows])
+        part = prompt[sequence.rows : sequence.rows + count]
+        scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.rows], prompt=True)
         if scores is not None:
             self._counts["tokens_in"] += len(part)
             if sequence.left == len(part):
@@ -268,13 +264,13 @@ class Engine:
                 self._prefixes.keep(sequence)
 
     def _call(
-        self, sequences: Several[Sequence], tokens: list[list[int]], slots: list[int], rows: list[int]
+        self, sequences: Several[Sequence], tokens: list[list[int]], slots: list[int], rows: list[int], *, prompt: bool
     ) -> torch.Tensor | None:
         """Scores after the last token of each; None if the package failed, which those sequences are told."""
         given = {"input_ids": _numbers(tokens), "slots": _numbers(slots), "lengths": _numbers(rows)}
         started = monotonic()
         try:
-            results = self._package({**self._memory.state, **given})
+            results = self._package({**self._memory.state, **given}, prompt=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
             told = error if isinstance(error, InlayError) else ProgramError(f"The package failed: {one_line(error)}.")

@@ -38,8 +38,9 @@ class Sequence:
 class Prefixes:
     """Moves rows between slots and blocks as the books of the cache say; without a cache it does nothing."""
 
-    def __init__(self, cache: Manager | None, memory: Memory, counts: Counter[str]) -> None:
-        self._cache, self._memory, self._counts = cache, memory, counts
+    def __init__(self, cache: Manager | None, memory: Memory, counts: Counter[str], *, answers: bool) -> None:
+        """`answers`: what was made for tokens of an answer is what a prompt with them would have made, to the bit."""
+        self._cache, self._memory, self._counts, self._answers = cache, memory, counts, answers
 
     def reuse(self, sequence: Sequence) -> None:
         """Begin with what the cache holds of a prompt: all but its last token may come from there."""
@@ -64,10 +65,11 @@ class Prefixes:
     def keep(self, sequence: Sequence) -> None:
         """Put what has become a whole block into the cache."""
         cache, request = self._cache, sequence.answer.request
+        rows = sequence.rows if self._answers else min(sequence.rows, len(request.prompt))
         while cache is not None and not sequence.full:
             start = len(sequence.blocks) * cache.block_size
             stop = start + cache.block_size
-            if stop > sequence.rows:
+            if stop > rows:
                 return
             parent = sequence.blocks[-1] if sequence.blocks else None
             placed = cache.store(parent, tuple(sequence.writer.history[start:stop]), request.salt, request.priority)

@@ -50,8 +50,12 @@ class Session:
             self._lengths = self._lengths.clone()
             self._lengths[list(sequences) if sequences else slice(None)] = 0
 
-    def advance(self, tokens: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Append as many tokens to every sequence; the scores after the last of them, f32[batch, vocabulary]."""
+    def advance(self, tokens: torch.Tensor | Sequence[Sequence[int]], *, prompt: bool | None = None) -> torch.Tensor:
+        """Append as many tokens to every sequence; the scores after the last of them, f32[batch, vocabulary].
+
+        `prompt`: they are a part of a prompt, which is computed alike however it is cut. By default several tokens are,
+        and those that sequences begin with.
+        """
         given = torch.as_tensor(tokens, dtype=torch.int64).contiguous()
         if given.dim() != 2 or given.shape[0] != self.batch or not given.shape[1]:
             raise UsageError(f"Tokens must be [{self.batch}, length], and are {list(given.shape)}.")
@@ -62,7 +66,9 @@ class Session:
                     f"A sequence would grow to {longest} tokens, and there is room for {self.room}.",
                     "Build with a larger --max-length, or begin again.",
                 )
-            results = self._run({**self._state, "input_ids": given, "slots": self._slots, "lengths": self._lengths})
+            given_all = {**self._state, "input_ids": given, "slots": self._slots, "lengths": self._lengths}
+            begins = given.shape[1] > 1 or not any(self.lengths)
+            results = self._run(given_all, prompt=begins if prompt is None else prompt)
             self._lengths = self._lengths + given.shape[1]
         scores: torch.Tensor = results["logits"][:, -1]
         return scores.float()

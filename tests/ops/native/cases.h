@@ -95,7 +95,7 @@ struct Format {
   int64_t group;
   std::string text() const { return std::to_string(bits) + " bits, zero " + std::to_string(zero); }
 };
-constexpr Format kFormats[] = {{4, 8, 32}, {4, -1, 32}, {4, -1, 64}, {8, 128, 32}, {8, -1, 64}, {16, 0, 32}};
+constexpr Format kFormats[] = {{4, 8, 32}, {4, -1, 32}, {4, -1, 64}, {8, 128, 32}, {8, -1, 64}, {16, 0, 32}, {32, 0, 32}};
 constexpr int32_t kWays[] = {inlay::kDot, inlay::kTiles8, inlay::kTiles16, inlay::kPortable};
 
 // A packed weight, and what it stands for.
@@ -106,6 +106,12 @@ struct Weight {
     if (format.bits == 16) {
       std::normal_distribution<float> normal;
       for (int64_t at = 0; at < bytes.size / 2; ++at) put16(2 * at, inlay::to_bf16(normal(random)));
+    } else if (format.bits == 32) {
+      std::normal_distribution<float> normal;
+      for (int64_t at = 0; at < bytes.size / 4; ++at) {
+        const float value = normal(random);
+        std::memcpy(bytes.data + 4 * at, &value, 4);
+      }
     } else {
       for (int64_t at = 0; at < bytes.size; ++at) bytes[at] = static_cast<uint8_t>(random());
       for (int64_t group = 0; group < l.blocks() * l.groups(); ++group)

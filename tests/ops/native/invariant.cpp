@@ -76,11 +76,13 @@ int main(int, char** given) {
   int64_t count = 0;
   for (int round = std::atoi(given[2]); round > 0; --round) {
     for (const Format& format : kFormats) {
-      if (format.bits == 16)
+      if (format.bits == 32)
+        count += linear(random, format, {inlay::kDot, inlay::kTiles8, inlay::kTiles16, inlay::kPortable});
+      else if (format.bits == 16)
         count += linear(random, format, {inlay::kDot}) + linear(random, format, {inlay::kTiles16});
       else
         count += linear(random, format, {inlay::kDot, inlay::kTiles8}) + linear(random, format, {inlay::kTiles16});
-      count += linear(random, format, {inlay::kPortable});
+      if (format.bits != 32) count += linear(random, format, {inlay::kPortable});
     }
     for (int at = 0; at < 8; ++at) count += attention(random, false) + attention(random, true);
   }

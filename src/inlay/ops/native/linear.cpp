@@ -4,7 +4,7 @@
 namespace inlay {
 namespace {
 
-thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x;
+thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x, wide_x;
 thread_local Scratch wide_weight;
 
 // A row as bfloat16; for tiles, 16 rows of 32 columns lie together.
@@ -22,7 +22,7 @@ void narrow(const Linear& l, int64_t row, bool tiles, uint16_t* out) {
 
 // The way that was asked for, or the nearest that these instructions have.
 int32_t possible(int32_t way, int32_t bits) {
-  if (way == kTiles8 && bits == 16) way = kTiles16;
+  if (way == kTiles8 && bits == 16) way = kDot;
 #if !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
   if (way != kPortable) way = kDot;
 #endif
@@ -130,6 +130,17 @@ void with_bfloat16(const Linear& l, Way way) {
   }
 }
 
+void with_floats(const Linear& l) {
+  const float* x = static_cast<const float*>(l.x);
+  if (l.x_type != kFloat32) {
+    float* wide = wide_x.get<float>(l.rows * l.depth);
+    for (int64_t at = 0; at < l.rows * l.depth; ++at) wide[at] = element(l.x, l.x_type, at);
+    x = wide;
+  }
+#pragma omp parallel
+  floats(l, x, Part(l.blocks()), [&](int64_t block, int64_t row, const float* y) { put_row(l, block, row, y); });
+}
+
 // One row of a packed weight, as plain numbers.
 void embed(const Linear& l, int64_t token, int64_t at) {
   const int64_t lane = token % kLanes;
@@ -139,7 +150,9 @@ void embed(const Linear& l, int64_t token, int64_t at) {
     const int64_t column = k % l.group % kStep, quad = column / 4;
     const uint8_t* step = numbers + k % l.group / kStep * (kStep * kLanes * l.bits / 8);
     float value;
-    if (l.bits == 16) {
+    if (l.bits == 32) {
+      std::memcpy(&value, block + (k * kLanes + lane) * 4, 4);
+    } else if (l.bits == 16) {
       uint16_t stored;
       std::memcpy(&stored, step + (column / 2 * kLanes + lane) * 4 + column % 2 * 2, 2);
       value = from_bf16(stored);
@@ -165,6 +178,7 @@ INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, c
     const Linear l{x, weight, bias, y, x_type, y_type, rows, features, depth, group, bits, zero};
     check(l, "packed_linear");
     if (rows * features == 0) return;
+    if (bits == 32) return with_floats(l);
     const Way taken = static_cast<Way>(possible(way, bits));
     if (taken == kTiles16 || bits == 16)
       with_bfloat16(l, taken);

@@ -23,7 +23,7 @@ struct Linear {
   int64_t groups() const { return depth / group; }
   int64_t blocks() const { return up(features, kLanes) / kLanes; }
   int64_t numbers() const { return group * kLanes * bits / 8; }
-  int64_t group_bytes() const { return bits == 16 ? numbers() : numbers() + 2 * kLanes * (zero < 0 ? 2 : 1); }
+  int64_t group_bytes() const { return bits >= 16 ? numbers() : numbers() + 2 * kLanes * (zero < 0 ? 2 : 1); }
   int64_t block_bytes() const { return groups() * group_bytes(); }
 };
 
@@ -31,7 +31,7 @@ inline void check(const Linear& l, const char* what) {
   const auto holds = [&](bool right, const char* wanted) {
     if (!right) throw std::invalid_argument(std::string(what) + " wants " + wanted);
   };
-  holds(l.bits == 4 || l.bits == 8 || l.bits == 16, "4, 8 or 16 bits");
+  holds(l.bits == 4 || l.bits == 8 || l.bits == 16 || l.bits == 32, "4, 8, 16 or 32 bits");
   holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
   holds(l.group > 0 && l.group % kStep == 0 && l.depth % l.group == 0, "whole groups of columns, of 32 or a multiple");
 }
@@ -459,5 +459,55 @@ inline void dot16(const Linear& l, const uint16_t* x, const Part& part) {
   }
 }
 #endif
+
+// float32 weights. Every feature of every row is one sum over the columns in their order, so a row gives the same bits
+// however many others there are; how many rows and blocks are summed at once is a matter of speed.
+typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4)));
+
+template <int kRows, int kBlocks>
+inline void block_floats(const Linear& l, const float* x, const uint8_t* at, Lanes (*total)[kBlocks]) {
+  Lanes sums[kRows][kBlocks] = {};
+  for (int64_t k = 0; k < l.depth; ++k) {
+    Lanes weight[kBlocks];
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b)
+      weight[b] = *reinterpret_cast<const Lanes*>(at + b * l.block_bytes() + k * kLanes * 4);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int b = 0; b < kBlocks; ++b) sums[r][b] += x[r * l.depth + k] * weight[b];
+  }
+  std::memcpy(total, sums, sizeof(sums));
+}
+
+template <int kRows, int kBlocks, typename Put>
+inline void some_floats(const Linear& l, const float* x, int64_t row, int64_t block, const Put& put) {
+  Lanes total[kRows][kBlocks];
+  block_floats<kRows, kBlocks>(l, x + row * l.depth, l.weight + block * l.block_bytes(), total);
+  for (int r = 0; r < kRows; ++r)
+    for (int b = 0; b < kBlocks; ++b) put(block + b, row + r, reinterpret_cast<const float*>(&total[r][b]));
+}
+
+// All rows over some blocks, which stay in a cache next to the core.
+template <int kRows, int kBlocks, typename Put>
+inline void rows_floats(const Linear& l, const float* x, int64_t row, int64_t block, const Put& put) {
+  for (; row + kRows <= l.rows; row += kRows) some_floats<kRows, kBlocks>(l, x, row, block, put);
+  if constexpr (kRows > 1) rows_floats<kRows / 2, kBlocks>(l, x, row, block, put);
+}
+
+template <typename Put>
+inline void floats(const Linear& l, const float* x, const Part& part, const Put& put) {
+#ifdef __AVX512F__
+  constexpr int kRows = 8, kBlocks = 3;
+#else
+  constexpr int kRows = 4, kBlocks = 1;
+#endif
+  constexpr int kAlone = 4 * kBlocks;  // sums of one row that do not wait for each other
+  int64_t block = part.begin;
+  if (l.rows == 1)
+    for (; block + kAlone <= part.end; block += kAlone) rows_floats<1, kAlone>(l, x, 0, block, put);
+  for (; block + kBlocks <= part.end; block += kBlocks) rows_floats<kRows, kBlocks>(l, x, 0, block, put);
+  for (; block < part.end; ++block) rows_floats<kRows, 1>(l, x, 0, block, put);
+}
 
 }  // namespace inlay

@@ -42,10 +42,10 @@ class PackWeights(Transform):
 
     class Options(base.Options):
         """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`; the head as int8) and `int8` quantise,
-        `bfloat16` rounds. A weight is packed when `only` is empty or names it, and `skip` does not, by patterns such as
-        `lm_head*`."""
+        `bfloat16` rounds, `float32` keeps values. A weight is packed when `only` is empty or names it, and `skip` does
+        not, by patterns such as `lm_head*`."""
 
-        format: Literal["stored", "int4", "int8", "bfloat16", "none"] = "int8"
+        format: Literal["stored", "int4", "int8", "bfloat16", "float32", "none"] = "int8"
         group: Literal[32, 64, 128] = 32
         only: tuple[str, ...] = ()
         skip: tuple[str, ...] = ()
