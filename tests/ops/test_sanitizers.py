@@ -25,7 +25,7 @@ PROCESSORS = {
     "AVX2": ["-march=x86-64-v3"],
     "AVX-512": ["-march=skylake-avx512"],
     "AVX-512 with VNNI and BF16": [*EMULATED, "-DEMULATE_VNNI"],
-    "AMX": [*EMULATED, "-DEMULATE_AMX"],
+    "AMX": [*EMULATED, "-DEMULATE_AMX", "-DINLAY_SEGMENT=64"],
 }
 NEEDED = {"AVX2": {"avx2", "fma", "f16c"}}
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

@@ -6,7 +6,7 @@
 namespace inlay {
 namespace {
 
-thread_local Scratch query_rows, accumulated, known, turned_values, finite_values, tile_rooms;
+thread_local Scratch query_rows, accumulated, known, turned_values, finite_values, tile_rooms, tile_states;
 
 void finish(const Attention& a, int64_t b, int64_t head, int64_t row, const float* acc, Sofar s) {
   if (a.sinks) {
@@ -104,7 +104,7 @@ bool fits_tiles(const Attention& a) {
 // The rows of a tile one by one. A tile multiplies values that a row does not see by 0, which is NaN where they are not
 // finite: then only this is right.
 void attend_singly(const Attention& a, int64_t b, int64_t head, int64_t row, TileRoom& t) {
-  float *query = t.scores[0], *acc = t.acc[0];
+  float *query = t.scores[0], *acc = t.line;
   const int64_t kv = head / a.per_key();
   for (const int64_t end = std::min(row + kQueries, a.length); row < end; ++row) {
     const int64_t position = a.lengths[b] + row;
@@ -116,31 +116,40 @@ void attend_singly(const Attention& a, int64_t b, int64_t head, int64_t row, Til
 }
 
 void tiles(const Attention& a) {
-  int64_t longest = 0;
-  for (int64_t b = 0; b < a.batch; ++b) longest = std::max(longest, a.lengths[b] + a.length);
-  const int64_t padded = up(longest, kKeys), heads = a.batch * a.kv_heads, blocks = up(a.length, kQueries) / kQueries;
-  uint16_t* turned = turned_values.get<uint16_t>(heads * a.width * padded);
+  int64_t longest = 0, lowest = a.room;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    longest = std::max(longest, a.lengths[b] + a.length);
+    lowest = std::min(lowest, a.first(a.lengths[b]));
+  }
+  const int64_t heads = a.batch * a.kv_heads, blocks = up(a.length, kQueries) / kQueries;
+  uint16_t* turned = turned_values.get<uint16_t>(heads * a.width * kSegment);
+  float* states = tile_states.get<float>(a.batch * a.heads * blocks * TileState::size(a));
   uint8_t* finite = finite_values.get<uint8_t>(heads);
   TileRoom* rooms = tile_rooms.get<TileRoom>(omp_get_max_threads());
+  std::fill(finite, finite + heads, uint8_t{1});
 #pragma omp parallel
   {
-#pragma omp for schedule(static)
-    for (int64_t at = 0; at < heads; ++at) {
-      int64_t b = at / a.kv_heads, filled = a.lengths[b] + a.length;
-      const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, at % a.kv_heads);
-      finite[at] = turn(values, a.width, filled, padded, turned + at * a.width * padded);
-    }
     TileConfig().use();
     TileRoom& room = rooms[omp_get_thread_num()];
-    // Later blocks see more keys: they are dealt out singly, the longest first.
+    for (int64_t segment = lowest / kSegment * kSegment; segment < longest; segment += kSegment) {
+#pragma omp for schedule(static)
+      for (int64_t at = 0; at < heads; ++at) {
+        const int64_t b = at / a.kv_heads, keys = std::min(a.lengths[b] + a.length - segment, kSegment);
+        const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, at % a.kv_heads);
+        if (keys > 0) finite[at] &= turn(values + segment * a.width, a.width, keys, turned + at * a.width * kSegment);
+      }
+      // Later blocks see more keys: they are dealt out singly, the longest first.
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t at = a.batch * a.heads * blocks - 1; at >= 0; --at) {
-      const int64_t block = at / (a.batch * a.heads), head = at % a.heads, b = at / a.heads % a.batch;
-      const int64_t kv = b * a.kv_heads + head / a.per_key();
-      if (finite[kv])
-        attend_tiles(a, b, head, block * kQueries, turned + kv * a.width * padded, padded, room);
-      else
-        attend_singly(a, b, head, block * kQueries, room);
+      for (int64_t at = a.batch * a.heads * blocks - 1; at >= 0; --at) {
+        const int64_t row = at / (a.batch * a.heads) * kQueries, head = at % a.heads, b = at / a.heads % a.batch;
+        const int64_t kv = b * a.kv_heads + head / a.per_key();
+        const int64_t last = a.lengths[b] + std::min(row + kQueries, a.length);
+        if (a.first(a.lengths[b] + row) >= segment + kSegment || last <= segment) continue;
+        const TileState state(a, states + at * TileState::size(a));
+        if (finite[kv]) attend_tiles(a, b, head, row, segment, turned + kv * a.width * kSegment, state, room);
+        if (last > segment + kSegment) continue;
+        finite[kv] ? finish_tiles(a, b, head, row, state) : attend_singly(a, b, head, row, room);
+      }
     }
     _tile_release();
   }

@@ -336,32 +336,43 @@ inline void attend_heads(const Attention& a, const float* query, int64_t head, i
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 constexpr int64_t kQueries = 32, kKeys = 64;
+#ifndef INLAY_SEGMENT
+#define INLAY_SEGMENT 1024
+#endif
+constexpr int64_t kSegment = INLAY_SEGMENT;  // keys whose values are turned at a time: memory does not grow with the cache
 
-// Values of one head turned: [width, keys], so that they are rows of a tile. Whether all of them are finite.
-inline bool turn(const uint16_t* values, int64_t width, int64_t keys, int64_t padded, uint16_t* out) {
+// Values of one head turned: [width, kSegment], so that they are rows of a tile. Whether all of them are finite.
+inline bool turn(const uint16_t* values, int64_t width, int64_t keys, uint16_t* out) {
   constexpr uint16_t kExponent = 0x7f80;
   bool finite = true;
-  for (int64_t key = 0; key < padded; key += 16)
+  for (int64_t key = 0; key < up(keys, kKeys); key += 16)
     for (int64_t d = 0; d < width; ++d)
       for (int64_t i = 0; i < 16; ++i) {
         const uint16_t value = key + i < keys ? values[(key + i) * width + d] : uint16_t{0};
-        out[d * padded + key + i] = value;
+        out[d * kSegment + key + i] = value;
         finite &= (value & kExponent) != kExponent;
       }
   return finite;
 }
 
+// What is known of 32 queries of one head between two segments.
+struct TileState {
+  float *acc, *most, *sum;  // [width][kQueries], [kQueries], [kQueries]
+  static int64_t size(const Attention& a) { return (a.width + 2) * kQueries; }
+  TileState(const Attention& a, float* at) : acc(at), most(at + a.width * kQueries), sum(most + kQueries) {}
+};
+
 struct TileRoom {  // of one thread
   alignas(64) uint16_t query[256 / 32][2][16 * 32];  // [step of 32 columns][half]: 16 pairs of columns, 16 queries
   alignas(64) float scores[kKeys][kQueries];
   alignas(64) uint16_t weights[kKeys / 32][2][16 * 32];  // [step of 32 keys][half]: 16 pairs of keys, 16 queries
-  alignas(64) float acc[256][kQueries];
+  alignas(64) float line[256];
   alignas(64) float part[2][16 * 16];
 };
 
-// 32 queries of one head over all keys they see.
-inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, const uint16_t* turned,
-                         int64_t padded, TileRoom& t) {
+// 32 queries of one head over the keys of a segment; `turned` are its values.
+inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, int64_t segment,
+                         const uint16_t* turned, const TileState& state, TileRoom& t) {
   const int64_t before = a.lengths[b], rows = std::min(kQueries, a.length - row), steps = a.depth / 32;
   const int64_t kv = head / a.per_key();
   const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + a.key_at(b, kv);
@@ -379,13 +390,18 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
       for (int64_t i = 0; i < 16; ++i) out[i * 16] = pairs[s * 16 + i];
     }
   }
-  std::memset(t.acc, 0, sizeof(t.acc[0]) * a.width);
+  const int64_t first = a.first(before + row) / kKeys * kKeys;
   __m512 most[2] = {_mm512_set1_ps(kLowest), _mm512_set1_ps(kLowest)};
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  if (first >= segment)
+    std::memset(state.acc, 0, a.width * kQueries * 4);
+  else
+    for (int half_ = 0; half_ < 2; ++half_)
+      most[half_] = _mm512_loadu_ps(state.most + half_ * 16), sum[half_] = _mm512_loadu_ps(state.sum + half_ * 16);
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const int64_t last = before + row + rows;  // keys below this are seen by some query
   written();
-  for (int64_t start = a.first(before + row) / kKeys * kKeys; start < last; start += kKeys) {
+  for (int64_t start = std::max(first, segment); start < std::min(last, segment + kSegment); start += kKeys) {
     // The cache has room for whole tiles, or the last ones read rows that belong to nobody: those are masked.
     for (int64_t k = 0; k < kKeys; k += 16) {
       if (start + k >= last) break;
@@ -449,7 +465,7 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t k = 0; k < kKeys / 32 && k * 32 < count; ++k) {
-        _tile_loadd(4, turned + d * padded + start + k * 32, padded * 2);
+        _tile_loadd(4, turned + d * kSegment + start - segment + k * 32, kSegment * 2);
         _tile_loadd(6, t.weights[k][0], 64);
         _tile_loadd(7, t.weights[k][1], 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -459,20 +475,24 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
       _tile_stored(1, t.part[1], 64);
       for (int64_t i = 0; i < 16; ++i)
         for (int64_t half_ = 0; half_ < 2; ++half_) {
-          float* at = t.acc[d + i] + half_ * 16;
-          _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_load_ps(at), fade[half_], _mm512_load_ps(t.part[half_] + i * 16)));
+          float* at = state.acc + (d + i) * kQueries + half_ * 16;
+          _mm512_storeu_ps(at,
+                           _mm512_fmadd_ps(_mm512_loadu_ps(at), fade[half_], _mm512_load_ps(t.part[half_] + i * 16)));
         }
     }
   }
-  alignas(64) float over[kQueries];
-  for (int64_t half_ = 0; half_ < 2; ++half_)
-    _mm512_store_ps(over + half_ * 16, _mm512_div_ps(_mm512_set1_ps(1.0f), sum[half_]));
-  for (int64_t r = 0; r < rows; ++r)
+  for (int half_ = 0; half_ < 2; ++half_)
+    _mm512_storeu_ps(state.most + half_ * 16, most[half_]), _mm512_storeu_ps(state.sum + half_ * 16, sum[half_]);
+}
+
+// What 32 queries of one head give, when all their keys are through.
+inline void finish_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, const TileState& state) {
+  for (int64_t r = 0; r < std::min(kQueries, a.length - row); ++r)
     for (int64_t d = 0; d < a.width; d += 16) {
       alignas(64) float line[16];
-      for (int64_t i = 0; i < 16; ++i) line[i] = t.acc[d + i][r];
+      for (int64_t i = 0; i < 16; ++i) line[i] = state.acc[(d + i) * kQueries + r];
       store16(a.out, a.q_type, a.out_at(b, head, row + r) + d,
-              _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(over[r])));
+              _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(1.0f / state.sum[r])));
     }
 }
 #endif
