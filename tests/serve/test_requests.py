@@ -13,8 +13,10 @@ import pytest
 
 from eager import byte_tokenizer, fallback_tokenizer, text_of
 from inlay.runtime.request import Answer
+from inlay.serve import convert
 from inlay.serve.app import application
 from inlay.serve.logs import Lines
+from inlay.serve.schema import ChatRequest, CompletionRequest
 from inlay.serve.serving import Serving
 from inlay.serve.settings import Settings
 from inlay.serve.spelling import Spelling
@@ -222,7 +224,7 @@ def test_long_prompts_are_the_same_tokens(engine: Engine) -> None:
 
 
 def test_an_engine_that_fails_is_a_500_that_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("the kernel is broken")
 
     monkeypatch.setattr(engine, "_package", fail)
@@ -299,3 +301,14 @@ def _readable(raw: tuple[int, ...] | None) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+@pytest.mark.fast
+def test_answers_end_where_nobody_says_so() -> None:
+    chat = ChatRequest.model_validate({"model": NAME, "messages": TALK})
+    text = CompletionRequest.model_validate({"model": NAME, "prompt": "fox"})
+    for room, tokens in ((4096, (1024, 16)), (8, (8, 8))):
+        bounds = convert.Bounds(room, room, 320, 10**6)
+        assert tuple(convert._tokens(asked, bounds) for asked in (chat, text)) == tokens
+    told = ChatRequest.model_validate({"model": NAME, "messages": TALK, "max_completion_tokens": 3000})
+    assert convert._tokens(told, convert.Bounds(4096, 4096, 320, 10**6)) == 3000
