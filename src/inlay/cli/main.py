@@ -35,7 +35,7 @@ app = typer.Typer(
     name="inlay",
     help="Turn a stock PyTorch LLM into a compiled inference package, and see what every graph pass did and why.",
     epilog="Exit codes: 0 fine, 1 a check said no, 2 wrong usage, 3 bad MODEL, 4 no capture, 5 bad program,"
-    " 6 failed transform, 7 broken contract, 8 bad package, 70 defect.",
+    " 6 failed transform, 7 broken contract, 8 bad package, 9 no space or no port, 70 defect.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
