@@ -43,7 +43,7 @@ def _full() -> OSError:
 def test_a_full_disk(said: list[str]) -> None:
     assert _fail(_full()) == 9
     assert said == [
-        "[bold red]error:[/] There is no space left for temporary files in "
+        "[bold red]error:[/] There is no space left for what is being written, here or in "
         f"{console.tempfile.gettempdir()}. Free some, or write to another disk."
     ]
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from inlay.serve import connection
 from inlay.serve.errors import ApiError
@@ -93,13 +95,41 @@ def test_a_body_that_does_not_end(quick: Server) -> None:
         assert line.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
-def test_slow_bodies_keep_nobody_out(package: Path, tmp_path: Path) -> None:
-    """Three times as many as there are places."""
-    with Server(package, tmp_path, "--max-concurrent", "4") as running, ExitStack() as lines:
-        for _ in range(12):
-            lines.enter_context(_line(running, f"{HEAD}\r\n{{"))
+@pytest.mark.parametrize(("count", "sent"), [(12, 1), (80, 99_999)], ids=["small", "as large as may be"])
+def test_slow_bodies_keep_nobody_out(package: Path, tmp_path: Path, count: int, sent: int) -> None:
+    """More of them than there are places, or than there is memory for."""
+    head = HEAD.replace("900", "100000")
+    with Server(package, tmp_path, "--max-concurrent", "4", "--max-body", "100000") as running, ExitStack() as lines:
+        for _ in range(count):
+            lines.enter_context(_line(running, f"{head}\r\n{'{' * sent}"))
         assert _answer(running).status_code == 200
         assert running.figures()["places_held"] == 0
+
+
+@pytest.mark.fast
+def test_connections_that_come_all_at_once() -> None:
+    """On the event loop that everybody has: a connection that was cut off is there for a moment longer."""
+
+    async def burst() -> list[int]:
+        state = ServerState()
+        config = uvicorn.Config(lambda *_: None, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Small(config, state, {}), "127.0.0.1", 0)
+        port, lines, counts = server.sockets[0].getsockname()[1], [], []
+        for _ in range(5):
+            lines += [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            await asyncio.sleep(0.05)
+            counts.append(len(state.connections))
+        for _, writer in lines:
+            writer.close()
+        server.close()
+        return counts
+
+    class Small(connection.Connection):
+        most = 20
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        assert max(runner.run(burst())) <= 20
 
 
 def _with_files(package: Path, folder: Path, count: int) -> Server:

@@ -79,7 +79,8 @@ def full_disk(error: BaseException) -> MachineError | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _FULL:
-            where = str(cause.filename or f"temporary files in {tempfile.gettempdir()}")
+            named = cause.filename2 or cause.filename
+            where = str(named or f"what is being written, here or in {tempfile.gettempdir()}")
             return MachineError(f"There is no space left for {where}.", "Free some, or write to another disk.")
         if "No space left on device" in str(cause):
             where = f"{tempfile.gettempdir()}, where the compiler works"

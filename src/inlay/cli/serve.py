@@ -92,7 +92,7 @@ def serve(
             body_seconds=read_seconds,
             write_seconds=write_seconds,
             kv_routes=is_watched(host, bool(keys)) if kv_routes is None else kv_routes,
-            hosts=names_of(host),
+            hosts=names_of(host, bool(keys)),
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
         host_bytes = bytes_of(host_cache_memory)

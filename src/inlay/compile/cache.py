@@ -113,11 +113,12 @@ class BuildCache:
         """The entry of a key, if there is one; it stays as long as it is held. Raises when it is damaged."""
         folder = self.folder / key
         try:
+            if self.folder.is_dir():
+                host.private_folder(self.folder)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             yield None
             return
-        host.private_folder(self.folder)
         try:
             lock(handle, TOGETHER)
             yield _read(folder) if is_still(handle, folder) else None

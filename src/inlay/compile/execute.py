@@ -82,6 +82,7 @@ class Executable:
         """None for programs that are no decoders."""
         answers = decoding([bucket.sizes for bucket, _ in self.buckets])
         self._prefill = [each for each, decodes in zip(self.buckets, answers, strict=True) if not decodes]
+        self._answering = [each for each, decodes in zip(self.buckets, answers, strict=True) if decodes] + self._prefill
         self.has_phases = any(answers)
         """Whether tokens of prompts and tokens of answers are computed by different code."""
 
@@ -105,7 +106,7 @@ class Executable:
         sizes = self._sizes(given)
         if self.cache is not None:
             self.cache.check(given)
-        for bucket, execution in self._prefill if prompt else self.buckets:
+        for bucket, execution in self._prefill if prompt else self._answering:
             if bucket.fits(sizes):
                 return dict(zip(self.results, execution(given), strict=True))
         asked = ", ".join(f"{name} {size}" for name, size in sizes.items())

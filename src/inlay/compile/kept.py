@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from inlay import host
 from inlay.compile import factors, store, weights_file
 from inlay.compile import manifest as manifests
 from inlay.compile.cache import BuildCache, DamagedEntryError, Entry
@@ -98,7 +99,7 @@ def looked_up(ask: Callable[[], factors.Request | str], model: str, on_step: Cal
             raise factors.NotCacheable(asked)
         found.factors = factors.factors(asked)
         found.key = factors.key(found.factors)
-        found.cache.folder.mkdir(parents=True, exist_ok=True)
+        host.private_folder(found.cache.folder)
     except (factors.NotCacheable, OSError) as error:
         found.key, found.reason = "", one_line(error)
     if not found.key or (found.cache.folder / found.key).is_dir():

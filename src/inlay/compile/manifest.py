@@ -15,7 +15,8 @@ from inlay.program.from_json import REFUSED, value_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FORMAT = 1
+FORMAT = 2
+"""2: kernels belong to a phase, so what a token gives does not depend on the call it is in."""
 NAME = "manifest.json"
 CHUNK = 1 << 26
 """Weights are hashed in chunks of this many bytes."""
@@ -34,6 +35,8 @@ def decoding(buckets: Sequence[Mapping[str, tuple[int, int | None]]]) -> list[bo
     >>> decoding([{"batch": (4, 4), "length": (1, 1)}, every])
     [False, False]
     """
+    if not buckets:
+        return []
     single = {**buckets[-1], _LENGTH: (1, 1)}
     complete = _LENGTH in buckets[-1] and single in buckets[:-1]
     return [complete and sizes.get(_LENGTH) == (1, 1) for sizes in buckets[:-1]] + [False]

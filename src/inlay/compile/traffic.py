@@ -15,17 +15,19 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.compile.manifest import decoding
 from inlay.errors import PackageError
 from inlay.program.bindings import Role
 from inlay.program.from_json import value_of
 from inlay.state.watch import READ, WRITTEN, arena, blocks, counting_environment, pages_touched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from inlay.compile.execute import Executable
@@ -157,27 +159,29 @@ def measure(package: Executable) -> Traffic:
 
 
 def _steps(package: Executable, whole: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[Step]:
-    for bucket, _ in package.buckets:
+    answers = decoding([bucket.sizes for bucket, _ in package.buckets])
+    for (bucket, _), answering in zip(package.buckets, answers, strict=True):
         for sizes in _sizes(bucket, package):
             for filled in _fills(package, sizes):
                 given = {**state, **_inputs(package, sizes, filled or 0)}
+                call = partial(package, given, prompt=not answering)
                 if not filled:  # what is done once is done now
-                    package(given)
-                    package(given)
-                marks, allocated, results = _run(package, given, whole)
+                    call()
+                    call()
+                marks, allocated, results = _run(call, whole)
                 pages = dict(_pages(marks, package, state, given, filled or 0))
                 yield Step(bucket.name, sizes, filled, pages, allocated, results)
 
 
 def _run(
-    package: Executable, given: Mapping[str, Any], whole: torch.Tensor
+    step: Callable[[], dict[str, Any]], whole: torch.Tensor
 ) -> tuple[bytes, tuple[int, ...] | None, tuple[int, ...]]:
     """One step, watched: the marks of its pages, what it allocated, what it gave."""
     marks, results = b"", {}
 
     def call() -> None:
         nonlocal results
-        results = package(given)
+        results = step()
 
     def watched() -> None:
         nonlocal marks

@@ -35,8 +35,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's connection, with limits.
 
     `header_seconds` after it was opened, or after the first byte of a later request, the header has to be complete.
-    Where there are too many connections, the oldest one that is not being answered is closed: a newcomer who asks
-    quickly is served, however many others hold a line and say nothing.
+    Where there are too many connections, those go that are not being answered and were not for longest: a newcomer who
+    asks quickly is served, however many others hold a line and say nothing.
     """
 
     header_seconds = 30.0
@@ -48,9 +48,10 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().connection_made(transport)
         self._since = monotonic()
         self._waiting: asyncio.TimerHandle | None = self.loop.call_later(self.header_seconds, self._too_slow)
-        if len(self.connections) > self.most:
-            idle = [each for each in self.connections if not each.is_answered]
-            min(idle, key=lambda each: each._since, default=self).abort()
+        open_ones = [each for each in self.connections if not each.transport.is_closing()]
+        idle = sorted((each for each in open_ones if not each.is_answered), key=lambda each: each._since)
+        for each in idle[: max(0, len(open_ones) - self.most)]:
+            each.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -60,7 +61,14 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def data_received(self, data: bytes) -> None:
         """Bytes of a request: its header has to be complete in time."""
         super().data_received(data)
+        if self.is_asked:
+            self._since = monotonic()
         self._wait(not self.is_asked)
+
+    def on_response_complete(self) -> None:
+        """An answer is sent."""
+        self._since = monotonic()
+        super().on_response_complete()
 
     @property
     def is_asked(self) -> bool:
@@ -83,12 +91,20 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._waiting = None
         if self.is_asked or self.transport.is_closing():
             return
+        if self.cycle is not None and not self._has_begun():
+            self.transport.close()  # nobody asks: a client that is about to would take this for its answer
+            return
         seconds = f"{self.header_seconds:.0f} s"
         body = ApiError(408, f"No request came in within {seconds}.", code="timeout").body()
         head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
         self.loop.call_later(STUCK_SECONDS, self.abort)
+
+    def _has_begun(self) -> bool:
+        """Whether a part of a request is there; where that cannot be known, yes."""
+        parser = getattr(self, "conn", None)  # of h11; httptools does not tell
+        return parser is None or bool(parser.trailing_data[0])
 
     def timeout_keep_alive_handler(self) -> None:
         """Nobody asks any more on this connection."""

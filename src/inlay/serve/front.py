@@ -32,6 +32,8 @@ KNOWN = OPEN | ANSWERING | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v
 """Routes that are counted apart."""
 COMING = 64
 """Requests of the largest size that may be on their way at once: what is not complete is in memory."""
+SMALL = 1 << 16
+"""Bytes of a request that are read whatever others send: the connection has room for as many anyway."""
 ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -85,7 +87,10 @@ class Front:
         body = await self._read(receive, headers)
         if body is None:
             return
-        place: Place = serving.places.take(state["tenant"])  # after the body: who sends it slowly keeps nobody out
+        if serving.draining:
+            raise draining()
+        # After the body: who sends it slowly keeps nobody out. One key alone has nobody to share with.
+        place: Place = serving.places.take(state["tenant"] if len(serving.keys) > 1 else "")
         state["place"] = place
         try:
             await self._app(scope, _replay(body, receive), send)
@@ -111,7 +116,7 @@ class Front:
                     self._coming += len(part)
                     if len(body) > most:
                         raise too_large
-                    if self._coming > COMING * most:
+                    if self._coming > COMING * most and len(body) > SMALL:
                         raise overloaded(seconds)
                     if not message.get("more_body", False):
                         return bytes(body)

@@ -34,8 +34,8 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def tenant(self, authorization: bytes) -> str | None:
         """Whose request this is: a name that does not tell the key, or None for a stranger."""

@@ -33,15 +33,18 @@ class Settings:
     """Names that a request may call the server by; any, where there are none."""
 
 
-def names_of(host: str) -> tuple[str, ...]:
+def names_of(host: str, has_keys: bool) -> tuple[str, ...]:
     """What requests may call a server by that listens at a host; anything, if other machines can connect.
 
-    A page in a browser may point a name of its own at this machine, and would read along.
+    A page in a browser may point a name of its own at this machine, and would read along. It has no key; a proxy before
+    the server may use any name.
 
-    >>> names_of("127.0.0.1"), names_of("0.0.0.0")
-    (('127.0.0.1', 'localhost', '::1'), ())
+    >>> names_of("127.0.0.1", False), names_of("127.0.0.1", True), names_of("0.0.0.0", False)
+    (('127.0.0.1', 'localhost', '::1'), (), ())
     """
-    return tuple(dict.fromkeys((host, "localhost", "127.0.0.1", "::1"))) if is_loopback(host) else ()
+    if has_keys or not is_loopback(host):
+        return ()
+    return tuple(dict.fromkeys((host, "localhost", "127.0.0.1", "::1")))
 
 
 def is_watched(host: str, has_keys: bool) -> bool:

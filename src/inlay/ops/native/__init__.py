@@ -49,18 +49,20 @@ def copy(file: Path, level: str = "native") -> None:
     """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
     try:
         folder = host.private_folder(host.cache_folder() / "kernels")
+        kept = folder / f"kernels-{tag(level)}.so"
+        if _copied(kept, file):
+            return
+        staging = tempfile.TemporaryDirectory(dir=folder)
     except OSError:  # not ours, or not to be written to
         build(file, level)
         return
-    kept = folder / f"kernels-{tag(level)}.so"
-    if not _copied(kept, file):
-        with tempfile.TemporaryDirectory(dir=folder) as staging:
-            made = Path(staging, NAME)
-            build(made, level)
-            (hashed := made.with_suffix(".sha256")).write_text(_sha256(made))
-            hashed.replace(kept.with_suffix(".sha256"))
-            made.replace(kept)
-        shutil.copyfile(kept, file)
+    with staging:
+        made = Path(staging.name, NAME)
+        build(made, level)
+        (hashed := made.with_suffix(".sha256")).write_text(_sha256(made))
+        hashed.replace(kept.with_suffix(".sha256"))
+        shutil.copyfile(made, file)
+        made.replace(kept)
 
 
 def _copied(kept: Path, file: Path) -> bool:
