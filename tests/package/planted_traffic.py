@@ -98,8 +98,9 @@ class Fault:
     @property
     def is_seen(self) -> bool:
         """Whether it does something that grows, is not only a read of filled rows, and not done once and for all."""
+        least = {"full": 1, "filled": 0.5}.get(self.when, 0)  # the part of the room that is filled whenever it is done
         quiet = self.operation in ("shadow", "read") and (
-            self.rows == "filled" or (self.rows == "room" and self.when == "full")
+            self.rows == "filled" or (self.rows == "room" and self.fraction <= least)
         )
         nothing = self.rows == "filled" and self.when == "empty"
         once = self.operation == "scratch" and self.rows != "filled" and self.when in ("always", "empty")

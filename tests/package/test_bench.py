@@ -87,8 +87,8 @@ def test_linears_of_a_package(package: Path, model: Any) -> None:
         found = linears(loaded, rows)
         assert len(found) == 3 * 4 + 1  # QKV and gate-up are one each
         assert (found[-1].features, found[-1].depth) == (320, 32)
-        assert sum(each.weight.numel() for each in found) == sum(
-            module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
+        assert sum(each.weight.nbytes for each in found) == sum(
+            module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear)
         )
         assert bare_linears(loaded, rows) > 0
     assert read_seconds(loaded) > 0

@@ -66,10 +66,10 @@ class Waiting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.package, name)
 
-    def __call__(self, given: Any) -> Any:
+    def __call__(self, given: Any, **options: Any) -> Any:
         self.called.set()
         assert self.may_go_on.wait(60)
-        return self.package(given)
+        return self.package(given, **options)
 
 
 def test_one_session_on_two_threads_is_refused(package: Path) -> None:

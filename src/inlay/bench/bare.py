@@ -47,8 +47,8 @@ class Linear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that goes in; packed weights are computed with in bfloat16."""
-        return torch.bfloat16 if self.bits else self.weight.dtype
+        """The number format that goes in; packed weights of up to 16 bits are computed with in bfloat16."""
+        return self.weight.dtype if not self.bits else torch.float32 if self.bits == 32 else torch.bfloat16
 
 
 def linears(package: LoadedPackage, rows: int) -> list[Linear]:
@@ -96,7 +96,7 @@ def _plain(weight: torch.Tensor) -> Linear:
 
 
 def _packed(weight: torch.Tensor, features: int, bits: int, zero: int) -> Linear:
-    factors = 2 * LANES * (2 if zero < 0 else 1)
+    factors = 0 if bits >= 16 else 2 * LANES * (2 if zero < 0 else 1)
     group = (weight.shape[2] - factors) * 8 // (LANES * bits)
     assert Packing(bits, zero, group).group_bytes == weight.shape[2]
     return Linear(weight, features, weight.shape[1] * group, bits, zero)

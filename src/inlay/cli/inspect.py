@@ -87,6 +87,7 @@ def _print_kernels(manifest: Manifest) -> None:
         for bucket in manifest.buckets
         for piece in bucket.pieces
         for row in piece.kernels
+        if row.timings
     }
     if not rows:
         return

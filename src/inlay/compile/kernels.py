@@ -57,14 +57,13 @@ def choose(
         if node.target is not _LINEAR:
             continue
         x, weight, bias, features, bits, zero = node.args[:6]
-        if bits == 32:  # of which there is one kernel
-            continue
         value = x.meta["val"]
         depth = int(value.shape[-1])
         group = depth // int(weight.meta["val"].shape[1])
         rows = _rows(value.shape[:-1], {raw: sizes[symbol.name] for raw, symbol in program.symbols.items()})
         packing = Packing(bits, zero, group)
-        timings, spread = timed(features, depth, packing, value.dtype, rows) if level == "native" else ({}, 0.0)
+        has_ways = level == "native" and bits < 32  # float32 has one kernel
+        timings, spread = timed(features, depth, packing, value.dtype, rows) if has_ways else ({}, 0.0)
         singly, tiled = thresholds(timings, bits)
         node.args = (x, weight, bias, features, bits, zero, singly, tiled)
         texts = {str(count): each for count, each in timings.items()}

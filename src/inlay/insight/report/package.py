@@ -140,9 +140,9 @@ def _bucket(manifest: Manifest, bucket: Bucket) -> dict[str, Any]:
 
 
 def kernels_of(piece: PieceFile) -> list[dict[str, Any]]:
-    """Linear layers of a piece: the way that was chosen for each number of rows, and what all of them took."""
+    """Linear layers of a piece that have a choice: the way for each number of rows, and what all of them took."""
     found: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for row in piece.kernels:
+    for row in filter(lambda row: row.timings, piece.kernels):
         timings = [
             {"rows": rows, "way": row.way(rows), "microseconds": row.timings[str(rows)]}
             for rows in sorted(map(int, row.timings))
