@@ -336,6 +336,39 @@ def test_in_a_thread_of_its_own(opened: Open) -> None:
         engine.submit(requests[0])
 
 
+def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
+    """The largest calls are made, on full slots; what they write changes no answer."""
+    engine, sizes = opened(), []
+    package = engine._package
+    for value in engine._memory.state.values():
+        value.zero_()
+
+    def watched(given: Any, *, prompt: bool) -> Any:
+        sizes.append((*given["input_ids"].shape, int(given["lengths"][0]), prompt))
+        return package(given, prompt=prompt)
+
+    engine._package = watched  # type: ignore[assignment]
+    engine.start(warm=True)
+    assert sizes == [(1, 64, engine.room - 64, True), (engine.slots, 1, engine.room - 1, False)]
+    assert engine._populating is None or not engine._populating.is_alive()
+    engine._package = package
+    request = Request(_prompt(40), max_tokens=12)
+    assert [piece.token for piece in engine.submit(request)] == _alone(engine, request)
+
+
+def test_a_package_that_fails_at_once(opened: Open) -> None:
+    """Whoever starts the engine is told, and nobody waits for ever."""
+    engine = opened()
+
+    def broken(given: Any, *, prompt: bool) -> Any:
+        raise ProgramError("It is broken.")
+
+    engine._package = broken  # type: ignore[assignment]
+    with pytest.raises(ProgramError, match="It is broken"):
+        engine.start(warm=True)
+    engine.close()
+
+
 def test_in_an_event_loop(opened: Open) -> None:
     engine = opened()
     engine.start()

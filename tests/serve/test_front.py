@@ -133,6 +133,29 @@ def test_places_are_held_until_all_is_sent(locked: Server) -> None:
     assert locked.figures("sk-one")['requests_total{route="POST /v1/completions",status="429"}'] == 2
 
 
+def test_compressed_bodies_are_refused(server: Server) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}/v1/completions", content=b"\x1f\x8b", headers=headers, timeout=SECONDS)
+    assert response.status_code == 415
+    assert "Send it as it is" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("header", ["Content-Length: abc", "Content-Length: 1\r\nContent-Length: 2"])
+def test_bad_http_has_an_error_and_a_line(server: Server, header: str) -> None:
+    """In the form of all others, and with the address it came from."""
+    known = len(server.lines())
+    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as line:
+        line.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
+        head, _, body = line.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+    deadline = time.monotonic() + SECONDS
+    while not (found := [row for row in server.lines()[known:] if row.get("error") == "bad_http"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert (found[0]["status"], found[0]["client"]) == (400, "127.0.0.1")
+
+
 def test_request_ids(server: Server) -> None:
     given = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "mine-1.2_3"})
     assert given.headers["x-request-id"] == "mine-1.2_3"

@@ -24,7 +24,7 @@ def build(
     model: ModelArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the package.", show_default=False)],
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 1,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 8,
     buckets: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +68,7 @@ def build(
 
     Example: [bold]inlay build SmolLM2-135M-Instruct.Q4_1.gguf -o ./smollm2 --max-length 2048[/]
 
-    Example: [bold]inlay build ./my-model -o ./package --weights int4 --max-batch 8[/]
+    Example: [bold]inlay build ./my-model -o ./package --weights int4 --max-batch 16[/]
 
     Example: [bold]inlay build ./my-model -o ./package --explain-cache[/]
     """

@@ -30,6 +30,7 @@ from inlay.cli import (
     verify,
 )
 from inlay.cli.console import settings
+from inlay.host import yielding_threads
 
 app = typer.Typer(
     name="inlay",
@@ -84,4 +85,5 @@ def options(
 
 def main() -> None:
     """Entry point of the `inlay` command."""
+    yielding_threads()
     app()

@@ -35,7 +35,7 @@ def report(
         Path | None, typer.Option("--timeline", help="Also show how lanes ran: a file that `Timeline.text` wrote.")
     ] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 1,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 8,
     files: ConfigOption = None,
     settings: SetOption = None,
     dtype: DTypeOption = None,

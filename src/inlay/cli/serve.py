@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import failing_kindly, out
+from inlay.cli.console import err, failing_kindly, out
 from inlay.cli.sizes import bytes_of
 from inlay.errors import UsageError
+from inlay.host import peak_memory
 
 if TYPE_CHECKING:
     from inlay.serve.serving import Serving
@@ -105,19 +106,25 @@ def serve(
         from inlay.runtime.engine import Settings as EngineSettings
 
         version = run.fingerprint(package)
-        engine = Engine.open(package, EngineSettings(queue=queue, cache_bytes=cache_bytes, host_bytes=host_bytes))
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
-        run.serve(
-            engine,
-            settings,
-            at,
-            version,
-            drain_seconds=drain_seconds,
-            kv_events=kv_events,
-            kv_replay=kv_replay,
-            ready=lambda serving: _welcome(serving, url),
-        )
+        limits = EngineSettings(queue=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
+        with err.status("loading and warming up") as status:
+
+            def ready(serving: Serving) -> None:
+                status.stop()
+                _welcome(serving, url)
+
+            run.serve(
+                Engine.open(package, limits),
+                settings,
+                at,
+                version,
+                drain_seconds=drain_seconds,
+                kv_events=kv_events,
+                kv_replay=kv_replay,
+                ready=ready,
+            )
 
 
 def _welcome(serving: Serving, url: str) -> None:
@@ -127,7 +134,7 @@ def _welcome(serving: Serving, url: str) -> None:
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     out.print(
         f"Serving [bold]{name}[/] at [bold]{url}/v1[/]: {engine.slots} slots of {engine.room} tokens,"
-        f" {engine.memory_bytes / 1e6:.0f} MB for keys and values.",
+        f" {engine.memory_bytes / 1e6:.0f} MB for keys and values, {peak_memory() / 1e6:.0f} MB of memory in all.",
         soft_wrap=True,
     )
     line = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{asked}'"

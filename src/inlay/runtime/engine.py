@@ -10,6 +10,7 @@ import atexit
 import math
 import threading
 from collections import Counter, defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -84,7 +85,7 @@ class Engine:
         self.log = Log()
         self.cache = Manager(places if places[1] else places[:1], settings.block, self.log.add) if places[0] else None
         self._memory = Memory(states, settings.block, places if places[0] else (), self.slots)
-        self._memory.populate()
+        self._populating = self._memory.populate()
         self._counts: Counter[str] = Counter()
         self._prefixes = Prefixes(self.cache, self._memory, self._counts, answers=not package.has_phases)
         self._package = package
@@ -115,11 +116,13 @@ class Engine:
         """Tell somebody how long things take."""
         self._observers.append(observer)
 
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread = threading.Thread(target=self._work, name="inlay-engine", daemon=True)
+    def start(self, *, warm: bool = False) -> None:
+        """Begin to answer. `warm`: take all memory before that, which the largest calls need too."""
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._work, args=(ready, warm), name="inlay-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that is in native code when the interpreter goes takes the process along
+        ready.result()
 
     def submit(self, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> Answer:
         """Take a request, or say at once that it cannot be taken. Pieces come to `loop` where one is given."""
@@ -204,7 +207,14 @@ class Engine:
         self._observe("step_seconds", seconds)
         return True
 
-    def _work(self) -> None:
+    def _work(self, ready: Future[None], warm: bool) -> None:
+        try:
+            if warm:
+                self._warm_up()
+            ready.set_result(None)
+        except Exception as error:
+            ready.set_exception(error)
+            return
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._running or self._stop or self._forget)
@@ -218,6 +228,16 @@ class Engine:
                 for sequence in list(self._running.values()):
                     self._fail(sequence, told)
                 self._hand_out()
+
+    def _warm_up(self) -> None:
+        """The largest calls that can come, on full slots. What they write is beyond the length of every sequence."""
+        if self._populating is not None:
+            self._populating.join()
+        chunk = min(self.settings.alone, self.room)
+        for batch, length, prompt in ((1, chunk, True), (self.slots, 1, False)):
+            given = {"input_ids": _numbers([[0] * length] * batch), "slots": torch.arange(batch)}
+            lengths = torch.full((batch,), self.room - length)
+            self._package({**self._memory.state, **given, "lengths": lengths}, prompt=prompt)
 
     def _let_go(self, now: float) -> None:
         """End what nobody wants or what took too long."""

@@ -31,6 +31,12 @@ REASONS = dict.fromkeys(
     ("union_tag_invalid", "union_tag_not_found"), "its role must be system, developer, user or assistant"
 )
 """For what pydantic says in words of its own."""
+UNREAD: dict[type[BaseException], str] = {
+    UnicodeDecodeError: "its bytes are not UTF-8",
+    RecursionError: "it is nested too deeply",
+    ValueError: "a number has too many digits",
+}
+"""What json says in words of its own."""
 LONGEST_ECHO = 128
 """Characters of what a client wrote that stand in an error."""
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -149,7 +155,10 @@ def _check_model(name: str, serving: Serving) -> None:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if not isinstance(error, ApiError):
+    unread = UNREAD.get(type(error.__cause__)) if error.__cause__ is not None else None
+    if unread is not None:
+        error = ApiError(400, f"The request is not JSON: {unread}.")
+    elif not isinstance(error, ApiError):
         error = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path[:LONGEST_ECHO]}.")
     record = request.scope["state"]["record"]
     record.error = record.error or error.brief
@@ -164,8 +173,13 @@ async def _invalid(request: Request, error: Exception) -> Response:
     place, worst = max((each for each in found if each[0][:1] == first), key=_nearness)
     name = ".".join(map(str, place))[:LONGEST_ECHO]
     reason = REASONS.get(worst["type"], str(worst["msg"]))
+    if place[-1:] == ("type",) and "content" in place:
+        reason = "this model reads parts of type text only"
     if worst["type"] == "json_invalid":
-        refusal = ApiError(400, f"The request is not JSON: {worst['ctx']['error']}.")
+        said = str(worst["ctx"]["error"]).removesuffix(" at")
+        refusal = ApiError(400, f"The request is not JSON: {said}, at character {place[-1]}.")
+    elif worst["type"] == "missing" and not place:
+        refusal = ApiError(400, "The request is empty. Send a JSON object, with Content-Type: application/json.")
     elif worst["type"] == "model_attributes_type" and not place:
         refusal = ApiError(400, "The request is not a JSON object. Send one, with Content-Type: application/json.")
     elif worst["type"] == "extra_forbidden":

@@ -5,15 +5,19 @@ from __future__ import annotations
 import resource
 import socket
 import struct
+import uuid
+from http import HTTPStatus
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from inlay.serve.errors import ApiError
+from inlay.serve.logs import Record
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 STUCK_SECONDS = 60.0
 """How long a connection that is to be closed may wait for a reader."""
@@ -41,6 +45,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     header_seconds = 30.0
     most = MOST
+    done: Callable[[Record], None] = staticmethod(lambda record: None)
+    """Told of what was answered before it was a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Let applications cut it off, and wait for a request."""
@@ -94,12 +100,22 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self.cycle is not None and not self._has_begun():
             self.transport.close()  # nobody asks: a client that is about to would take this for its answer
             return
-        seconds = f"{self.header_seconds:.0f} s"
-        body = ApiError(408, f"No request came in within {seconds}.", code="timeout").body()
-        head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self._refuse(ApiError(408, f"No request came in within {self.header_seconds:.0f} s.", code="timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP that is understood."""
+        reason = "it is malformed, or its header is too large"
+        self._refuse(ApiError(400, f"This HTTP request cannot be read: {reason}.", code="bad_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what never became a request, and close."""
+        body, phrase = error.body(), HTTPStatus(error.status_code).phrase
+        head = f"HTTP/1.1 {error.status_code} {phrase}\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
         self.loop.call_later(STUCK_SECONDS, self.abort)
+        client = self.client[0] if self.client else ""
+        self.done(Record(uuid.uuid4().hex, "other", client, status=error.status_code, error=error.brief))
 
     def _has_begun(self) -> bool:
         """Whether a part of a request is there; where that cannot be known, yes."""

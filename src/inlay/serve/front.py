@@ -34,6 +34,8 @@ COMING = 64
 """Requests of the largest size that may be on their way at once: what is not complete is in memory."""
 SMALL = 1 << 16
 """Bytes of a request that are read whatever others send: the connection has room for as many anyway."""
+GONE = 499
+"""What logs call it when a client goes before it is answered, as nginx does."""
 ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -64,6 +66,7 @@ class Front:
             record.error = error.brief
             await refuse(error, sending)
         finally:
+            record.status = record.status or GONE
             self._serving.done(record)
 
     async def _admit(
@@ -102,6 +105,8 @@ class Front:
         most, seconds = self._serving.settings.max_body, self._serving.settings.body_seconds
         too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
         length = headers.get(b"content-length", b"")
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise ApiError(415, "The request is compressed. Send it as it is, without Content-Encoding.")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise too_large
         body = bytearray()

@@ -24,7 +24,7 @@ class Record:
     client: str
     began: float = field(default_factory=monotonic)
     status: int | None = None
-    """None: the client had gone before there was anything to say."""
+    """None: not answered yet."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     tokens: int | None = None

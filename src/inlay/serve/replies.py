@@ -16,6 +16,7 @@ from starlette.responses import Response
 from inlay.errors import InlayError
 from inlay.runtime.pieces import Finish
 from inlay.serve.errors import ApiError, draining
+from inlay.serve.forms import FINISHED
 from inlay.serve.schema import PromptDetails, Usage
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Answers:
             raise draining()
         self.record.first_token()
         if piece.finish is not None:
-            self.record.finish = piece.finish
+            self.record.finish = FINISHED[piece.finish]
         return piece
 
 

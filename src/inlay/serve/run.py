@@ -53,6 +53,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         Connection.header_seconds, Connection.most = serving.settings.header_seconds, most_connections()
+        Connection.done = serving.done
         self._serving, self._seconds, self._ready = serving, drain_seconds, ready
         self._draining: asyncio.Task[None] | None = None
 
@@ -121,8 +122,8 @@ def serve(
     serving = Serving(engine, settings, version)
     logging.getLogger().addHandler(ToLines(serving.lines))
     gc.freeze()  # what is loaded stays: going through it again and again stops everybody for a tenth of a second
-    engine.start()
     try:
+        engine.start(warm=True)
         with _publishing(engine, kv_events, kv_replay):
             Server(serving, drain_seconds, lambda: ready(serving)).run([at])
             engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import resource
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.config import resolve
 from inlay.config.layers import overlays_of
+from inlay.host import peak_memory
 from inlay.insight.candidates.region import Sizes
 from inlay.insight.candidates.work import Work, work_of
 from inlay.insight.near_misses import explain, unbound
@@ -138,9 +138,9 @@ def _on_model(
     on_step(f"transforming {name}")
     steps = _steps(cls, program, config)
     before, records = run(program, [unbound(step) for step in steps[:-1]])
-    height = _height()
+    height = peak_memory()
     after, (record,) = run(before, [unbound(steps[-1])])
-    grown = _height() - height
+    grown = peak_memory() - height
     seen = Verify(locked, rounds=2)
     if not cls.adds_inputs:
         run(before, [unbound(steps[-1])], [seen])
@@ -174,10 +174,6 @@ def _steps(cls: type[Transform], program: Program, config: Sequence[Path]) -> li
     order = list(Stage)
     earlier = [step for step in steps if order.index(step.transform.stage) <= order.index(cls.stage)]
     return [*earlier, Step(cls.name, cls())]
-
-
-def _height() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _written(program: Program) -> int:
