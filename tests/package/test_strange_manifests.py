@@ -159,7 +159,7 @@ def test_manifests_with_something_strange_in_them(package: Path, tmp_path: Path)
     assert refused > 200
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 2}'])
 def test_manifests_that_are_none(tmp_path: Path, data: bytes) -> None:
     home = tmp_path / "versions" / manifests.identity(data)
     home.mkdir(parents=True)

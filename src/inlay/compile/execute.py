@@ -145,7 +145,9 @@ class CacheSizes:
             return None
         slots, _, room, _ = shapes[0]
         if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
-            raise PackageError(f"The cache has {slots} slots of {room} rows, and {scores[0]} tokens: no numbers.")
+            raise PackageError(
+                f"The cache has {slots} slots of {room} rows, and {scores[0]} tokens: no numbers.", "Build it again."
+            )
         return cls(slots, room, scores[0])
 
     def is_cache(self, shape: Sequence[int | str]) -> bool:
