@@ -58,12 +58,12 @@ def test_help_is_quick_and_has_examples() -> None:
 
 
 @pytest.mark.fast
-def test_a_package_that_is_built_without_options_can_be_served() -> None:
-    """Several sequences at a time, whether it is built or looked at."""
+def test_several_sequences_at_a_time_by_default() -> None:
     for verb in ("build", "report"):
         assert "Sequences at a time. [default: 8]" in " ".join(_inlay(verb, "--help").stdout.split())
 
 
+@pytest.mark.fast
 def test_doctor() -> None:
     checks = json.loads(_inlay("doctor", "--json").stdout)
     assert {check["name"] for check in checks} >= {"python", "torch", "compiler", "cpu", "threads"}

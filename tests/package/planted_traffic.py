@@ -134,7 +134,15 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], Any]] = 
     "mmap": lambda part, kept: mmap.mmap(-1, part.nbytes).close(),
 }
 
-PLANTED = {
+
+def padded_to_the_longest(given: dict[str, Any]) -> None:
+    """As many rows of every sequence as the longest of them has."""
+    longest = int(given["lengths"].max()) + given["input_ids"].shape[1]
+    given["values"][given["slots"][-1], :, :longest].sum()
+
+
+PLANTED: dict[str, Work] = {
+    "rows of the longest sequence read of all": padded_to_the_longest,
     "a cast of half the size": Fault("cast", "room", 1, "one", "always"),
     "one slot gathered": Fault("gather", "other", 1, "one", "always"),
     "a shadow copy": Fault("shadow", "room", 1, "one", "always"),
@@ -155,7 +163,7 @@ def _sound(room: int) -> Traffic:
     return measure(decoder(room))
 
 
-def problems(fault: Fault) -> list[str]:
+def problems(fault: Work) -> list[str]:
     """What measuring two lengths of caches says."""
     short, long = (measure(decoder(room, fault)) for room in ROOMS)
     return [*short.problems(), *long.problems(), *short.problems_beside(long)]
@@ -192,7 +200,8 @@ def main() -> None:
     asked = parser.parse_args()
     faults = PLANTED | {str(fault): fault for fault in drawn(asked.seed, asked.count)}
     short, long = map(_sound, ROOMS)
-    told = [*short.problems(), *long.problems(), *short.problems_beside(long)]
+    huge = _sound(16 * ROOMS[0])
+    told = [*short.problems(), *long.problems(), *short.problems_beside(long), *short.problems_beside(huge)]
     missed = [name for name, fault in faults.items() if not problems(fault)]
     report = {"seed": asked.seed, "faults": len(faults), "counts": short.counts_allocations, "sound": told}
     json.dump(report | {"missed": missed}, sys.stdout, indent=2)

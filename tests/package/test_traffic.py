@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from inlay.compile.execute import Executable
 from inlay.compile.traffic import measure
 from inlay.state.watch import READ, WRITTEN, arena, blocks, counting_environment, pages_touched
 from package.planted_traffic import ROOMS, decoder, seed_of_commit
@@ -27,7 +30,7 @@ def _report(seed: int, count: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.nightly)])
 def test_faults_are_noticed(count: int) -> None:
-    """Twelve that were thought of, and some that were drawn, with a seed from the commit."""
+    """Those that were thought of, and some that were drawn, with a seed from the commit."""
     report = _report(seed_of_commit(), count)
     assert report["counts"]
     assert (report["sound"], report["missed"]) == ([], []), f"--seed {report['seed']} --count {count}"
@@ -42,6 +45,20 @@ def test_without_a_counter() -> None:
     full = traffic.steps[2]
     assert (full.filled, full.pages["keys"].written) == (ROOMS[0] - 1, 2), "one page a head"
     assert full.pages["keys"].read + 2 == 2 * (ROOMS[0] * 64 * 4 // 4096), "what is written first is not noted again"
+
+
+def test_every_bucket_runs() -> None:
+    """Also one whose sizes others take first: its own code is measured."""
+    package, calls = decoder(ROOMS[0]), list[int]()
+    (one, step), (more, _) = package.buckets
+
+    def noted(given: Any) -> Any:
+        calls.append(given["input_ids"].shape[1])
+        return step(given)
+
+    every = replace(more, name="all", sizes={**more.sizes, "length": (1, ROOMS[0])})
+    measure(Executable(package.bindings, [(one, step), (more, step), (every, noted)], {}))
+    assert set(calls) == {1, 40}
 
 
 def test_reads_and_writes_are_told_apart() -> None:

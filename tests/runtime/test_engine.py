@@ -337,11 +337,9 @@ def test_in_a_thread_of_its_own(opened: Open) -> None:
 
 
 def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
-    """The largest calls are made, on full slots; what they write changes no answer."""
+    """A chunk of a prompt and a token for every slot, on full slots; what they write changes no answer."""
     engine, sizes = opened(), []
     package = engine._package
-    for value in engine._memory.state.values():
-        value.zero_()
 
     def watched(given: Any, *, prompt: bool) -> Any:
         sizes.append((*given["input_ids"].shape, int(given["lengths"][0]), prompt))
@@ -349,8 +347,7 @@ def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
 
     engine._package = watched  # type: ignore[assignment]
     engine.start(warm=True)
-    assert sizes == [(1, 64, engine.room - 64, True), (engine.slots, 1, engine.room - 1, False)]
-    assert engine._populating is None or not engine._populating.is_alive()
+    assert sizes == [(1, 16, engine.room - 16, True), (engine.slots, 1, engine.room - 1, False)]
     engine._package = package
     request = Request(_prompt(40), max_tokens=12)
     assert [piece.token for piece in engine.submit(request)] == _alone(engine, request)

@@ -72,7 +72,7 @@ def serve(
     """
     with failing_kindly():
         from inlay.serve.keys import read_keys
-        from inlay.serve.settings import Settings, is_loopback, is_watched, names_of
+        from inlay.serve.settings import Settings, is_loopback, names_of
 
         keys = read_keys(api_key_file)
         if not keys and not is_loopback(host) and not insecure:
@@ -82,6 +82,7 @@ def serve(
             )
         if kv_replay is not None and kv_events is None:
             raise UsageError("--kv-replay repeats what --kv-events publishes.", "Give both.")
+        names = names_of(host, bool(keys))
         settings = Settings(
             name=name or Path(package).resolve().name,
             keys=tuple(keys),
@@ -89,11 +90,10 @@ def serve(
             max_prompt=max_prompt,
             max_tokens=max_tokens,
             max_body=bytes_of(max_body),
-            header_seconds=read_seconds,
-            body_seconds=read_seconds,
+            read_seconds=read_seconds,
             write_seconds=write_seconds,
-            kv_routes=is_watched(host, bool(keys)) if kv_routes is None else kv_routes,
-            hosts=names_of(host, bool(keys)),
+            kv_routes=bool(names) if kv_routes is None else kv_routes,
+            hosts=names,
         )
         cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
         host_bytes = bytes_of(host_cache_memory)
@@ -109,22 +109,18 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
         limits = EngineSettings(queue=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
-        with err.status("loading and warming up") as status:
-
-            def ready(serving: Serving) -> None:
-                status.stop()
-                _welcome(serving, url)
-
-            run.serve(
-                Engine.open(package, limits),
-                settings,
-                at,
-                version,
-                drain_seconds=drain_seconds,
-                kv_events=kv_events,
-                kv_replay=kv_replay,
-                ready=ready,
-            )
+        if err.is_terminal:
+            err.print("loading and warming up …")
+        run.serve(
+            Engine.open(package, limits),
+            settings,
+            at,
+            version,
+            drain_seconds=drain_seconds,
+            kv_events=kv_events,
+            kv_replay=kv_replay,
+            ready=lambda serving: _welcome(serving, url),
+        )
 
 
 def _welcome(serving: Serving, url: str) -> None:

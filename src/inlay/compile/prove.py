@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from inlay.compile import source
 from inlay.compile.aoti import FILLED
 from inlay.compile.traffic import measured
+from inlay.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,6 +85,9 @@ def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
     proof = Proof(list(states.values()))
     for bucket in manifest.buckets:
         _prove_bucket(bucket, package.folder, states, proof)
+    rooms = [each.cache.room for each in (package, longer) if each is not None and each.cache is not None]
+    if longer is not None and rooms != sorted(set(rooms)):
+        raise UsageError("The caches of the other package are not longer.", "Build it with a larger --max-length.")
     if states and not proof.problems:
         traffic = measured(package.folder)
         _note(traffic, states, proof)

@@ -1,8 +1,9 @@
 """What the steps of a package read, write and allocate, measured on caches that are empty, half full and full.
 
 State lies in protected pages, so that every page that is read or written is known, whatever code did it; every block of
-memory that anybody asks for is counted by a library that is loaded before libc. A step may write the rows it adds and
-read the rows that are filled, and what it allocates must not depend on how full a cache is.
+memory that anybody asks malloc or mmap for is counted by a library that is loaded before libc. A step may write the
+rows it adds and read the rows that are filled, and what it allocates must not depend on how full a cache is. Not
+measured: memory that is no state and was there before, the stack, who reads a filled row.
 
 `measured` does it in a process of its own, which must be started with the counter of allocations.
 """
@@ -20,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.compile.manifest import decoding
 from inlay.errors import PackageError
 from inlay.program.bindings import Role
 from inlay.program.from_json import value_of
 from inlay.state.watch import READ, WRITTEN, arena, blocks, counting_environment, pages_touched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from inlay.compile.execute import Executable
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _NOISE = 4096
 """Bytes in blocks of a kilobyte and more that may differ between two equal steps: Python's own tables grow too."""
+_TILE = 16
+"""Rows that attention loads at once: up to so many it may read, and does not use, beyond those that are filled."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,6 @@ class Traffic:
     room: int
     """Rows of a slot, 0 for programs without a cache of rows."""
     steps: tuple[Step, ...] = ()
-    moved: tuple[str, ...] = ()
-    """States that were somewhere else after a step."""
 
     @property
     def counts_allocations(self) -> bool:
@@ -92,17 +92,18 @@ class Traffic:
 
     def problems(self) -> Iterator[str]:
         """What is not as it must be."""
-        for name in self.moved:
-            yield f"{name} does not stay where it is"
-        empty: dict[tuple[Any, ...], Step] = {}
+        alike: dict[tuple[Any, ...], list[Step]] = {}
         for step in self.steps:
+            alike.setdefault((step.bucket, *step.sizes.items()), []).append(step)
             for name, pages in step.pages.items():
                 if pages.written_beyond:
                     yield f"{step.where}: {pages.written_beyond} pages of {name} are written that hold no new row"
                 if pages.read_beyond:
                     yield f"{step.where}: {pages.read_beyond} pages of {name} are read that hold no filled row"
-            first = empty.setdefault((step.bucket, *step.sizes.items()), step)
-            yield from _grown(first, step, "on empty caches")
+        for steps in alike.values():
+            least = min(steps, key=lambda step: step.allocated)
+            for step in steps:
+                yield from _grown(least, step, f"with {least.filled} rows filled")
 
     def problems_beside(self, other: Traffic) -> Iterator[str]:
         """What grows from this package to one of the same model with longer caches."""
@@ -117,7 +118,7 @@ class Traffic:
 
 def _place(step: Step, traffic: Traffic) -> str:
     """Whether caches were empty, half full or full."""
-    return "empty" if not step.filled else "half" if step.filled <= traffic.room // 2 else "full"
+    return "empty" if not step.filled else "full" if step.filled + step.sizes["length"] == traffic.room else "half"
 
 
 def _grown(before: Step, after: Step, than: str) -> Iterator[str]:
@@ -149,53 +150,52 @@ def measure(package: Executable) -> Traffic:
     """Measure a package in this process."""
     rows = {row.name: row for row in package.bindings.state}
     shapes = {name: (tuple(int(size) for size in row.shape), getattr(torch, row.dtype)) for name, row in rows.items()}
+    torch.ones(1 << 20).sum()  # threads are started, and their memory is taken
     whole, state = arena(shapes)
     for name, value in package.initial.items():
         state[name].copy_(value)
-    places = {name: value.data_ptr() for name, value in state.items()}
     steps = tuple(_steps(package, whole, state)) if state else ()
-    moved = tuple(name for name, value in state.items() if value.data_ptr() != places[name])
-    return Traffic(package.cache.room if package.cache else 0, steps, moved)
+    return Traffic(package.cache.room if package.cache else 0, steps)
 
 
 def _steps(package: Executable, whole: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[Step]:
-    answers = decoding([bucket.sizes for bucket, _ in package.buckets])
-    for (bucket, _), answering in zip(package.buckets, answers, strict=True):
+    for bucket, execution in package.buckets:
         for sizes in _sizes(bucket, package):
             for filled in _fills(package, sizes):
                 given = {**state, **_inputs(package, sizes, filled or 0)}
-                call = partial(package, given, prompt=not answering)
+                call = partial(execution, given)
                 if not filled:  # what is done once is done now
                     call()
                     call()
                 marks, allocated, results = _run(call, whole)
-                pages = dict(_pages(marks, package, state, given, filled or 0))
+                pages = dict(_pages(marks, package, state, given))
                 yield Step(bucket.name, sizes, filled, pages, allocated, results)
 
 
 def _run(
-    step: Callable[[], dict[str, Any]], whole: torch.Tensor
+    step: Callable[[], Sequence[Any]], whole: torch.Tensor
 ) -> tuple[bytes, tuple[int, ...] | None, tuple[int, ...]]:
     """One step, watched: the marks of its pages, what it allocated, what it gave."""
-    marks, results = b"", {}
+    results: Sequence[Any] = ()
+    counted: list[int] | None = None
 
     def call() -> None:
         nonlocal results
         results = step()
 
-    def watched() -> None:
-        nonlocal marks
-        marks = pages_touched(call, whole)
+    def counting() -> None:
+        nonlocal counted
+        counted = blocks(call)
+        if counted is None:
+            call()
 
-    counted = blocks(watched)
-    if counted is None:
-        watched()
-    given_back = tuple(value.nbytes for value in results.values() if isinstance(value, torch.Tensor))
+    marks = pages_touched(counting, whole)
+    given_back = tuple(value.nbytes for value in results if isinstance(value, torch.Tensor))
     return marks, None if counted is None else tuple(counted), given_back
 
 
 def _pages(
-    marks: bytes, package: Executable, state: Mapping[str, torch.Tensor], given: Mapping[str, Any], filled: int
+    marks: bytes, package: Executable, state: Mapping[str, torch.Tensor], given: Mapping[str, Any]
 ) -> Iterator[tuple[str, Pages]]:
     """Which pages of each state were touched, and which of them should not have been."""
     at = 0
@@ -206,30 +206,33 @@ def _pages(
         read, written = (mine & READ) != 0, (mine & WRITTEN) != 0
         known = new = torch.ones_like(read)
         if package.cache is not None and package.cache.is_cache(value.shape):
-            slots, end = given["slots"].tolist(), filled + given["input_ids"].shape[1]
-            known, new = _pages_of(value, slots, 0, end), _pages_of(value, slots, filled, end)
+            rows = list(zip(given["slots"].tolist(), given["lengths"].tolist(), strict=True))
+            added, room = given["input_ids"].shape[1], package.cache.room
+            new = _pages_of(value, [(slot, filled, filled + added) for slot, filled in rows])
+            ends = [(slot, min(room, -(-(filled + added) // _TILE) * _TILE)) for slot, filled in rows]
+            known = _pages_of(value, [(slot, 0, end) for slot, end in ends])
         counts = (read, written, read & ~known, written & ~new)
         yield name, Pages(*(int(each.sum()) for each in counts))
 
 
-def _pages_of(cache: torch.Tensor, slots: list[int], first: int, end: int) -> torch.Tensor:
-    """The pages of a cache, `[slot, head, row, …]`, that hold something of these rows."""
+def _pages_of(cache: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+    """The pages of a cache, `[slot, head, row, …]`, that hold something of these rows: slot, first, end."""
     pages = torch.zeros(-(-cache.nbytes // mmap.PAGESIZE), dtype=torch.bool)
     heads, room = cache.shape[1], cache.shape[2]
     row = cache.nbytes // (cache.shape[0] * heads * room)
-    for place in (slot * heads + head for slot in slots for head in range(heads)):
+    for place, first, end in ((slot * heads + head, *ends) for slot, *ends in rows for head in range(heads)):
         begin, stop = (place * room + first) * row, (place * room + end) * row
         pages[begin // mmap.PAGESIZE : -(-stop // mmap.PAGESIZE)] = True
     return pages
 
 
 def _sizes(bucket: Bucket, package: Executable) -> Iterator[dict[str, int]]:
-    """The smallest sizes that a bucket takes, and larger ones: two sequences, a few rows each."""
+    """The smallest sizes that a bucket takes, and larger ones: three sequences, some rows each."""
     small = {name: low for name, (low, _) in bucket.sizes.items()}
     if package.cache is None:
         yield small
         return
-    wanted = {"batch": min(2, package.cache.slots), "length": min(24, package.cache.room // 4)}
+    wanted = {"batch": min(3, package.cache.slots), "length": min(40, package.cache.room - 1)}
     large = {
         name: max(low, min(wanted.get(name, low), low + 1000 if high is None else high))
         for name, (low, high) in bucket.sizes.items()
@@ -243,11 +246,11 @@ def _fills(package: Executable, sizes: Mapping[str, int]) -> list[int | None]:
     if package.cache is None:
         return [None]
     full = package.cache.room - sizes.get("length", 1)
-    return [0, full // 2, full]
+    return [0, min(full, full // 2 | 1), full]
 
 
 def _inputs(package: Executable, sizes: Mapping[str, int], filled: int) -> dict[str, torch.Tensor]:
-    """Zeros for all inputs; sequences in the last slots, each with so many rows."""
+    """Zeros for all inputs; sequences in the last slots, the first with so many rows, others with a quarter of them."""
     states = {row.name for row in package.bindings.state}
     made = {
         row.name: torch.zeros(
@@ -259,7 +262,8 @@ def _inputs(package: Executable, sizes: Mapping[str, int], filled: int) -> dict[
     }
     if package.cache is not None:
         made["slots"] = package.cache.slots - 1 - torch.arange(made["slots"].shape[0])
-        made["lengths"].fill_(filled)
+        made["lengths"].fill_(filled // 4)
+        made["lengths"][0] = filled
     return made
 
 

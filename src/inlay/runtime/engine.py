@@ -117,7 +117,7 @@ class Engine:
         self._observers.append(observer)
 
     def start(self, *, warm: bool = False) -> None:
-        """Begin to answer. `warm`: take all memory before that, which the largest calls need too."""
+        """Begin to answer. `warm`: before that, take the memory of the caches and what calls need beside it."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready, warm), name="inlay-engine", daemon=True)
         self._thread.start()
@@ -230,10 +230,10 @@ class Engine:
                 self._hand_out()
 
     def _warm_up(self) -> None:
-        """The largest calls that can come, on full slots. What they write is beyond the length of every sequence."""
+        """A chunk of a prompt and a token for every slot, on full slots: beyond the length of every sequence."""
         if self._populating is not None:
             self._populating.join()
-        chunk = min(self.settings.alone, self.room)
+        chunk = min(self.settings.chunk, self.room)
         for batch, length, prompt in ((1, chunk, True), (self.slots, 1, False)):
             given = {"input_ids": _numbers([[0] * length] * batch), "slots": torch.arange(batch)}
             lengths = torch.full((batch,), self.room - length)

@@ -111,7 +111,7 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     state, choices = request.scope["state"], asked.n or 1
     prompts = await convert.encode(asked, serving.engine.text, serving.bounds)
     wanted = convert.requests(asked, prompts, serving.bounds, state["tenant"], state["tenant"] or state["record"].id)
-    if len(wanted) > max(1, serving.places.share):
+    if len(wanted) > serving.places.share:
         message = f"These are {len(wanted)} answers, and one request may have {serving.places.share} at once."
         raise ApiError(400, message, param="n" if choices > 1 else "prompt")
     state["place"].more(len(wanted) - 1)
@@ -176,7 +176,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if place[-1:] == ("type",) and "content" in place:
         reason = "this model reads parts of type text only"
     if worst["type"] == "json_invalid":
-        said = str(worst["ctx"]["error"]).removesuffix(" at")
+        said = str(worst["ctx"]["error"]).removesuffix(" at").removesuffix(" starting")
         refusal = ApiError(400, f"The request is not JSON: {said}, at character {place[-1]}.")
     elif worst["type"] == "missing" and not place:
         refusal = ApiError(400, "The request is empty. Send a JSON object, with Content-Type: application/json.")

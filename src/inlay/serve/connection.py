@@ -10,7 +10,7 @@ from http import HTTPStatus
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inlay.serve.errors import ApiError
 from inlay.serve.logs import Record
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+_Base: Any = H11Protocol  # the only one whose headers have a limit
 STUCK_SECONDS = 60.0
 """How long a connection that is to be closed may wait for a reader."""
 FORGET = struct.pack("ii", 1, 0)
@@ -35,15 +36,15 @@ def most_connections() -> int:
     return MOST if allowed == resource.RLIM_INFINITY else max(1, min(MOST, allowed - OTHER_FILES))
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class Connection(_Base):  # type: ignore[misc]
     """uvicorn's connection, with limits.
 
-    `header_seconds` after it was opened, or after the first byte of a later request, the header has to be complete.
+    `read_seconds` after it was opened, or after the first byte of a later request, the header has to be complete.
     Where there are too many connections, those go that are not being answered and were not for longest: a newcomer who
     asks quickly is served, however many others hold a line and say nothing.
     """
 
-    header_seconds = 30.0
+    read_seconds = 30.0
     most = MOST
     done: Callable[[Record], None] = staticmethod(lambda record: None)
     """Told of what was answered before it was a request."""
@@ -53,7 +54,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.app_state: dict[str, Any] = {**self.app_state, "abort": self.abort}
         super().connection_made(transport)
         self._since = monotonic()
-        self._waiting: asyncio.TimerHandle | None = self.loop.call_later(self.header_seconds, self._too_slow)
+        self._waiting: asyncio.TimerHandle | None = self.loop.call_later(self.read_seconds, self._too_slow)
         open_ones = [each for each in self.connections if not each.transport.is_closing()]
         idle = sorted((each for each in open_ones if not each.is_answered), key=lambda each: each._since)
         for each in idle[: max(0, len(open_ones) - self.most)]:
@@ -91,19 +92,21 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._waiting.cancel()
             self._waiting = None
         elif header and self._waiting is None:
-            self._waiting = self.loop.call_later(self.header_seconds, self._too_slow)
+            self._waiting = self.loop.call_later(self.read_seconds, self._too_slow)
 
     def _too_slow(self) -> None:
         self._waiting = None
         if self.is_asked or self.transport.is_closing():
             return
-        if self.cycle is not None and not self._has_begun():
+        if self.cycle is not None and not self.conn.trailing_data[0]:
             self.transport.close()  # nobody asks: a client that is about to would take this for its answer
             return
-        self._refuse(ApiError(408, f"No request came in within {self.header_seconds:.0f} s.", code="timeout"))
+        self._refuse(ApiError(408, f"No request came in within {self.read_seconds:.0f} s.", code="timeout"))
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP that is understood."""
+        """What came is no HTTP that is understood. An answer that is being sent is not disturbed."""
+        if self.is_answered:
+            return
         reason = "it is malformed, or its header is too large"
         self._refuse(ApiError(400, f"This HTTP request cannot be read: {reason}.", code="bad_http"))
 
@@ -115,12 +118,11 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.transport.close()
         self.loop.call_later(STUCK_SECONDS, self.abort)
         client = self.client[0] if self.client else ""
-        self.done(Record(uuid.uuid4().hex, "other", client, status=error.status_code, error=error.brief))
-
-    def _has_begun(self) -> bool:
-        """Whether a part of a request is there; where that cannot be known, yes."""
-        parser = getattr(self, "conn", None)  # of h11; httptools does not tell
-        return parser is None or bool(parser.trailing_data[0])
+        record = self.scope["state"].get("record") if self.is_asked else None
+        if record is not None:
+            record.status, record.error = error.status_code, error.brief  # it has a line of its own
+        else:
+            self.done(Record(uuid.uuid4().hex, "other", client, status=error.status_code, error=error.brief))
 
     def timeout_keep_alive_handler(self) -> None:
         """Nobody asks any more on this connection."""

@@ -65,6 +65,9 @@ class Front:
         except ApiError as error:
             record.error = error.brief
             await refuse(error, sending)
+        except Exception:
+            record.status = record.status or 500
+            raise
         finally:
             record.status = record.status or GONE
             self._serving.done(record)
@@ -102,10 +105,10 @@ class Front:
 
     async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
         """The body, or None if the client goes away before it is whole."""
-        most, seconds = self._serving.settings.max_body, self._serving.settings.body_seconds
+        most, seconds = self._serving.settings.max_body, self._serving.settings.read_seconds
         too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
         length = headers.get(b"content-length", b"")
-        if headers.get(b"content-encoding", b"identity") != b"identity":
+        if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
             raise ApiError(415, "The request is compressed. Send it as it is, without Content-Encoding.")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise too_large

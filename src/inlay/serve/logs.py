@@ -95,6 +95,8 @@ class ToLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, with the traceback where there is one."""
+        if record.getMessage() == "Invalid HTTP request received.":
+            return  # connections write lines of their own about it
         fields: dict[str, Any] = {"level": record.levelname.lower(), "message": record.getMessage().strip()}
         if record.exc_info:
             fields["traceback"] = logging.Formatter().formatException(record.exc_info)

@@ -73,7 +73,7 @@ class Metrics:
 
     def done(self, record: Record) -> None:
         """A request was dealt with."""
-        self._requests.labels(record.route, record.status or "gone").inc()
+        self._requests.labels(record.route, record.status).inc()
 
     def text(self) -> bytes:
         """All figures, as Prometheus reads them."""

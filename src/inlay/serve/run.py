@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         super().__init__(config)
-        Connection.header_seconds, Connection.most = serving.settings.header_seconds, most_connections()
+        Connection.read_seconds, Connection.most = serving.settings.read_seconds, most_connections()
         Connection.done = serving.done
         self._serving, self._seconds, self._ready = serving, drain_seconds, ready
         self._draining: asyncio.Task[None] | None = None

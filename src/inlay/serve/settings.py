@@ -21,12 +21,10 @@ class Settings:
     """Tokens of an answer; by default what the package holds."""
     max_body: int = 1 << 20
     """Bytes of a request."""
-    body_seconds: float = 30.0
-    """How long a request may take to come in."""
+    read_seconds: float = 30.0
+    """How long the header of a request may take to come in, and its body."""
     write_seconds: float = 60.0
     """How long a reader may take nothing before it is cut off."""
-    header_seconds: float = 30.0
-    """How long the header of a request may take to come in."""
     kv_routes: bool = True
     """Whether the cache can be watched over HTTP: tokens of all requests."""
     hosts: tuple[str, ...] = ()
@@ -37,7 +35,7 @@ def names_of(host: str, has_keys: bool) -> tuple[str, ...]:
     """What requests may call a server by that listens at a host; anything, if other machines can connect.
 
     A page in a browser may point a name of its own at this machine, and would read along. It has no key; a proxy before
-    the server may use any name.
+    the server may use any name. Where there are such names, the cache may be watched too: it shows everybody's tokens.
 
     >>> names_of("127.0.0.1", False), names_of("127.0.0.1", True), names_of("0.0.0.0", False)
     (('127.0.0.1', 'localhost', '::1'), (), ())
@@ -45,15 +43,6 @@ def names_of(host: str, has_keys: bool) -> tuple[str, ...]:
     if has_keys or not is_loopback(host):
         return ()
     return tuple(dict.fromkeys((host, "localhost", "127.0.0.1", "::1")))
-
-
-def is_watched(host: str, has_keys: bool) -> bool:
-    """Whether the cache may be watched by whoever can ask, unless somebody says otherwise: it shows everybody's tokens.
-
-    >>> is_watched("127.0.0.1", has_keys=False), is_watched("127.0.0.1", has_keys=True), is_watched("0.0.0.0", False)
-    (True, False, False)
-    """
-    return is_loopback(host) and not has_keys
 
 
 def is_loopback(host: str) -> bool:
