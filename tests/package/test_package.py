@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def test_pieces(package: Path) -> None:
-    """One compiled block for all layers, and a few calls before and after it."""
+    """One compiled block for all layers and one for the head, and a few calls before."""
     manifest, folder = read_manifest(package)
     assert [bucket.name for bucket in manifest.buckets] == ["length=1", "all"]
     for bucket in manifest.buckets:
         compiled = [piece for piece in bucket.pieces if piece.file.endswith(".so")]
-        assert [sum(step.piece == piece.name for step in bucket.steps) for piece in compiled] == [3]
+        assert [sum(step.piece == piece.name for step in bucket.steps) for piece in compiled] == [3, 1]
         assert len(bucket.pieces) == 3
     assert len(manifest.states) == 6
     (entry,) = read_lock(folder / "matches.lock").models
