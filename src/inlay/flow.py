@@ -255,7 +255,9 @@ def _for_weights(program: Program, options: Options) -> list[str]:
         return []
     # Beside integers, a cache in float32 would be most of what is read.
     cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted not in PLAIN else []
-    return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED[wanted])), *cache]
+    # Nobody asked for it: where no weight can be packed, as in a small model, none is.
+    asked = () if options.weights else ("expect=any", "reason=weights that cannot be packed stay as they are")
+    return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED[wanted], *asked)), *cache]
 
 
 def _buckets(program: Program, options: Options) -> Sequence[str]:
