@@ -26,7 +26,7 @@ int32_t possible(int32_t way, int32_t bits) {
 #if !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
   if (way != kPortable) way = kDot;
 #endif
-#ifndef __AVX512VNNI__
+#ifndef __AVX512BW__
   if (bits != 16) way = kPortable;
 #endif
 #ifndef __AVX512BF16__
@@ -74,7 +74,7 @@ void with_bytes(const Linear& l, Way way) {
           rows_portable(l, x, rows, block, row, y);
           put_row(l, block, row, y);
         }
-#ifdef __AVX512VNNI__
+#ifdef __AVX512BW__
     if (way == kDot) {
 #define INLAY_CALL(bits, minimum) dot<bits, minimum>(l, x, rows, part)
       INLAY_BY_FORMAT(INLAY_CALL)

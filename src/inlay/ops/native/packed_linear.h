@@ -170,7 +170,22 @@ inline void rows_portable16(const Linear& l, int64_t block, int64_t row, float* 
   }
 }
 
+#ifdef __AVX512BW__
+// sums += 4 columns of 16 features times 4 numbers. Exact, so it gives the same bits with VNNI and without.
+template <int kBits>
+inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
 #ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(sums, w, x);
+#else
+  if constexpr (kBits == 4)
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
+  // Sums of two products of whole bytes do not fit 16 bits.
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
+  return _mm512_add_epi32(sums, _mm512_add_epi32(even, odd));
+#endif
+}
+
 template <int kBits>
 inline __m512i quad(const uint8_t* at, int index) {  // 4 columns of 16 features, as bytes
   if constexpr (kBits == 8) return _mm512_loadu_si512(at + index * 64);
@@ -211,8 +226,8 @@ inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uin
           int32_t four, next;
           std::memcpy(&four, q + r * l.depth + i * 4, 4);
           std::memcpy(&next, q + r * l.depth + i * 4 + 16, 4);
-          some[r] = _mm512_dpbusd_epi32(some[r], a, _mm512_set1_epi32(four));
-          others[r] = _mm512_dpbusd_epi32(others[r], b, _mm512_set1_epi32(next));
+          some[r] = add_products<kBits>(some[r], a, _mm512_set1_epi32(four));
+          others[r] = add_products<kBits>(others[r], b, _mm512_set1_epi32(next));
         }
       }
       for (int r = 0; r < kRows; ++r)
