@@ -24,8 +24,6 @@ TORCH = "2.13"
 """The torch this version of Inlay is tested with."""
 INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
 _IMPORTED = time.time()
-_SPINS = "2000"
-"""How often a thread looks for work before it sleeps."""
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 
@@ -89,15 +87,6 @@ def started() -> float:
     except (OSError, ValueError, IndexError):
         return _IMPORTED
     return min(time.time() - running, _IMPORTED)  # a process that was forked has imported things before it began
-
-
-def yielding_threads() -> None:
-    """Have threads that wait for work leave their core after a tenth of a millisecond. To be called before torch loads.
-
-    By OpenMP's own default they wait for milliseconds: where processes share cores, that is the time of others.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def peak_memory() -> int:

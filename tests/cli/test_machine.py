@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +38,6 @@ def _full() -> OSError:
     except OSError as error:
         return error
     pytest.skip("there is no /dev/full")
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")],
-)
-def test_threads_that_wait_yield(given: dict[str, str], expected: str) -> None:
-    """OpenMP says itself what it was told: before torch is loaded, and only where the user says nothing."""
-    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    code = "from inlay.cli import main; main.app = lambda: __import__('torch'); main.main()"
-    env |= {"OMP_DISPLAY_ENV": "verbose", **given}
-    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stderr
-    assert f"GOMP_SPINCOUNT = '{expected}'" in told
 
 
 def test_a_full_disk(said: list[str]) -> None:

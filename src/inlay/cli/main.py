@@ -30,7 +30,7 @@ from inlay.cli import (
     verify,
 )
 from inlay.cli.console import settings
-from inlay.host import yielding_threads
+from inlay.threads import share_cores
 
 app = typer.Typer(
     name="inlay",
@@ -85,5 +85,5 @@ def options(
 
 def main() -> None:
     """Entry point of the `inlay` command."""
-    yielding_threads()
+    share_cores()
     app()

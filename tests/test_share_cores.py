@@ -1,0 +1,91 @@
+"""Threads that wait: OpenMP's way while there are enough cores, briefly while others want them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from inlay import threads
+
+WATCHED = "inlay-share-cores"
+MAIN = f"""
+import threading
+from inlay.cli import main
+main.app = lambda: print(any(each.name == "{WATCHED}" for each in threading.enumerate()))
+main.main()
+"""
+WAITING = """
+import time, torch
+from inlay.threads import BriefSpins
+torch.set_num_threads(2)
+numbers = torch.zeros(1 << 16)
+def cost() -> float:
+    before = time.process_time()
+    for _ in range(40):
+        numbers + numbers
+        time.sleep(0.02)
+    return time.process_time() - before
+cost()
+alone = cost()
+briefly = BriefSpins.begin()
+short = cost()
+briefly.end()
+print(alone, short, cost())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "watched"), [({}, True), ({"GOMP_SPINCOUNT": "7"}, False), ({"OMP_WAIT_POLICY": "active"}, False)]
+)
+def test_what_the_user_says_stays(given: dict[str, str], watched: bool) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    ran = subprocess.run([sys.executable, "-c", MAIN], env=env | given, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(watched)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="threads that share one core never spin for long")
+def test_brief_spins() -> None:
+    """In time of the processor. If this fails, libgomp's switch is not what `inlay.threads` says it is."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    ran = subprocess.run([sys.executable, "-c", WAITING], env=env, capture_output=True, text=True, check=True)
+    before, briefly, after = map(float, ran.stdout.split())
+    assert briefly < before / 2
+    assert briefly < after / 2
+
+
+class _Briefly:
+    told: list[str]
+
+    @classmethod
+    def begin(cls) -> _Briefly:
+        cls.told.append("begin")
+        return cls()
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def test_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first look that finds cores missing, until several in a row find none."""
+    monkeypatch.setattr(threads, "BriefSpins", _Briefly)
+    looks = {(0.1, 0.2, 0.0): [], (0.5,): ["begin"], (0.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.2): ["begin"]}
+    looks[0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 1.0] = ["begin", "end", "begin"]
+    for given, expected in looks.items():
+        _Briefly.told = []
+        threads._watch(given)
+        assert _Briefly.told == expected
+
+
+def test_missing_cores_are_counted() -> None:
+    """More busy threads than cores: some have waited."""
+    before = threads._waited()
+    busy = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
+    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    square = torch.zeros(64, 64)
+    while any(each.poll() is None for each in others):
+        square = square @ square
+    assert threads._waited() > before
