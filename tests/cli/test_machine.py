@@ -48,6 +48,12 @@ def test_a_full_disk(said: list[str]) -> None:
     ]
 
 
+def test_an_interruption(said: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), console.failing_kindly():
+        raise KeyboardInterrupt
+    assert said == ["Interrupted. What was not finished is thrown away."]
+
+
 def test_a_full_disk_below_another_error(said: list[str]) -> None:
     """Where something fails because of it, that is what is said."""
     error = ProgramError("A piece cannot be compiled.")
@@ -62,7 +68,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     usage: Any = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     example = inlay.Example(torch.nn.Linear(64, 64), (torch.ones(1, 64),))
-    with pytest.raises(MachineError, match=r"The weights take 0\.0 GB, and .* has 0\.0 GB left"):
+    with pytest.raises(MachineError, match=r"The weights take [0-9.]+ MB, and .* has [0-9.]+ MB left"):
         inlay.build(example, tmp_path / "package")
     assert not (tmp_path / "package" / "current").exists()
 

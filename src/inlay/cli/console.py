@@ -46,7 +46,10 @@ def failing_kindly() -> Iterator[None]:
         yield
     except InlayError as error:
         _fail(full_disk(error) or error)
-    except (typer.Exit, typer.Abort, KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
+        err.print("Interrupted. What was not finished is thrown away.")
+        raise
+    except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
         full = full_disk(error)

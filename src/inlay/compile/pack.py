@@ -145,7 +145,7 @@ def _check_space(program: Program, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MachineError(
-            f"The weights take {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB left.",
+            f"The weights take {needed / 1e6:,.1f} MB, and {folder.parent} has {free / 1e6:,.1f} MB left.",
             "Free some, or write to another disk.",
         )
 
