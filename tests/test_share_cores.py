@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch
 
 from inlay import threads
 
+if not Path("/proc/self/schedstat").exists():
+    pytest.skip("the kernel does not say how long threads wait", allow_module_level=True)
 WATCHED = "inlay-share-cores"
 MAIN = f"""
 import threading
@@ -72,8 +74,10 @@ class _Briefly:
 def test_when(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first look that finds cores missing, until several in a row find none."""
     monkeypatch.setattr(threads, "BriefSpins", _Briefly)
-    looks = {(0.1, 0.2, 0.0): [], (0.5,): ["begin"], (0.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.2): ["begin"]}
+    looks = {(0.1, 0.12, 0.0): [], (0.5,): ["begin"], (0.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.2): ["begin"]}
     looks[0.5, 0.0, 0.0, 0.0, 0.0, 0.1, 1.0] = ["begin", "end", "begin"]
+    looks[0.5, *4 * [0.0], 0.5, *7 * [0.0]] = ["begin", "end", "begin"]
+    looks[0.5, *4 * [0.0], 0.5, *8 * [0.0]] = ["begin", "end", "begin", "end"]
     for given, expected in looks.items():
         _Briefly.told = []
         threads._watch(given)
@@ -81,11 +85,26 @@ def test_when(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_cores_are_counted() -> None:
-    """More busy threads than cores: some have waited."""
-    before = threads._waited()
-    busy = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
-    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2 * len(os.sched_getaffinity(0)))]
-    square = torch.zeros(64, 64)
-    while any(each.poll() is None for each in others):
-        square = square @ square
-    assert threads._waited() > before
+    """Two busy processes on one core: each has waited for about half of the time."""
+    busy = f"""
+import os, time
+from inlay import threads
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+before, end = threads._waited(), time.monotonic() + 1.5
+while time.monotonic() < end: pass
+print(sum(seconds - before.get(thread, 0) for thread, seconds in threads._waited().items()))
+"""
+    both = [subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert sum(float(each.communicate()[0]) for each in both) > 0.3
+
+
+def test_watching_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(threads, "_watch", lambda looks: begun.append(looks))
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    threads.share_cores.cache_clear()
+    threads.share_cores()
+    threads.share_cores()
+    threads.share_cores.cache_clear()
+    assert len(begun) == 1

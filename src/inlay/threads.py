@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
+import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _EVERY = 0.25
 """Seconds between two looks."""
-_SHORT, _ENOUGH = 0.25, 0.08
-"""Cores that this process waits for: from how many on they are short, and below how many they are not any more."""
-_CALM = 4
-"""So many looks in a row must find enough of them."""
+_SHORT, _ENOUGH = 1 / 8, 1 / 25
+"""The share of all cores that this process waits for: from where on they are short, and below which they are enough."""
+_CALM, _CALMEST = 4, 64
+"""How many looks in a row must find enough cores. Each time they were short again, twice as many."""
 
 
+@cache
 def share_cores() -> None:
     """Watch from now on whether cores are short. Does nothing where the user has said how threads wait."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and Path("/proc/self/schedstat").exists():
@@ -32,58 +36,70 @@ def share_cores() -> None:
 
 
 def _missing_cores() -> Iterator[float]:
-    """For how many cores this process has waited of late, again and again."""
+    """For which share of the cores this process has waited of late, again and again."""
     never = threading.Event()  # a clock that does not hold up the end of the process
-    before = _waited()
+    before, since = _waited(), time.monotonic()
     while not never.wait(_EVERY):
-        now = _waited()
-        yield (now - before) / _EVERY
-        before = now
+        waited, now = _waited(), time.monotonic()
+        more = sum(seconds - before.get(thread, 0.0) for thread, seconds in waited.items())
+        yield more / (now - since) / _cores()
+        before, since = waited, now
 
 
-def _waited() -> float:
-    """Seconds that threads of this process were ready to run and had no core."""
-    total = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # a thread that has ended
-            total += int(file.read_text().split()[1])
-    return total / 1e9
+def _waited() -> dict[str, float]:
+    """Seconds that each thread of this process was ready to run and had no core."""
+    seconds = {}
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+            seconds[thread] = int(file.read().split()[1]) / 1e9  # unless it has ended
+    return seconds
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _watch(looks: Iterable[float]) -> None:
     briefly: BriefSpins | None = None
-    calm = 0
+    calm, enough = 0, _CALM
     for missing in looks:
         calm = calm + 1 if missing < _ENOUGH else 0
         if briefly is None and missing > _SHORT:
             briefly = BriefSpins.begin()
-        elif briefly is not None and calm >= _CALM:
+        elif briefly is not None and calm >= enough:
             briefly.end()
-            briefly = None
+            briefly, enough = None, min(2 * enough, _CALMEST)
 
 
 class BriefSpins:
     """A pool of OpenMP threads that makes libgomp count more threads than cores, for as long as it lives."""
 
-    def __init__(self, libgomp: ctypes.CDLL) -> None:
-        self._libgomp, self._over = libgomp, threading.Event()
-        self._owner = threading.Thread(target=self._own, name="inlay-brief-spins", daemon=True)
+    def __init__(self, libgomp: Any, threads: int) -> None:
+        self._over = threading.Event()
+        self._owner = threading.Thread(target=self._own, args=(libgomp, threads), name="inlay-brief-spins", daemon=True)
         self._owner.start()
 
     @classmethod
     def begin(cls) -> BriefSpins | None:
-        """From now on; None where no libgomp is loaded."""
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        loaded = {line.split(maxsplit=5)[5] for line in maps if "/libgomp" in line}
-        return cls(ctypes.CDLL(loaded.pop())) if len(loaded) == 1 else None
+        """From now on; None where torch is not loaded, or its OpenMP is another."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return None
+        try:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            files = {Path(line.split(maxsplit=5)[5]) for line in maps if "/libgomp" in line}
+            (file,) = [file for file in files if file.parent == Path(torch.__file__).parent / "lib"] or files
+            # With the threads that torch has, more than there are cores.
+            return cls(ctypes.CDLL(str(file)), max(2, _cores() - torch.get_num_threads() + 2))
+        except (OSError, RuntimeError, AttributeError, ValueError):
+            return None
 
     def end(self) -> None:
         """Threads spin as before. The pool ends with the thread that owns it."""
         self._over.set()
         self._owner.join()
 
-    def _own(self) -> None:
-        nothing = ctypes.cast(self._libgomp.omp_get_thread_num, ctypes.c_void_p)
-        cores = len(os.sched_getaffinity(0))
-        self._libgomp.GOMP_parallel(nothing, None, ctypes.c_uint(cores), ctypes.c_uint(0))
+    def _own(self, libgomp: Any, threads: int) -> None:
+        nothing = ctypes.cast(libgomp.omp_get_thread_num, ctypes.c_void_p)
+        libgomp.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
         self._over.wait()

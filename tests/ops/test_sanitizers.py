@@ -74,7 +74,7 @@ def cases(command: list[str], **environment: str) -> int:
     "processor",
     [
         "AVX2",
-        pytest.param("AVX-512", marks=pytest.mark.nightly),  # what it does not share with the others is little
+        "AVX-512",
         "AVX-512 with VNNI and BF16",
         "AMX",
     ],

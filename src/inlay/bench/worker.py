@@ -57,8 +57,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env={name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # as libraries come
-            | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         )
         answer = self._answer()
         self.first_token_s = time.perf_counter() - start
