@@ -24,7 +24,7 @@ _EVERY = 0.25
 """Seconds between two looks."""
 _SHORT, _ENOUGH = 1 / 8, 1 / 25
 """The share of all cores that this process waits for: from where on they are short, and below which they are enough."""
-_CALM, _CALMEST = 4, 64
+_CALM, _CALMEST = 4, 16
 """How many looks in a row must find enough cores. Each time they were short again, twice as many."""
 
 
