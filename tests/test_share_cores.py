@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,8 @@ print(sum(seconds - before.get(thread, 0) for thread, seconds in threads._waited
 
 def test_watching_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[object] = []
-    monkeypatch.setattr(threads, "_watch", lambda looks: begun.append(looks))
+    monkeypatch.setattr(threads, "_watch", begun.append)
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.run)  # here and now
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     threads.share_cores.cache_clear()

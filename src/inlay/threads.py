@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inlay.host import cores
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -42,7 +44,7 @@ def _missing_cores() -> Iterator[float]:
     while not never.wait(_EVERY):
         waited, now = _waited(), time.monotonic()
         more = sum(seconds - before.get(thread, 0.0) for thread, seconds in waited.items())
-        yield more / (now - since) / _cores()
+        yield more / (now - since) / cores()
         before, since = waited, now
 
 
@@ -50,13 +52,9 @@ def _waited() -> dict[str, float]:
     """Seconds that each thread of this process was ready to run and had no core."""
     seconds = {}
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+        with suppress(OSError, IndexError), open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
             seconds[thread] = int(file.read().split()[1]) / 1e9  # unless it has ended
     return seconds
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _watch(looks: Iterable[float]) -> None:
@@ -90,7 +88,7 @@ class BriefSpins:
             files = {Path(line.split(maxsplit=5)[5]) for line in maps if "/libgomp" in line}
             (file,) = [file for file in files if file.parent == Path(torch.__file__).parent / "lib"] or files
             # With the threads that torch has, more than there are cores.
-            return cls(ctypes.CDLL(str(file)), max(2, _cores() - torch.get_num_threads() + 2))
+            return cls(ctypes.CDLL(str(file)), max(2, cores() - torch.get_num_threads() + 2))
         except (OSError, RuntimeError, AttributeError, ValueError):
             return None
 
