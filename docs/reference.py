@@ -3,7 +3,7 @@
 mkdocs.yml names this file under `hooks`. What it makes is not committed.
 
 - `reference/commands.md` says what `--help` says, `reference/transforms.md` what the registry holds,
-  `reference/python/*.md` what the docstrings of each room's `__all__` say.
+  `reference/python/*.md` what the docstrings of each package's `__all__` say.
 - A line that is nothing but a link to a section of the README becomes that section.
 - A link to a file of the repository that is no page of the site becomes plain text with the file's path. A file that
   does not exist stays a link, which a strict build refuses.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = (
-    *("", "capture", "program", "rewrite", "transforms", "state"),
-    *("compile", "runtime", "insight", "config", "testing"),
+PACKAGES = (
+    *("", "capture", "program", "rewrite", "transforms", "lowering.state", "lowering.compiled_program"),
+    *("package", "integrations", "runtime", "insight", "config", "testing"),
 )
 """Folders under src/inlay whose `__all__` is for others; the first is Inlay itself."""
 _WIDTH = 100
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 def pages() -> dict[str, str]:
     """Path → text of every generated page."""
     made = {"reference/commands.md": commands(), "reference/transforms.md": transforms()}
-    return made | {f"reference/python/{room or 'inlay'}.md": python(room) for room in ROOMS}
+    return made | {f"reference/python/{package or 'inlay'}.md": python(package) for package in PACKAGES}
 
 
 # The README
@@ -115,41 +115,41 @@ def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def commands() -> str:
-    """Every verb, as `--help` has it."""
+    """Every command, as `--help` has it."""
     import typer
 
     from inlay.cli.main import app
 
     top = typer.main.get_command(app)
-    verbs = list(_verbs(top, "inlay"))
+    found = list(_commands(top, "inlay"))
     lines = [
-        "# Every verb",
-        "This page is what `inlay --help` and `inlay VERB --help` print. [Command line](../cli.md) says what MODEL"
+        "# Every command",
+        "This page is what `inlay --help` and `inlay COMMAND --help` print. [Command line](../cli.md) says what MODEL"
         " means, what is printed for machines, and more.",
         _plain(top.help or ""),
         "\n".join(
-            ["| verb | does |", "|---|---|"]
-            + [f"| [`{name}`](#{name.replace(' ', '-')}) | {_first_sentence(each)} |" for name, each in verbs]
+            ["| command | does |", "|---|---|"]
+            + [f"| [`{name}`](#{name.replace(' ', '-')}) | {_first_sentence(each)} |" for name, each in found]
         ),
-        "## Before the verb",
+        "## Before the command",
         *_parameters(top, "inlay"),
         _plain(top.epilog or ""),
     ]
-    for name, command in verbs:
-        lines += [f"## {name}", *_verb(command, name)]
+    for name, command in found:
+        lines += [f"## {name}", *_command(command, name)]
     return "\n\n".join(lines) + "\n"
 
 
-def _verbs(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
     """All commands below a group, those of groups in it too."""
     for key, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from _verbs(command, f"{name} {key}")
+            yield from _commands(command, f"{name} {key}")
         elif not command.hidden:
             yield f"{name} {key}", command
 
 
-def _verb(command: Any, name: str) -> list[str]:
+def _command(command: Any, name: str) -> list[str]:
     usage = command.get_usage(_context(command, name)).removeprefix("Usage: ")
     lines = [f"```text\n{' '.join(usage.split())}\n```"]
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
@@ -189,10 +189,10 @@ def _plain(text: str) -> str:
 
 def transforms() -> str:
     """Every transform of Inlay's own, in the order of a build."""
-    from inlay.config import resolve
-    from inlay.transforms import Options, configure, registry
+    from inlay.config import resolve_config
+    from inlay.transforms import TransformOptions, configure, registry
 
-    on = {step.transform.name: step.transform.options.enabled for step in configure(resolve())}
+    on = {step.transform.name: step.transform.options.enabled for step in configure(resolve_config())}
     known = {name: cls for name, cls in registry().items() if cls.__module__.startswith("inlay.")}
     ordered = [known[name] for name in on] + [cls for name, cls in known.items() if name not in on]
     rows = [
@@ -205,11 +205,11 @@ def transforms() -> str:
         "What `inlay passes` lists, in the order a build runs them. [In-place state](../in_place.md) is about those"
         " that keep state, [What matches where](../matches.md) counts them over architectures.",
         "\n".join(["| transform | what it does | stage | | numbers |", "|---|---|---|---|---|", *rows]),
-        f"All have these options: {_fields_in_words(Options)}.",
-        markdown(Options.__doc__ or ""),
+        f"All have these options: {_fields_in_words(TransformOptions)}.",
+        markdown(TransformOptions.__doc__ or ""),
     ]
     for cls in ordered:
-        lines += [f"## {cls.name}", *_transform(cls, Options)]
+        lines += [f"## {cls.name}", *_transform(cls, TransformOptions)]
     return "\n\n".join(lines) + "\n"
 
 
@@ -230,9 +230,9 @@ def _fields_in_words(model: Any, leave: Any = None) -> str:
 # Python
 
 
-def python(room: str) -> str:
-    """What a room has for others: signatures and docstrings of its `__all__`."""
-    name = f"inlay.{room}" if room else "inlay"
+def python(package: str) -> str:
+    """What a package has for others: signatures and docstrings of its `__all__`."""
+    name = f"inlay.{package}" if package else "inlay"
     module = import_module(name)
     lines = [f"# {name}", markdown(module.__doc__ or "")]
     for each in module.__all__:

@@ -1,7 +1,7 @@
 """The module owns the cache: two buffers, the rows and how many of them are filled, which every step writes to.
 
     python examples/aliased_io_buffers.py
-    python examples/aliased_io_buffers.py --engine aot
+    python examples/aliased_io_buffers.py --backend aot
 
 The compiled program keeps them and writes to them in place. With `lift_mutable_buffers=True` they become arguments:
 read the table, make tensors of those types, pass them by name. And back: a module that `torch.export` saves.
@@ -14,15 +14,15 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-from showing import PAGE, check, eligible, engine, measure, show
+from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, print_bindings
 from torch import Tensor, nn
 
 from inlay import Example
 from inlay.capture import capture
-from inlay.compile.program import compile_program
+from inlay.lowering.compiled_program import compile_program
+from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
+from inlay.package.memory_profiler import allocate_paged
 from inlay.program.bindings import Role
-from inlay.state import inline_lifted_buffers, lift_mutated_buffers
-from inlay.testing.watch import paged
 
 if TYPE_CHECKING:
     from inlay import Program
@@ -32,7 +32,7 @@ SHAPE = (1, 4, 1024, 64)
 STEPS = 8
 
 
-class Memory(nn.Module):
+class RowCache(nn.Module):
     """Remembers every row it is given."""
 
     cache: Tensor
@@ -49,32 +49,32 @@ class Memory(nn.Module):
         return self.cache.sum(2) / self.filled
 
 
-def owned(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]) -> bool:
+def run_owned_state(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]) -> bool:
     print("# The program keeps the buffers\n")
     step = compile_program(program, name)
-    show(step)
+    print_bindings(step)
 
     (cache,) = (state.binding.name for state in step.states if state.binding.target == "cache")
-    step.held[cache] = paged(SHAPE)  # in pages of its own, so that writes to it can be seen
+    step.owned_tensors[cache] = allocate_paged(SHAPE)  # in pages of its own, so that writes to it can be seen
     same = all(torch.allclose(step(row), each, atol=1e-6) for row, each in zip(rows, wanted, strict=True))
-    moved = measure("cache", lambda: step(rows[0]), step.held[cache])
+    moved = measure("cache", lambda: step(rows[0]), step.owned_tensors[cache])
     return all(
         [
-            eligible(step),
-            check("only the pages of the new row are written", 0 < moved.written <= 2 * 4 * PAGE),
-            check("nothing as large as the cache is copied", moved.copies(step.held[cache].nbytes) == 0),
+            check_in_place(step),
+            check("only the pages of the new row are written", 0 < moved.written_bytes <= 2 * 4 * PAGE_SIZE),
+            check("nothing as large as the cache is copied", moved.copied_bytes(step.owned_tensors[cache].nbytes) == 0),
             check(f"{STEPS} steps equal eager PyTorch", same),
         ]
     )
 
 
-def lifted(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]) -> bool:
+def run_lifted_state(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]) -> bool:
     print("\n# lift_mutable_buffers=True: introspect, construct, run\n")
     step = compile_program(program, name, lift_mutable_buffers=True)
-    show(step)
+    print_bindings(step)
 
     def construct() -> dict[str, Tensor]:
-        return {row.target: paged(row.shape, getattr(torch, row.dtype)) for row in step.bindings.state}  # type: ignore[arg-type]
+        return {row.target: allocate_paged(row.shape, getattr(torch, row.dtype)) for row in step.bindings.state}  # type: ignore[arg-type]
 
     one, two = construct(), construct()
     same = all(torch.allclose(step(row, **one), each, atol=1e-6) for row, each in zip(rows, wanted, strict=True))
@@ -83,18 +83,18 @@ def lifted(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]
     moved = measure("cache", lambda: step(rows[0], **two), two["cache"])
     return all(
         [
-            eligible(step),
-            check("nothing as large as the cache is copied", moved.copies(two["cache"].nbytes) == 0),
+            check_in_place(step),
+            check("nothing as large as the cache is copied", moved.copied_bytes(two["cache"].nbytes) == 0),
             check("two states live beside each other under one program", apart),
             check(f"{STEPS} steps equal eager PyTorch", same),
         ]
     )
 
 
-def inlined(program: Program, rows: list[Tensor], wanted: list[Tensor]) -> bool:
+def run_inlined_state(program: Program, rows: list[Tensor], wanted: list[Tensor]) -> bool:
     print("\n# And back: buffers again, saved and loaded by torch.export\n")
     back = inline_lifted_buffers(lift_mutated_buffers(program))
-    print("buffers:", ", ".join(f"{row.target} {row.text}" for row in back.bindings.of(Role.BUFFER)))
+    print("buffers:", ", ".join(f"{row.target} {row.type_text}" for row in back.bindings.with_role(Role.BUFFER)))
     file = io.BytesIO()
     torch.export.save(back.to_exported(), file)
     file.seek(0)
@@ -104,13 +104,17 @@ def inlined(program: Program, rows: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    name = engine(__doc__, arguments)
+    name = parse_backend(__doc__, arguments)
     torch.manual_seed(0)
     with torch.no_grad():
         rows = [torch.randn(1, 4, 1, 64) for _ in range(STEPS)]
-        program, model = capture(Example(Memory(), (rows[0],))), Memory()
+        program, model = capture(Example(RowCache(), (rows[0],))), RowCache()
         wanted = [model(row) for row in rows]
-        fine = [owned(program, name, rows, wanted), lifted(program, name, rows, wanted), inlined(program, rows, wanted)]
+        fine = [
+            run_owned_state(program, name, rows, wanted),
+            run_lifted_state(program, name, rows, wanted),
+            run_inlined_state(program, rows, wanted),
+        ]
     return 0 if all(fine) else 1
 
 

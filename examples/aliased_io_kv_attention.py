@@ -1,7 +1,7 @@
 """One attention layer, a token at a time: keys and values are written to caches [batch, kv_heads, max_len, head_dim].
 
     python examples/aliased_io_kv_attention.py
-    python examples/aliased_io_kv_attention.py --engine aot
+    python examples/aliased_io_kv_attention.py --backend aot
 
 Each of 32 steps writes one row to either cache, at a position that is a tensor, and attends over the filled rows. That
 must be what attention over all 32 tokens at once gives, and no step may copy a cache.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 
 import torch
-from showing import PAGE, check, eligible, engine, measure, show
+from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, print_bindings
 from torch import Tensor, nn
 from torch.nn import functional
 
 from inlay import Example
 from inlay.capture import capture
-from inlay.compile.program import compile_program
-from inlay.testing.watch import paged
+from inlay.lowering.compiled_program import compile_program
+from inlay.package.memory_profiler import allocate_paged
 
 BATCH, HEADS, KV_HEADS, MAX_LEN, HEAD_DIM = 2, 8, 4, 1024, 64
 WIDTH = HEADS * HEAD_DIM
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         attended = functional.scaled_dot_product_attention(grouped, k_cache, v_cache, attn_mask=filled)
         return self.out(attended.reshape(BATCH, 1, WIDTH))
 
-    def at_once(self, x: Tensor) -> Tensor:
+    def full_attention(self, x: Tensor) -> Tensor:
         """The whole sequence, without a cache."""
         q, k, v = self.split(x)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
@@ -60,17 +60,17 @@ class Attention(nn.Module):
         return self.out(attended.transpose(1, 2).reshape(x.shape))
 
 
-def stream(name: str) -> bool:
+def check_decode(name: str) -> bool:
     layer = Attention()
     tokens = torch.randn(BATCH, STEPS, WIDTH)
     example = (tokens[:, :1], torch.zeros(CACHE), torch.zeros(CACHE), torch.tensor([0]))
     step = compile_program(capture(Example(layer, example)), name)
-    show(step)
+    print_bindings(step)
 
-    keys, values = paged(CACHE), paged(CACHE)
+    keys, values = allocate_paged(CACHE), allocate_paged(CACHE)
     places = keys.data_ptr(), values.data_ptr()
     made = [step(tokens[:, at : at + 1], keys, values, torch.tensor([at])) for at in range(STEPS)]
-    wanted = layer.at_once(tokens)
+    wanted = layer.full_attention(tokens)
     apart = (torch.cat(made, 1) - wanted).abs().max().item()
     _, k, v = layer.split(tokens)
     kept = all(torch.allclose(cache[:, :, :STEPS], rows, atol=1e-5) for cache, rows in ((keys, k), (values, v)))
@@ -79,28 +79,31 @@ def stream(name: str) -> bool:
         return step(tokens[:, -1:], keys, values, torch.tensor([STEPS - 1]))
 
     moved = [measure("k_cache", last, keys), measure("v_cache", last, values)]
-    few = BATCH * KV_HEADS * PAGE
+    few = BATCH * KV_HEADS * PAGE_SIZE
     return all(
         [
-            eligible(step),
-            check("only the pages of the new rows are written", all(0 < each.written <= few for each in moved)),
-            check("nothing as large as a cache is copied", all(each.copies(keys.nbytes) == 0 for each in moved)),
+            check_in_place(step),
+            check("only the pages of the new rows are written", all(0 < each.written_bytes <= few for each in moved)),
+            check("nothing as large as a cache is copied", all(each.copied_bytes(keys.nbytes) == 0 for each in moved)),
             check("the caches are where they were", (keys.data_ptr(), values.data_ptr()) == places),
-            check("the caches hold the keys and values of all tokens, and nothing else", kept and _empty(keys, values)),
+            check(
+                "the caches hold the keys and values of all tokens, and nothing else",
+                kept and _is_unused_zero(keys, values),
+            ),
             check(f"{STEPS} steps equal eager attention over {STEPS} tokens at once, within {apart:.1e}", apart < 1e-5),
         ]
     )
 
 
-def _empty(*caches: Tensor) -> bool:
+def _is_unused_zero(*caches: Tensor) -> bool:
     return all(not cache[:, :, STEPS:].any() for cache in caches)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    name = engine(__doc__, arguments)
+    name = parse_backend(__doc__, arguments)
     torch.manual_seed(0)
     with torch.no_grad():
-        return 0 if stream(name) else 1
+        return 0 if check_decode(name) else 1
 
 
 if __name__ == "__main__":

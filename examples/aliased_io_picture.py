@@ -1,7 +1,7 @@
 """The picture this project exists for: a step with its caches in place, against one that copies them.
 
     python examples/aliased_io_picture.py -o docs/pictures/in_place.svg
-    python examples/aliased_io_picture.py --lengths 256,512 --rounds 1 --engine eager
+    python examples/aliased_io_picture.py --lengths 256,512 --rounds 1 --backend eager
 
 Both run the same step, which computes the next caches from the last ones. *Aliased*, the new ones are declared to live
 where the old ones are (`alias=`). *Copied*, they come out as tensors of their own and are handed back in at the next
@@ -34,35 +34,35 @@ from torch.nn import functional
 
 from inlay import Example
 from inlay.capture import capture
-from inlay.compile.engines import ENGINES
-from inlay.compile.program import CompiledProgram, compile_program
-from inlay.testing.watch import paged, watch
+from inlay.lowering.backends import BACKENDS
+from inlay.lowering.compiled_program import CompiledProgram, compile_program
+from inlay.package.memory_profiler import allocate_paged, profile_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FILLED = 128
+FILLED_ROWS = 128
 """Rows that attention reads."""
 HEAD_DIM, DTYPE = 64, torch.bfloat16
 LENGTHS = tuple(256 * 2**each for each in range(8))
-AT_MOST = 0.5
+ROUND_SECONDS = 0.5
 """Seconds that the steps of one round may take, once there are three."""
 KINDS = {"aliased": "#14967f", "copied": "#d5652a"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     name: str
     layers: int
     heads: int
     kv_heads: int
 
 
-SHAPES = (Shape("one layer", 1, 8, 4), Shape("SmolLM2's shape", 30, 9, 3))
+SHAPES = (CacheShape("one layer", 1, 8, 4), CacheShape("SmolLM2's shape", 30, 9, 3))
 
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """What one step takes."""
 
     shape: str
@@ -72,7 +72,7 @@ class Point:
     bytes: int
 
 
-class Step(nn.Module):
+class DecodeStep(nn.Module):
     """Of every layer the caches: a row is added to each, and the filled rows are attended to."""
 
     def forward(self, x: Tensor, at: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -80,34 +80,43 @@ class Step(nn.Module):
         for old_keys, old_values in zip(caches[::2], caches[1::2], strict=True):
             keys = old_keys.index_copy(2, at, x.mean(2, keepdim=True))
             values = old_values.index_copy(2, at, x.amax(2, keepdim=True))
-            x = x + functional.scaled_dot_product_attention(x, keys[:, :, :FILLED], values[:, :, :FILLED])
+            x = x + functional.scaled_dot_product_attention(x, keys[:, :, :FILLED_ROWS], values[:, :, :FILLED_ROWS])
             made += [keys, values]
         return x, made
 
 
-def measure(shape: Shape, length: int, engine: str, rounds: int) -> list[Point]:
+def measure(shape: CacheShape, length: int, backend: str, rounds: int) -> list[Measurement]:
     """Aliased and copied at one length."""
     count = 2 * shape.layers
     x = torch.randn(1, shape.kv_heads, shape.heads // shape.kv_heads, HEAD_DIM, dtype=DTYPE)
-    whole = paged([count, 1, shape.kv_heads, length, HEAD_DIM], DTYPE)  # all caches: one range to watch
+    whole = allocate_paged([count, 1, shape.kv_heads, length, HEAD_DIM], DTYPE)  # all caches: one range to watch
     caches = list(whole.normal_().unbind(0))
-    program = capture(Example(Step(), (x, torch.tensor([0]), caches)))
+    program = capture(Example(DecodeStep(), (x, torch.tensor([0]), caches)))
     steps = {
-        "aliased": compile_program(program, engine, alias={1 + each: 2 + each for each in range(count)}),
-        "copied": compile_program(program, engine),
+        "aliased": compile_program(program, backend, alias={1 + each: 2 + each for each in range(count)}),
+        "copied": compile_program(program, backend),
     }
-    agree(steps, x, caches)
-    moved = {kind: watch(lambda step=step: step(x, torch.tensor([1]), caches), whole) for kind, step in steps.items()}
-    times = take_turns(steps, x, caches, rounds)
+    check_results(steps, x, caches)
+    moved = {
+        kind: profile_memory(lambda step=step: step(x, torch.tensor([1]), caches), whole)
+        for kind, step in steps.items()
+    }
+    times = time_interleaved(steps, x, caches, rounds)
     return [
-        Point(shape.name, kind, length, times[kind], moved[kind].written + moved[kind].copies(caches[0].nbytes))
+        Measurement(
+            shape.name,
+            kind,
+            length,
+            times[kind],
+            moved[kind].written_bytes + moved[kind].copied_bytes(caches[0].nbytes),
+        )
         for kind in steps
     ]
 
 
-def agree(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor]) -> None:
+def check_results(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor]) -> None:
     """Both give what eager PyTorch gives, and the aliased one gives it in the caches it was given."""
-    wanted, rows = Step()(x, torch.tensor([0]), caches)
+    wanted, rows = DecodeStep()(x, torch.tensor([0]), caches)
     for kind in ("copied", "aliased"):
         result, made = steps[kind](x, torch.tensor([0]), caches)
         torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
@@ -117,14 +126,16 @@ def agree(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor]) ->
             raise SystemExit(f"The {kind} step returned caches that are {'' if there else 'not '}those it was given.")
 
 
-def take_turns(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor], rounds: int) -> dict[str, float]:
+def time_interleaved(
+    steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor], rounds: int
+) -> dict[str, float]:
     """The median of a step in milliseconds."""
     times: dict[str, list[float]] = {kind: [] for kind in steps}
-    places = [torch.tensor([each]) for each in range(FILLED)]
+    places = [torch.tensor([each]) for each in range(FILLED_ROWS)]
     for _ in range(rounds):
         for kind, step in steps.items():
             held, taken = caches, []
-            while len(taken) < 4 or (len(taken) < 30 and sum(taken) < AT_MOST):
+            while len(taken) < 4 or (len(taken) < 30 and sum(taken) < ROUND_SECONDS):
                 begin = time.perf_counter()
                 _, held = step(x, places[len(taken)], held)
                 taken.append(time.perf_counter() - begin)
@@ -132,7 +143,7 @@ def take_turns(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor
     return {kind: 1000 * statistics.median(each) for kind, each in times.items()}
 
 
-def picture(points: Sequence[Point]) -> str:
+def draw_chart(points: Sequence[Measurement]) -> str:
     """Time and bytes over the length."""
     names = list(dict.fromkeys(point.shape for point in points))
 
@@ -151,20 +162,20 @@ def picture(points: Sequence[Point]) -> str:
     return draw(
         "One step: caches in place (aliased) against copied",
         "Step time and bytes moved over the cache length: aliased stays the same, copied grows.",
-        f"cache length in rows, {FILLED} of them filled",
+        f"cache length in rows, {FILLED_ROWS} of them filled",
         [
-            Panel("time of a step", milliseconds, lines("milliseconds")),
-            Panel("bytes moved in a step", size, lines("bytes")),
+            Panel("time of a step", format_milliseconds, lines("milliseconds")),
+            Panel("bytes moved in a step", format_bytes, lines("bytes")),
         ],
     )
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     """A time in milliseconds, or seconds."""
     return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms" if value >= 0.01 else f"{value:.0e} ms"
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """A number of bytes."""
     for unit, many in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= many:
@@ -172,13 +183,13 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def table(points: Sequence[Point]) -> str:
+def format_table(points: Sequence[Measurement]) -> str:
     """The same as markdown."""
     head = ("", "cache length", "time, aliased", "time, copied", "bytes, aliased", "bytes, copied")
     rows = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|"]
     for aliased, copied in zip(points[::2], points[1::2], strict=True):
-        cells = [milliseconds(aliased.milliseconds), milliseconds(copied.milliseconds)]
-        cells += [size(aliased.bytes), size(copied.bytes)]
+        cells = [format_milliseconds(aliased.milliseconds), format_milliseconds(copied.milliseconds)]
+        cells += [format_bytes(aliased.bytes), format_bytes(copied.bytes)]
         rows.append(f"| {aliased.shape} | {aliased.length:,} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -189,24 +200,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="the numbers, a JSON file")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="cache lengths (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="how often the two take turns (default: %(default)s)")
-    parser.add_argument("--engine", choices=ENGINES, default="inductor", help="what runs the step")
+    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="what runs the step")
     options = parser.parse_args(arguments)
     lengths = [int(each) for each in options.lengths.split(",")]
-    if min(lengths) < FILLED:
-        parser.error(f"a cache must have room for the {FILLED} rows that are read")
+    if min(lengths) < FILLED_ROWS:
+        parser.error(f"a cache must have room for the {FILLED_ROWS} rows that are read")
     torch.manual_seed(0)
     points = []
     with torch.no_grad():
         for shape in SHAPES:
             for length in lengths:
-                points += measure(shape, length, options.engine, options.rounds)
+                points += measure(shape, length, options.backend, options.rounds)
                 print(f"{shape.name}, {length:,} rows: measured", file=sys.stderr)
-    print(table(points))
+    print(format_table(points))
     if options.output:
-        options.output.write_text(picture(points))
+        options.output.write_text(draw_chart(points))
     if options.json:
-        facts = {"engine": options.engine, "rounds": options.rounds, "threads": torch.get_num_threads()}
-        facts |= {"dtype": str(DTYPE), "filled": FILLED, "torch": torch.__version__}
+        facts = {"backend": options.backend, "rounds": options.rounds, "threads": torch.get_num_threads()}
+        facts |= {"dtype": str(DTYPE), "filled": FILLED_ROWS, "torch": torch.__version__}
         options.json.write_text(json.dumps(facts | {"points": [asdict(point) for point in points]}, indent=1) + "\n")
     return 0
 

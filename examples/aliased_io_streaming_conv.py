@@ -1,7 +1,7 @@
 """Not an LLM: a causal convolution over sound that arrives in chunks, with the frames it looks back on as state.
 
     python examples/aliased_io_streaming_conv.py
-    python examples/aliased_io_streaming_conv.py --engine aot
+    python examples/aliased_io_streaming_conv.py --backend aot
 
 The convolution has 3 taps, 960 frames apart, so it needs the last 1,920 frames. Two ways to keep them, in one memory:
 moved up at every step, as most code does, which copies all of them, and is said; and a ring, which writes the new ones.
@@ -12,26 +12,26 @@ from __future__ import annotations
 import sys
 
 import torch
-from showing import PAGE, check, eligible, engine, measure, show
+from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, print_bindings
 from torch import Tensor, nn
 from torch.nn import functional
 
 from inlay import Example
 from inlay.capture import capture
-from inlay.compile.program import compile_program
-from inlay.testing.watch import paged
+from inlay.lowering.compiled_program import compile_program
+from inlay.package.memory_profiler import allocate_paged
 
-CHANNELS, TAPS, APART, CHUNK = 32, 3, 960, 32
-BACK = (TAPS - 1) * APART
+CHANNELS, TAPS, DILATION, CHUNK = 32, 3, 960, 32
+HISTORY_FRAMES = (TAPS - 1) * DILATION
 """How many frames the convolution looks back on."""
 CHUNKS = 150
 """More than two rounds of the ring."""
 
 
-class Shifted(nn.Module):
+class ShiftState(nn.Module):
     """State [batch, frames, channels]: the last frames, oldest first; they move up by a chunk at every step."""
 
-    room = BACK
+    frames = HISTORY_FRAMES
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -40,27 +40,27 @@ class Shifted(nn.Module):
     def forward(self, state: Tensor, chunk: Tensor, at: Tensor) -> Tensor:
         frames = torch.cat([state, chunk], 1)
         state.copy_(frames[:, CHUNK:])
-        return functional.conv1d(frames.transpose(1, 2), self.weight, dilation=APART).transpose(1, 2)
+        return functional.conv1d(frames.transpose(1, 2), self.weight, dilation=DILATION).transpose(1, 2)
 
 
-class Ring(Shifted):
+class RingBuffer(ShiftState):
     """The same frames, each where it was first written; a new chunk goes over the oldest."""
 
-    room = BACK + CHUNK
+    frames = HISTORY_FRAMES + CHUNK
 
     def forward(self, state: Tensor, chunk: Tensor, at: Tensor) -> Tensor:
         new = at + torch.arange(CHUNK)
-        state.index_copy_(1, new % self.room, chunk)
-        taps = [state[:, (new - (TAPS - 1 - tap) * APART) % self.room] for tap in range(TAPS)]
+        state.index_copy_(1, new % self.frames, chunk)
+        taps = [state[:, (new - (TAPS - 1 - tap) * DILATION) % self.frames] for tap in range(TAPS)]
         return torch.einsum("kbfi,oik->bfo", torch.stack(taps), self.weight)
 
 
-def stream(form: type[Shifted], name: str, weight: Tensor, sound: Tensor, wanted: Tensor) -> bool:
-    first = (torch.zeros(1, form.room, CHANNELS), sound[:, :CHUNK], torch.tensor(0))
+def check_stream(form: type[ShiftState], name: str, weight: Tensor, sound: Tensor, wanted: Tensor) -> bool:
+    first = (torch.zeros(1, form.frames, CHANNELS), sound[:, :CHUNK], torch.tensor(0))
     step = compile_program(capture(Example(form(weight), first)), name)
-    show(step)
+    print_bindings(step)
 
-    state, made = paged((1, form.room, CHANNELS)), []
+    state, made = allocate_paged((1, form.frames, CHANNELS)), []
     place = state.data_ptr()
     for index, chunk in enumerate(sound.split(CHUNK, 1)):
         at = torch.tensor(index * CHUNK)
@@ -69,32 +69,36 @@ def stream(form: type[Shifted], name: str, weight: Tensor, sound: Tensor, wanted
     moved = measure("state", lambda: step(state, chunk, at), state)
     fresh = CHUNK * CHANNELS * 4
     claims = [
-        eligible(step) if form is Ring else check("that it is copied is said", len(step.remarks) == 1),
+        check_in_place(step) if form is RingBuffer else check("that it is copied is said", len(step.remarks) == 1),
         check("the state is where it was", state.data_ptr() == place),
         check(f"{CHUNKS} chunks equal eager convolution of the whole, within {apart:.1e}", apart < 1e-5),
     ]
-    if form is Ring:
-        claims.append(check("only the new frames are written", 0 < moved.written <= fresh + PAGE))
-        claims.append(check("nothing as large as the state is copied", moved.copies(state.nbytes) == 0))
+    if form is RingBuffer:
+        claims.append(check("only the new frames are written", 0 < moved.written_bytes <= fresh + PAGE_SIZE))
+        claims.append(check("nothing as large as the state is copied", moved.copied_bytes(state.nbytes) == 0))
     else:
-        claims.append(check("all of the state is written, because all of it moves", moved.written == state.nbytes))
         claims.append(
-            check("there is no second state: the copies are what conv1d reads", state.nbytes not in moved.allocated)
+            check("all of the state is written, because all of it moves", moved.written_bytes == state.nbytes)
+        )
+        claims.append(
+            check(
+                "there is no second state: the copies are what conv1d reads", state.nbytes not in moved.allocation_sizes
+            )
         )
     return all(claims)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    name = engine(__doc__, arguments)
+    name = parse_backend(__doc__, arguments)
     torch.manual_seed(0)
     with torch.no_grad():
         weight, sound = torch.randn(CHANNELS, CHANNELS, TAPS) / 10, torch.randn(1, CHUNKS * CHUNK, CHANNELS)
-        padded = functional.pad(sound.transpose(1, 2), (BACK, 0))
-        wanted = functional.conv1d(padded, weight, dilation=APART).transpose(1, 2)
+        padded = functional.pad(sound.transpose(1, 2), (HISTORY_FRAMES, 0))
+        wanted = functional.conv1d(padded, weight, dilation=DILATION).transpose(1, 2)
         print("# Moved up at every step\n")
-        fine = stream(Shifted, name, weight, sound, wanted)
+        fine = check_stream(ShiftState, name, weight, sound, wanted)
         print("\n# A ring\n")
-        fine &= stream(Ring, name, weight, sound, wanted)
+        fine &= check_stream(RingBuffer, name, weight, sound, wanted)
     return 0 if fine else 1
 
 

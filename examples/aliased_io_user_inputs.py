@@ -1,7 +1,7 @@
 """The caller owns the cache: it is an argument, and a step writes the new rows into it.
 
     python examples/aliased_io_user_inputs.py
-    python examples/aliased_io_user_inputs.py --engine aot
+    python examples/aliased_io_user_inputs.py --backend aot
 
 First a model that writes to its argument, which is recognised. Then one that returns a new state instead: with
 `alias={"new_state": "state"}` the caller declares that it is to live where the old one is. A declaration that cannot be
@@ -14,14 +14,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-from showing import PAGE, check, eligible, engine, measure, show
+from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, print_bindings
 from torch import Tensor, nn
 
 from inlay import Example
 from inlay.capture import capture
-from inlay.compile.program import compile_program
 from inlay.errors import UsageError
-from inlay.testing.watch import paged
+from inlay.lowering.compiled_program import compile_program
+from inlay.package.memory_profiler import allocate_paged
 
 if TYPE_CHECKING:
     from inlay import Program
@@ -45,14 +45,14 @@ class Decay(nn.Module):
         return {"new_state": 0.5 * state + x, "largest": x.max()}
 
 
-def given_and_written(name: str) -> bool:
+def check_recognized_alias(name: str) -> bool:
     print("# The model writes to a cache that it is given\n")
     model, row = Append(), torch.randn(1, 4, 1, 64)
     program = capture(Example(model, (torch.zeros(SHAPE), row, torch.tensor([0]))))
     step = compile_program(program, name)
-    show(step)
+    print_bindings(step)
 
-    cache, expected = paged(SHAPE), torch.zeros(SHAPE)
+    cache, expected = allocate_paged(SHAPE), torch.zeros(SHAPE)
     address, same = cache.data_ptr(), True
     for position in range(8):
         row, at = torch.randn(1, 4, 1, 64), torch.tensor([position])
@@ -62,23 +62,23 @@ def given_and_written(name: str) -> bool:
     moved = measure("cache", lambda: step(cache, row, at), cache)
     return all(
         [
-            eligible(step),
-            check("only the pages of the new row are written", 0 < moved.written <= 4 * PAGE),
-            check("nothing as large as the cache is copied", moved.copies(cache.nbytes) == 0),
+            check_in_place(step),
+            check("only the pages of the new row are written", 0 < moved.written_bytes <= 4 * PAGE_SIZE),
+            check("nothing as large as the cache is copied", moved.copied_bytes(cache.nbytes) == 0),
             check("the cache is where it was", cache.data_ptr() == address),
             check("8 steps equal eager PyTorch, cache included", same),
         ]
     )
 
 
-def declared(name: str) -> bool:
+def check_declared_alias(name: str) -> bool:
     print("\n# The model returns a new state; the caller declares where it lives\n")
     model = Decay()
     program = capture(Example(model, (torch.zeros(SHAPE), torch.ones(SHAPE))))
     step = compile_program(program, name, alias={"new_state": "state"})
-    show(step)
+    print_bindings(step)
 
-    state, x, expected = paged(SHAPE), torch.randn(SHAPE), torch.zeros(SHAPE)
+    state, x, expected = allocate_paged(SHAPE), torch.randn(SHAPE), torch.zeros(SHAPE)
     for _ in range(8):
         returned = step(state, x)["new_state"]
         expected = model(expected, x)["new_state"]
@@ -86,16 +86,16 @@ def declared(name: str) -> bool:
     moved = measure("state", lambda: step(state, x), state)
     return all(
         [
-            eligible(step),
-            check("all of it is new at every step, and no second one is made", moved.copies(state.nbytes) == 0),
+            check_in_place(step),
+            check("all of it is new at every step, and no second one is made", moved.copied_bytes(state.nbytes) == 0),
             check("what is returned is the state itself", returned is state),
             check("8 steps equal eager PyTorch", same),
-            refused(program, name),
+            check_refused_alias(program, name),
         ]
     )
 
 
-def refused(program: Program, name: str) -> bool:
+def check_refused_alias(program: Program, name: str) -> bool:
     print("\n# A declaration that cannot be kept\n")
     try:
         compile_program(program, name, alias={"largest": "state"})
@@ -106,10 +106,10 @@ def refused(program: Program, name: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    name = engine(__doc__, arguments)
+    name = parse_backend(__doc__, arguments)
     torch.manual_seed(0)
     with torch.no_grad():
-        return 0 if given_and_written(name) & declared(name) else 1
+        return 0 if check_recognized_alias(name) & check_declared_alias(name) else 1
 
 
 if __name__ == "__main__":

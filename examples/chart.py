@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inlay.insight.svg import FAINT, INK, opening, text
+from inlay.insight.svg import FAINT, INK, header, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 WIDTH, HEIGHT = 960, 430
-LEFT, TOP, WIDE, HIGH, APART = 74, 114, 310, 250, 480
+LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, PANEL_SPACING = 74, 114, 310, 250, 480
 """The first panel's axes: where they begin, how large they are, and how far the next panel is."""
-LABEL_APART = 14
-LETTER = 6.8
+LABEL_SPACING = 14
+LETTER_WIDTH = 6.8
 """How wide a letter of a label is, at most, on average."""
 
 
@@ -25,7 +25,7 @@ class Line:
 
     label: str
     colour: str
-    dashed: bool
+    is_dashed: bool
     points: Mapping[int, float]
 
 
@@ -34,20 +34,20 @@ class Panel:
     """Lines over the same axes."""
 
     title: str
-    text: Callable[[float], str]
+    format_value: Callable[[float], str]
     """A value as people read it."""
     lines: Sequence[Line]
 
 
-def draw(title: str, about: str, below: str, panels: Sequence[Panel]) -> str:
+def draw(title: str, description: str, x_label: str, panels: Sequence[Panel]) -> str:
     """The whole picture: a title, one legend for all panels, the panels, and what is along their lower axis."""
     parts = [
-        opening(title, about, WIDTH, HEIGHT),
+        header(title, description, WIDTH, HEIGHT),
         text(LEFT, 28, title, size=18, weight=600),
         *_legend(panels[0].lines),
     ]
     for index, panel in enumerate(panels):
-        parts += [f'<g transform="translate({LEFT + index * APART} {TOP})">', *_panel(panel, below), "</g>"]
+        parts += [f'<g transform="translate({LEFT + index * PANEL_SPACING} {TOP})">', *_panel(panel, x_label), "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -58,7 +58,7 @@ def _legend(lines: Sequence[Line]) -> Iterator[str]:
         yield _stroke(f"M{x:.1f} 56h34", line)
         yield _dot(x + 17, 56, line)
         yield text(x + 42, 60, line.label)
-        x += 66 + LETTER * len(line.label)
+        x += 66 + LETTER_WIDTH * len(line.label)
 
 
 def _panel(panel: Panel, below: str) -> Iterator[str]:
@@ -69,39 +69,39 @@ def _panel(panel: Panel, below: str) -> Iterator[str]:
 
     def x(length: int) -> float:
         span = math.log2(lengths[-1] / lengths[0]) or 1.0
-        return WIDE * math.log2(length / lengths[0]) / span
+        return PLOT_WIDTH * math.log2(length / lengths[0]) / span
 
     def y(value: float) -> float:
-        return HIGH * (high - math.log10(value)) / (high - low)
+        return PLOT_HEIGHT * (high - math.log10(value)) / (high - low)
 
     yield text(0, -18, panel.title, size=14, weight=600)
     for power in range(low, high + 1):
         at = y(10.0**power)
-        yield f'<path d="M0 {at:.1f}H{WIDE}" stroke="{FAINT}"/>'
-        yield text(-8, at + 4, panel.text(10.0**power), anchor="end")
+        yield f'<path d="M0 {at:.1f}H{PLOT_WIDTH}" stroke="{FAINT}"/>'
+        yield text(-8, at + 4, panel.format_value(10.0**power), anchor="end")
     for length in lengths:
-        yield f'<path d="M{x(length):.1f} {HIGH}v5" stroke="{INK}"/>'
-        yield text(x(length), HIGH + 20, f"{length:,}", size=10, anchor="middle")
-    yield f'<path d="M0 {HIGH}H{WIDE}" stroke="{INK}"/>'
-    yield text(WIDE / 2, HIGH + 42, below, anchor="middle")
+        yield f'<path d="M{x(length):.1f} {PLOT_HEIGHT}v5" stroke="{INK}"/>'
+        yield text(x(length), PLOT_HEIGHT + 20, f"{length:,}", size=10, anchor="middle")
+    yield f'<path d="M0 {PLOT_HEIGHT}H{PLOT_WIDTH}" stroke="{INK}"/>'
+    yield text(PLOT_WIDTH / 2, PLOT_HEIGHT + 42, below, anchor="middle")
     for line in panel.lines:
         places = [(x(length), y(value)) for length, value in sorted(line.points.items())]
         yield _stroke("M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in places), line)
         yield from (_dot(across, down, line) for across, down in places)
-    yield from _ends(panel, y)
+    yield from _end_labels(panel, y)
 
 
-def _ends(panel: Panel, y: Callable[[float], float]) -> Iterator[str]:
+def _end_labels(panel: Panel, y: Callable[[float], float]) -> Iterator[str]:
     """The last value of every line beside it, moved down where two would overlap."""
     taken = -math.inf
     last = [(line.points[max(line.points)], line) for line in panel.lines]
     for value, line in sorted(last, key=lambda each: -each[0]):
-        taken = max(y(value) + 4, taken + LABEL_APART)
-        yield text(WIDE + 9, taken, panel.text(value), colour=line.colour, weight=600)
+        taken = max(y(value) + 4, taken + LABEL_SPACING)
+        yield text(PLOT_WIDTH + 9, taken, panel.format_value(value), colour=line.colour, weight=600)
 
 
 def _stroke(path: str, line: Line) -> str:
-    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+    dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
     return f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dashes}/>'
 
 

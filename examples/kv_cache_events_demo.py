@@ -17,25 +17,25 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import InlayError, UsageError
-from inlay.runtime.kv.events import Gap, Log, Replica
-from inlay.runtime.kv.manager import Manager
-from inlay.serve.kv_json import event_json
+from inlay.runtime.kv.block_manager import BlockManager
+from inlay.runtime.kv.events import CacheMirror, EventLog, Gap
+from inlay.serve.kv_events.json_feed import event_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from inlay.runtime.kv.blocks import Block
+    from inlay.runtime.kv.block import Block
     from inlay.runtime.kv.events import Subscriber
 
-SIZE = 4
-SYSTEM = tuple(range(1, 9))
+BLOCK_SIZE = 4
+SYSTEM_PROMPT = tuple(range(1, 9))
 """What two requests begin with: two blocks of it."""
-KEPT = 9
+LOG_SIZE = 9
 """Events that the log keeps, so few that a slow reader is too slow."""
-LINE = "{:>3}  {:<8} {:<7} {:<8} {:<12} {}"
+ROW_FORMAT = "{:>3}  {:<8} {:<7} {:<8} {:<12} {}"
 
 
-def rows(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+def event_rows(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """An event in TensorRT-LLM's form, which is Inlay's too, as lines of the table."""
     number, data = event["event_id"], event["data"]
     kind = data["type"]
@@ -46,21 +46,21 @@ def rows(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         for block in data["blocks"]:
             tokens = " ".join(str(token["token_id"]) for token in block["tokens"])
             place = f"level {block['cache_level']}, priority {block['priority']}"
-            yield number, kind, short(block["block_hash"]), short(parent), tokens, place
+            yield number, kind, short_hash(block["block_hash"]), short_hash(parent), tokens, place
             parent = block["block_hash"]
     elif kind == "removed":
         for hash_ in data["block_hashes"]:
             level = f"from level {data['cache_level']}" if "cache_level" in data else ""
-            yield number, kind, short(hash_), "", "", level
+            yield number, kind, short_hash(hash_), "", "", level
     elif kind == "updated":
         changes = {"level": data["cache_level"], "priority": data["priority"]}
         told = [f"{name} {each['old_value']} → {each['new_value']}" for name, each in changes.items() if each]
-        yield number, kind, short(data["block_hash"]), "", "", ", ".join(told)
+        yield number, kind, short_hash(data["block_hash"]), "", "", ", ".join(told)
     else:
         yield number, kind, "", "", "", ""
 
 
-def short(hash_: int | None) -> str:
+def short_hash(hash_: int | None) -> str:
     """Enough of a hash to tell a few blocks apart."""
     return "" if hash_ is None else f"{hash_ & 0xFFFFFFFF:08x}"[:6]
 
@@ -71,20 +71,20 @@ class Printer:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         if not self.as_json:
             print(f"\n{text}")
 
-    def head(self) -> None:
-        self.say(LINE.format("id", "event", "block", "follows", "tokens", "where, or old → new"))
+    def print_header(self) -> None:
+        self.print_text(ROW_FORMAT.format("id", "event", "block", "follows", "tokens", "where, or old → new"))
 
-    def events(self, events: Iterable[dict[str, Any]]) -> None:
+    def print_events(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
             if self.as_json:
                 print(json.dumps(event))
             else:
-                for row in rows(event):
-                    print(LINE.format(*row).rstrip())
+                for row in event_rows(event):
+                    print(ROW_FORMAT.format(*row).rstrip())
 
     def check(self, claim: str, holds: bool) -> bool:
         if not self.as_json or not holds:
@@ -92,97 +92,99 @@ class Printer:
         return holds
 
 
-class Story:
+class EventDemo:
     """A small cache, somebody who reads what it tells, and requests."""
 
     def __init__(self, printer: Printer) -> None:
-        self.log = Log(most=KEPT)
-        self.slow, self.reader = self.log.subscribe(), self.log.subscribe()
-        self.cache = Manager([3, 2], SIZE, self.log.add)
+        self.log = EventLog(most=LOG_SIZE)
+        self.slow_reader, self.reader = self.log.subscribe(), self.log.subscribe()
+        self.cache = BlockManager([3, 2], BLOCK_SIZE, self.log.add)
         self.printer = printer
 
-    def scene(self, text: str) -> None:
+    def print_step(self, text: str) -> None:
         """What was just done, and what the reader heard of it."""
-        self.printer.say(text)
-        self.printer.events(event_json(*each) for each in self.reader.read())
+        self.printer.print_text(text)
+        self.printer.print_events(event_json(*each) for each in self.reader.read())
 
     def request(self, tokens: Sequence[int]) -> tuple[int, list[Block]]:
         """What an engine does: use what is there, bring it near, store the rest. How many blocks were there?"""
         line = self.cache.lookup(tokens)
         found = len(line)
-        self.cache.hold(line)
+        self.cache.acquire(line)
         for block in line:
-            self.cache.raise_up(block)  # an engine copies as told
-        for start in range(found * SIZE, len(tokens), SIZE):
-            placed = self.cache.store(line[-1] if line else None, tuple(tokens[start : start + SIZE]))
+            self.cache.promote(block)  # an engine copies as told
+        for start in range(found * BLOCK_SIZE, len(tokens), BLOCK_SIZE):
+            placed = self.cache.store(line[-1] if line else None, tuple(tokens[start : start + BLOCK_SIZE]))
             assert placed is not None
-            self.cache.hold([placed.block])
+            self.cache.acquire([placed.block])
             line.append(placed.block)
-        self.cache.drop(line)
+        self.cache.release(line)
         return found, line
 
 
-def content(cache: Manager) -> dict[int, int]:
+def cache_levels(cache: BlockManager) -> dict[int, int]:
     return {block.hash: block.level for block in cache}
 
 
-def heard(replica: Replica) -> dict[int, int]:
+def replica_levels(replica: CacheMirror) -> dict[int, int]:
     return {hash_: block.level for hash_, block in replica.blocks.items()}
 
 
-def tell(printer: Printer) -> bool:
-    story = Story(printer)
+def run_demo(printer: Printer) -> bool:
+    story = EventDemo(printer)
     cache = story.cache
-    printer.head()
-    story.scene("A cache is created.")
-    story.request(SYSTEM)
-    story.scene("A first request: nothing of it is there, so both of its blocks are stored.")
-    found, line = story.request((*SYSTEM, 21, 22, 23, 24))
-    story.scene(f"A second one begins alike: {found} blocks are found, and only the rest is stored.")
+    printer.print_header()
+    story.print_step("A cache is created.")
+    story.request(SYSTEM_PROMPT)
+    story.print_step("A first request: nothing of it is there, so both of its blocks are stored.")
+    found, line = story.request((*SYSTEM_PROMPT, 21, 22, 23, 24))
+    story.print_step(f"A second one begins alike: {found} blocks are found, and only the rest is stored.")
     fine = [printer.check("what two requests have in common is computed once", found == 2)]
     for block in line[:2]:
         cache.set_priority(block, 50)
-    story.scene("What they have in common shall stay: it gets a higher priority.")
+    story.print_step("What they have in common shall stay: it gets a higher priority.")
     story.request((31, 32, 33, 34))
-    story.scene("A third request needs a place: what matters least and was used longest ago moves down a level.")
+    story.print_step("A third request needs a place: what matters least and was used longest ago moves down a level.")
     story.request((41, 42, 43, 44))
     story.request((51, 52, 53, 54))
-    story.scene("Two more: the second level is full as well, and the block that is oldest there is removed.")
+    story.print_step("Two more: the second level is full as well, and the block that is oldest there is removed.")
     fine.append(printer.check("the common beginning is still near", [block.level for block in line] == [0, 0, 1]))
     late = story.log.subscribe()
-    replica = Replica(late.catch_up().blocks)
-    printer.say(f"Somebody comes late and takes a snapshot: {len(replica.blocks)} blocks, before event {late.cursor}.")
+    replica = CacheMirror(late.catch_up().blocks)
+    printer.print_text(
+        f"Somebody comes late and takes a snapshot: {len(replica.blocks)} blocks, before event {late.cursor}."
+    )
     found, (block,) = story.request((31, 32, 33, 34))
-    story.scene("The third request comes again: its block is raised from the second level.")
+    story.print_step("The third request comes again: its block is raised from the second level.")
     fine.append(printer.check("it is found, and near again", (found, block.level) == (1, 0)))
-    fine.append(late_reader(printer, late, replica, cache))
-    fine.append(slow_reader(printer, story.slow, cache))
+    fine.append(check_late_reader(printer, late, replica, cache))
+    fine.append(check_slow_reader(printer, story.slow_reader, cache))
     cache.clear()
-    story.scene("The cache is cleared.")
+    story.print_step("The cache is cleared.")
     return all(fine)
 
 
-def late_reader(printer: Printer, late: Subscriber, replica: Replica, cache: Manager) -> bool:
+def check_late_reader(printer: Printer, late: Subscriber, replica: CacheMirror, cache: BlockManager) -> bool:
     news = late.read()
     for _, event in news:
         replica.apply(event)
-    printer.say(f"The late reader applies the {len(news)} events since its snapshot.")
-    return printer.check("it knows what the cache holds", heard(replica) == content(cache))
+    printer.print_text(f"The late reader applies the {len(news)} events since its snapshot.")
+    return printer.check("it knows what the cache holds", replica_levels(replica) == cache_levels(cache))
 
 
-def slow_reader(printer: Printer, slow: Subscriber, cache: Manager) -> bool:
+def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -> bool:
     try:
         slow.read()
         gap = ""
     except Gap as told:
         gap = str(told)
-    printer.say(f"Somebody has read nothing so far, and the log keeps {KEPT} events: {gap}.")
-    replica = Replica(slow.catch_up().blocks)
-    told, same = "is gone" in gap, heard(replica) == content(cache)
+    printer.print_text(f"Somebody has read nothing so far, and the log keeps {LOG_SIZE} events: {gap}.")
+    replica = CacheMirror(slow.catch_up().blocks)
+    told, same = "is gone" in gap, replica_levels(replica) == cache_levels(cache)
     return printer.check("the slow reader is told, and knows from a snapshot what the cache holds", told and same)
 
 
-def tell_tensorrt_llm(printer: Printer, model: str) -> bool:
+def run_tensorrt_llm(printer: Printer, model: str) -> bool:
     """The same from TensorRT-LLM: two prompts with a common beginning, and the events of its cache."""
     try:
         from tensorrt_llm import LLM, SamplingParams
@@ -196,13 +198,13 @@ def tell_tensorrt_llm(printer: Printer, model: str) -> bool:
     prompt = (
         "The cache keeps what was computed for a prompt, so that another one which begins alike need not wait. " * 4
     )
-    printer.head()
+    printer.print_header()
     for text in (prompt, prompt + "What does the cache keep?"):
-        printer.say(f"A prompt of {len(text)} characters.")
+        printer.print_text(f"A prompt of {len(text)} characters.")
         llm.generate([text], sampling_params=SamplingParams(max_tokens=5))
         found = llm.get_kv_cache_events(timeout=10)
         flat = [each for some in found for each in (some if isinstance(some, list) else [some])]
-        printer.events(each for each in flat if each)
+        printer.print_events(each for each in flat if each)
     return True
 
 
@@ -214,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     printer = Printer(options.json)
     try:
-        fine = tell(printer) if options.source == "inlay" else tell_tensorrt_llm(printer, options.model)
+        fine = run_demo(printer) if options.source == "inlay" else run_tensorrt_llm(printer, options.model)
     except InlayError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)

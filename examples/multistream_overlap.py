@@ -25,17 +25,16 @@ from torch import Tensor, nn
 
 from inlay import Example
 from inlay.capture import capture
+from inlay.lowering.state.in_place_writes import write_in_place
 from inlay.program.bindings import Role
-from inlay.state import in_place
-from inlay.streams import check as checked
-from inlay.streams import compare, planned
-from inlay.streams.picture import draw
+from inlay.streams import check_schedule, compare_lanes, plan_overlap
+from inlay.streams.timeline_svg import draw_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inlay.program import Program
-    from inlay.streams import Compared
+    from inlay.streams import OverlapComparison
 
 
 class Branches(nn.Module):
@@ -106,39 +105,39 @@ def parallel(width: int, tokens: int) -> Example:
 LAYERS: dict[str, Callable[[int, int], Example]] = {"branches": branches, "experts": experts, "parallel": parallel}
 
 
-def opened(example: Example) -> tuple[Program, dict[str, Tensor]]:
+def capture_layer(example: Example) -> tuple[Program, dict[str, Tensor]]:
     """A layer as a program, and what it is given."""
-    program = in_place(capture(example)).program
-    return program, dict(zip((row.name for row in program.bindings.of(Role.INPUT)), example.args, strict=True))
+    program = write_in_place(capture(example)).program
+    return program, dict(zip((row.name for row in program.bindings.with_role(Role.INPUT)), example.args, strict=True))
 
 
-def show(compared: Compared) -> None:
+def print_times(compared: OverlapComparison) -> None:
     """Medians and spreads."""
     print(f"{'':<34} {'median':>9} {'lowest':>9} {'highest':>9}")
-    for way, figures in compared.figures().items():
+    for way, figures in compared.metrics().items():
         row = (figures["median"], figures["lowest"], figures["highest"])
         print(f"{way:<34} " + " ".join(f"{1e3 * value:>6.2f} ms" for value in row))
 
 
-def overlap(options: argparse.Namespace) -> int:
+def run_overlap(options: argparse.Namespace) -> int:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     example = LAYERS[options.layer](options.width, options.tokens)
     example.module.to(device)
-    program, given = opened(Example(example.module, tuple(each.to(device) for each in example.args)))
-    plan = planned(program, given)
+    program, given = capture_layer(Example(example.module, tuple(each.to(device) for each in example.args)))
+    plan = plan_overlap(program, given)
     made = plan.schedule
     print(f"{len(plan.work)} pieces, {len(made.lanes)} lanes, {len(made.events)} events\n{made}")
-    right = check("the schedule has no race", checked(plan.work, made).ok)
-    compared = compare(plan, given, rounds=options.rounds, device=device)
-    same = check("the numbers are those of one lane, bit for bit", compared.same)
-    show(compared)
+    right = check("the schedule has no race", check_schedule(plan.work, made).ok)
+    compared = compare_lanes(plan, given, rounds=options.rounds, device=device)
+    same = check("the numbers are those of one lane, bit for bit", compared.is_identical)
+    print_times(compared)
     timeline, ratio = compared.timeline, compared.ratio
     print(timeline)
     options.trace.write_text(timeline.trace())
     if options.timeline:
-        options.timeline.write_text(timeline.text())
+        options.timeline.write_text(timeline.to_json())
     if options.picture:
-        options.picture.write_text(draw(timeline, f"{options.layer}: two lanes against one, × {ratio:.2f}"))
+        options.picture.write_text(draw_timeline(timeline, f"{options.layer}: two lanes against one, × {ratio:.2f}"))
     print(json.dumps({"overlapped_over_serial": round(ratio, 3), "trace": str(options.trace)}))
     return 0 if right and same else 1
 
@@ -154,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="where the timeline is drawn, as SVG")
     torch.manual_seed(0)
     with torch.no_grad():
-        return overlap(parser.parse_args(arguments))
+        return run_overlap(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

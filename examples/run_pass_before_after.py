@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from inlay import Example, InlayError
 from inlay.capture import capture
-from inlay.config import resolve
-from inlay.program.diff import diff
-from inlay.program.text import dump
-from inlay.transforms import configure, run, up_to
-from inlay.transforms.instruments import Around
+from inlay.config import resolve_config
+from inlay.program.text.diff import diff
+from inlay.program.text.printer import dump
+from inlay.transforms import configure, run, steps_through
+from inlay.transforms.instruments import TransformSnapshot
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
-SIZE = WIDTH // HEADS
+HEAD_DIM = WIDTH // HEADS
 
 
 class RMSNorm(nn.Module):
@@ -52,11 +52,11 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_gate = self.norm(), self.norm()
         self.query, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key, self.value = (nn.Linear(WIDTH, KV_HEADS * SIZE, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False) for _ in range(2))
         self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
 
     def rotate(self, x: Tensor) -> Tensor:
-        return torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+        return torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -68,7 +68,8 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         normed = self.before_attention(x)
         q, k, v = (
-            layer(normed).view(batch, length, -1, SIZE).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).view(batch, length, -1, HEAD_DIM).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         q, k = (each * cos + self.rotate(each) * sin for each in (q, k))
         k, v = (each[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).flatten(1, 2) for each in (k, v))
@@ -87,7 +88,7 @@ class OlderBlock(Block):
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = torch.matmul(q, k.transpose(2, 3)) * SIZE**-0.5 + mask
+        scores = torch.matmul(q, k.transpose(2, 3)) * HEAD_DIM**-0.5 + mask
         return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).clone(), v)
 
     def activate(self, x: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1])
-        angles = places[:, None] / 10000 ** (torch.arange(SIZE) % (SIZE // 2) / (SIZE // 2))
+        angles = places[:, None] / 10000 ** (torch.arange(HEAD_DIM) % (HEAD_DIM // 2) / (HEAD_DIM // 2))
         cos, sin = torch.cos(angles) * 1.0, torch.sin(angles) * 1.0
         hidden = places[None, None, None, :] > places[None, None, :, None]
         mask = torch.where(hidden, torch.finfo(torch.float32).min, 0.0)
@@ -118,10 +119,10 @@ def decoder() -> Example:
     return Example(Decoder(), (torch.arange(16).reshape(2, 8),), axes={"ids": {0: "batch", 1: "length"}})
 
 
-def show(name: str, model: str | None, *, full: bool) -> None:
+def print_change(name: str, model: str | None, *, full: bool) -> None:
     program = capture(model or decoder())
-    steps = up_to(name, configure(resolve(architecture=program.facts.architecture, model=program.name)))
-    around = Around(name)
+    steps = steps_through(name, configure(resolve_config(architecture=program.facts.architecture, model=program.name)))
+    around = TransformSnapshot(name)
     _, records = run(program, steps, [around])
     assert around.pair is not None
     if full:
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="print both programs whole")
     options = parser.parse_args(arguments)
     try:
-        show(options.name, options.model, full=options.full)
+        print_change(options.name, options.model, full=options.full)
     except InlayError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)

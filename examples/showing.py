@@ -7,54 +7,58 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
-from inlay.compile.engines import ENGINES
+from inlay.lowering.backends import BACKENDS
+from inlay.package.memory_profiler import profile_memory
 from inlay.program.bindings import Role
-from inlay.testing.watch import watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from inlay.compile.program import CompiledProgram
+    from inlay.lowering.compiled_program import CompiledProgram
+    from inlay.package.memory_profiler import MemoryProfile
     from inlay.program.bindings import Binding
-    from inlay.testing.watch import Moved
 
 
-PAGE = mmap.PAGESIZE
+PAGE_SIZE = mmap.PAGESIZE
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or else torch's profiler announces itself at every measurement
 
 
-def engine(about: str | None, arguments: list[str] | None) -> str:
-    """The engine that the command line names."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=ENGINES, default="inductor", help="what runs the program")
-    return str(parser.parse_args(arguments).engine)
+def parse_backend(description: str | None, arguments: list[str] | None) -> str:
+    """The backend that the command line names."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="what runs the program")
+    return str(parser.parse_args(arguments).backend)
 
 
-def show(compiled: CompiledProgram) -> None:
+def print_bindings(compiled: CompiledProgram) -> None:
     """The binding table but for the weights: what lives where, and how that is known."""
     print(f"{'binding':<14} {'role':<7} {'type':<22} lives in")
     for row in compiled.bindings:
         if row.role is not Role.PARAMETER:
-            print(f"{row.name:<14} {row.role:<7} {row.text:<22} {_place(compiled, row)}".rstrip())
+            print(f"{row.name:<14} {row.role:<7} {row.type_text:<22} {_alias_text(compiled, row)}".rstrip())
     for state in compiled.states:
         print(f"{state.binding.name} is written by {state.form}")
     for remark in compiled.remarks:
         print(f"{remark.nodes[0]} is not in place: {remark.reason}")
 
 
-def _place(compiled: CompiledProgram, row: Binding) -> str:
+def _alias_text(compiled: CompiledProgram, row: Binding) -> str:
     if row.alias is not None:
-        return f"{row.alias.of} ({row.alias.why})"
-    declared = {compiled.bindings.outs[index].name: state for index, state in compiled.made.declared.items()}
+        return f"{row.alias.binding} ({row.alias.kind})"
+    declared = {
+        compiled.bindings.outs[index].name: state for index, state in compiled.in_place_program.declared_outputs.items()
+    }
     return f"{declared[row.name]} (returned as well)" if row.name in declared else ""
 
 
-def measure(name: str, call: Callable[[], Any], state: Tensor) -> Moved:
+def measure(name: str, call: Callable[[], Any], state: Tensor) -> MemoryProfile:
     """One step: which bytes of the state it writes (in whole pages), and what it copies."""
-    moved, size = watch(call, state), state.nbytes
-    print(f"a step writes {moved.written:,} of the {size:,} bytes of {name} and copies {moved.copies(size):,}")
+    moved, size = profile_memory(call, state), state.nbytes
+    print(
+        f"a step writes {moved.written_bytes:,} of the {size:,} bytes of {name} and copies {moved.copied_bytes(size):,}"
+    )
     return moved
 
 
@@ -64,7 +68,7 @@ def check(claim: str, holds: bool) -> bool:
     return holds
 
 
-def eligible(compiled: CompiledProgram) -> bool:
+def check_in_place(compiled: CompiledProgram) -> bool:
     """Say whether every state is updated in place."""
-    states, there = compiled.states, sum(state.eligible for state in compiled.states)
+    states, there = compiled.states, sum(state.is_eligible for state in compiled.states)
     return check(f"{there} of {len(states)} states are updated in place", there == len(states) > 0)

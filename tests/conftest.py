@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shared import OWN_CACHE, own_cache
+from tests.shared_cache import OWN_CACHE, once_a_run, own_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from inlay.build_cache.store import BuildCache
     from inlay.program import Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TOGETHER = {
     "src": "src/",
     "server": "tests/serve/",
-    "real model": "tests/capture/test_real_model.py tests/package/test_real_package.py "
-    "tests/runtime/test_package_text.py tests/insight/test_candidates.py",
-    "report": "tests/insight/test_report tests/streams/test_lanes_in_a_report.py",
+    "real model": "tests/capture/test_smollm2.py tests/package/test_smollm2.py "
+    "tests/runtime/test_tokenizer.py tests/insight/candidates/test_candidates.py",
+    "report": "tests/insight/report/ tests/streams/test_report_section.py",
 }
 """Files whose tests share what is slow to make, so that one worker runs them all; others are kept together by file."""
 
@@ -116,6 +117,60 @@ def smollm2_tokenizer(smollm2: Path) -> Any:
     """Converted once a session: it takes ten seconds."""
     from inlay.capture import open_model
 
-    load = open_model(str(smollm2)).tokenizer
+    load = open_model(str(smollm2)).load_tokenizer
     assert load is not None
     return load()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildCache:
+    """A cache of the test's own."""
+    from inlay.build_cache.store import BuildCache
+
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path / "cache"))
+    return BuildCache()
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    from tests.models import random_model
+    from tests.small_packages import FIELDS
+
+    return random_model(FIELDS)
+
+
+@pytest.fixture(scope="session")
+def model_folder(model: Any) -> Path:
+    from tests.text_models import byte_tokenizer
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+
+    return once_a_run("model", save)
+
+
+@pytest.fixture(scope="session")
+def package(model_folder: Path) -> Path:
+    """A package with two buckets and four slots. Read it only: all tests share it."""
+    from inlay.flow import BuildOptions, build
+    from tests.small_packages import ROOM
+
+    options = BuildOptions(max_length=ROOM, max_batch=4)
+    return once_a_run("package", lambda path: build(str(model_folder), path / "package", options)) / "package"
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every library that anybody asks torch to load, which it still does."""
+    from inlay.lowering import aoti_runtime
+
+    asked: list[str] = []
+    real = aoti_runtime._aoti.AOTIModelContainerRunnerCpu
+
+    def noted(file: str, *rest: Any) -> Any:
+        asked.append(file)
+        return real(file, *rest)
+
+    monkeypatch.setattr(aoti_runtime._aoti, "AOTIModelContainerRunnerCpu", noted)
+    return asked

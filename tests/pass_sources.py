@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from inlay.errors import TransformError
+from inlay.integrations.external_pass import ForeignPass
 from inlay.transforms import run
-from inlay.transforms.foreign import ForeignPass
-from inlay.transforms.pipeline import Step
+from inlay.transforms.pass_manager import TransformStep
 
 if TYPE_CHECKING:
     from inlay.program import Program
-    from inlay.transforms import Record
+    from inlay.transforms import TransformRecord
 
 AUTODEPLOY = "tensorrt_llm._torch.auto_deploy.transform"
 LEGACY = "tensorrt_llm._torch.compilation"
@@ -79,10 +79,10 @@ class LegacyRemoveCopies:
         module.remove_copy_for_mutates_args(gm.graph)
 
 
-def run_foreign(program: Program, function: Any) -> tuple[Program, Record]:
+def run_foreign(program: Program, function: Any) -> tuple[Program, TransformRecord]:
     """Run someone's pass through the pipeline; where it needs a GPU and there is none, that is the expected failure."""
     try:
-        result, records = run(program, [Step("foreign", ForeignPass(function))])
+        result, records = run(program, [TransformStep("foreign", ForeignPass(function))])
     except TransformError as error:
         if torch.cuda.is_available():
             raise
@@ -90,7 +90,7 @@ def run_foreign(program: Program, function: Any) -> tuple[Program, Record]:
     return result, records[0]
 
 
-def expect_match(record: Record, why: str) -> None:
+def expect_match(record: TransformRecord, why: str) -> None:
     """A recogniser of someone else's that finds nothing in Inlay's programs is an expected failure with a reason."""
     if not record.sites:
         pytest.xfail(f"nothing recognised: {why}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from models import tiny_gguf
+from tests.models import tiny_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,50 +19,50 @@ pytestmark = pytest.mark.fast
 def test_symbolic_shapes() -> None:
     """program/symbols.py: symbols are what they are called, whatever their example sizes."""
     from inlay.program import Symbol
-    from inlay.program.symbols import FakeValues, depends_on_data
+    from inlay.program.symbols import FakeValues, is_data_dependent
 
-    assert not depends_on_data(3)
+    assert not is_data_dependent(3)
     fakes = FakeValues([Symbol("batch", 1, None, 4), Symbol("length", 1, 99, 4)])
     one = fakes.tensor(torch.float32, ("batch", "length", 4))
     two = fakes.tensor(torch.int64, ("length", "batch"))
     assert str(one.shape[0]) == str(two.shape[1]) != str(one.shape[1])
     assert {symbol.name for symbol in fakes.symbols.values()} == {"batch", "length"}
     assert str(fakes.tensor(torch.int64, ("2*length + 1",)).shape[0]) == f"2*{one.shape[1]} + 1"
-    assert not depends_on_data(one.shape[0])
-    with fakes.computing():
-        assert depends_on_data(torch.ones(2).nonzero().shape[0])
+    assert not is_data_dependent(one.shape[0])
+    with fakes.activate():
+        assert is_data_dependent(torch.ones(2).nonzero().shape[0])
 
 
 def test_fake_parameters() -> None:
-    """capture/fake.py: the hook of registration sees every way of making a parameter, and its result is taken."""
-    from inlay.capture.fake import fake_parameters, is_fake, with_fakes
+    """capture/fake_tensors.py: the registration hook sees every new parameter, and its result is taken."""
+    from inlay.capture.fake_tensors import fake_mode_of, fake_parameters, is_fake
 
     with fake_parameters():
         made = torch.nn.TransformerEncoderLayer(8, 2)
         made.extra = torch.nn.Parameter(torch.ones(3))
     assert all(is_fake(parameter) for parameter in made.parameters())
-    with with_fakes(made.linear1):
+    with fake_mode_of(made.linear1):
         assert made.linear1(torch.ones(5, 8)).shape == (5, 2048)
-    with with_fakes(torch.nn.Linear(2, 2)):
+    with fake_mode_of(torch.nn.Linear(2, 2)):
         assert not is_fake(torch.ones(1))
     assert not is_fake(torch.nn.Linear(2, 2).weight)
 
 
 def test_custom_operator_home() -> None:
-    """program/literals.py: torch keeps where a custom operator was defined."""
-    from inlay.program.literals import registered_by
+    """program/text/literals.py: torch keeps where a custom operator was defined."""
+    from inlay.program.text.literals import registering_module
 
     @torch.library.custom_op("inlay_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    assert registered_by(torch.ops.inlay_test.twice.default) == __name__
-    assert registered_by(torch.ops.aten.mul.Tensor) == ""
+    assert registering_module(torch.ops.inlay_test.twice.default) == __name__
+    assert registering_module(torch.ops.aten.mul.Tensor) == ""
 
 
 def test_guards_of_sizes() -> None:
-    """capture/assumptions.py: torch keeps what it assumed of sizes, and the line that asked."""
-    from inlay.capture.assumptions import assumptions
+    """capture/guards.py: torch keeps what it assumed of sizes, and the line that asked."""
+    from inlay.capture.guards import collect_guards
 
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,13 +70,13 @@ def test_guards_of_sizes() -> None:
 
     dynamic = {"x": {0: torch.export.Dim.DYNAMIC}}
     exported = torch.export.export(Branches(), (torch.ones(5),), dynamic_shapes=dynamic, strict=False)
-    (found,) = [each for each in assumptions(exported.graph) if each.source]
+    (found,) = [each for each in collect_guards(exported.graph) if each.source]
     assert found.source.startswith("test_adapters.py:")
     assert "//4" in str(found.expression)
 
 
 def test_transformers_loading() -> None:
-    """capture/hf_weights.py"""
+    """capture/huggingface/weight_conversion.py"""
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     assert list(inspect.signature(rename_source_key).parameters)[:5] == [
@@ -90,16 +90,18 @@ def test_transformers_loading() -> None:
 
 
 def test_transformers_gguf(tmp_path: Path) -> None:
-    """capture/hf_gguf.py: what transformers makes of a small file with the header alone."""
-    from inlay.capture.gguf import read_header
-    from inlay.capture.hf_gguf import read_config
+    """capture/gguf/conversion.py: what transformers makes of a small file with the header alone."""
+    from inlay.capture.gguf.conversion import read_config
+    from inlay.capture.gguf.reader import read_header
 
     config = read_config(read_header(tiny_gguf(tmp_path / "tiny.gguf")))
     assert (config.num_hidden_layers, config.vocab_size, config.num_key_value_heads) == (2, 96, 2)
 
 
 def test_transformers_caches() -> None:
-    """capture/hf_cache.py: what a layer of a static cache holds, and why a sliding one cannot be captured as it is."""
+    """capture/huggingface/static_cache.py: what a layer of a static cache holds, and why a sliding one cannot be
+    captured as it is.
+    """
     from transformers import LlamaConfig
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
@@ -120,11 +122,11 @@ def test_transformers_caches() -> None:
 
 
 def test_exported_program_can_be_built() -> None:
-    """program/exported.py: an ExportedProgram can be built from its parts and saved."""
+    """program/exported_program.py: an ExportedProgram can be built from its parts and saved."""
     import io
 
     from inlay.capture import capture
-    from models import convolutions
+    from tests.models import convolutions
 
     buffer = io.BytesIO()
     torch.export.save(capture(convolutions()).to_exported(), buffer)
@@ -135,13 +137,13 @@ def test_exported_program_can_be_built() -> None:
 
 
 def test_tracer() -> None:
-    """program/trace.py: operators made of others stay whole, in-place ones are seen."""
-    from inlay.program.trace import traced
+    """program/tracer.py: operators made of others stay whole, in-place ones are seen."""
+    from inlay.program.tracer import trace_function
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight).add_(1)
 
-    graph = traced(step, [torch.ones(2, 3), torch.ones(4, 3)]).graph
+    graph = trace_function(step, [torch.ones(2, 3), torch.ones(4, 3)]).graph
     aten = torch.ops.aten
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [
         aten.linear.default,
@@ -150,11 +152,13 @@ def test_tracer() -> None:
 
 
 def test_in_place_graph_becomes_functional() -> None:
-    """program/functional.py: what is written to is an output; sizes stay in the shape environment they came from."""
+    """program/functionalization.py: what is written to is an output; sizes stay in the shape environment they came
+    from.
+    """
     from inlay.program import Symbol
-    from inlay.program.functional import functional_program
+    from inlay.program.functionalization import functionalize
     from inlay.program.symbols import FakeValues
-    from inlay.program.trace import traced
+    from inlay.program.tracer import trace_function
 
     fakes = FakeValues([Symbol("rows", 1, None, 4)])
     values = [fakes.tensor(torch.float32, ("rows", 3)), fakes.tensor(torch.float32, ("rows", 3))]
@@ -163,10 +167,10 @@ def test_in_place_graph_becomes_functional() -> None:
         cache.add_(x)
         return (cache * torch.tensor([1.0, 2.0, 3.0]),)
 
-    with fakes.computing():
-        module = traced(step, values)
-    program = functional_program(module, fakes, "piece")
-    assert [(row.name, row.alias.of if row.alias else None) for row in program.bindings.outs] == [
+    with fakes.activate():
+        module = trace_function(step, values)
+    program = functionalize(module, fakes, "piece")
+    assert [(row.name, row.alias.binding if row.alias else None) for row in program.bindings.outs] == [
         ("cache_1.out", "cache_1"),
         ("output.0", None),
     ]
@@ -180,11 +184,13 @@ def test_in_place_graph_becomes_functional() -> None:
 
 
 def test_calls_made_functional_side_by_side() -> None:
-    """program/functional.py, capture/kinds.py: inputs and outputs stay in order, those nobody uses included."""
+    """program/functionalization.py, capture/call_kinds.py: inputs and outputs stay in order, those nobody uses
+    included.
+    """
     from inlay.program import Symbol
-    from inlay.program.functional import functional_exported
+    from inlay.program.functionalization import functionalize_to_exported
     from inlay.program.symbols import FakeValues
-    from inlay.program.trace import traced
+    from inlay.program.tracer import trace_function
 
     fakes = FakeValues([Symbol("rows", 1, None, 4)])
     values = [fakes.tensor(torch.float32, ("rows", 3)) for _ in range(3)]
@@ -192,9 +198,9 @@ def test_calls_made_functional_side_by_side() -> None:
     def step(x: torch.Tensor, unused: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return y.t().reshape(-1), x.contiguous(), x.exp(), x.view(-1)
 
-    with fakes.computing():
-        module = traced(step, values)
-    exported = functional_exported(module, fakes)
+    with fakes.activate():
+        module = trace_function(step, values)
+    exported = functionalize_to_exported(module, fakes)
     x, unused, y = (node for node in exported.graph.nodes if node.op == "placeholder")
     assert not unused.users
     output = next(iter(reversed(exported.graph.nodes)))
@@ -209,7 +215,7 @@ def test_calls_made_functional_side_by_side() -> None:
 
 
 def test_exported_wrappers_and_symbols() -> None:
-    """capture/kinds.py: the nested graph torch.export makes of `no_grad`; sizes that data decides are no `s`."""
+    """capture/call_kinds.py: the nested graph torch.export makes of `no_grad`; sizes that data decides are no `s`."""
 
     class Wrapped(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +233,7 @@ def test_exported_wrappers_and_symbols() -> None:
 
 
 def test_inductor_takes_decompositions() -> None:
-    """compile/below.py"""
+    """lowering/inner_backend.py"""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
@@ -236,7 +242,7 @@ def test_inductor_takes_decompositions() -> None:
 
 
 def test_place_among_the_passes_of_inductor() -> None:
-    """compile/post_grad.py: our pass sees which clones are gone, and decides before Inductor does."""
+    """integrations/post_grad.py: our pass sees which clones are gone, and decides before Inductor does."""
     from torch._inductor.fx_passes import post_grad
 
     source = inspect.getsource(post_grad.post_grad_passes)
@@ -246,11 +252,11 @@ def test_place_among_the_passes_of_inductor() -> None:
 
 
 def test_wrappers_of_functionalization() -> None:
-    """state/wrapped.py: how functionalization tells a written argument in terms of its base."""
+    """analysis/auto_functionalized.py: how functionalization tells a written argument in terms of its base."""
+    from tools.fuzz_writes import operators  # noqa: F401
     from torch._higher_order_ops.auto_functionalize import write_view_information_to_args
 
-    from inlay.state.wrapped import _view
-    from inlay.testing.fuzz_writes import operators  # noqa: F401
+    from inlay.analysis.auto_functionalized import _view
 
     base = torch.arange(12).reshape(3, 4).clone()
     types = [argument.type for argument in torch.ops.inlay_fuzz.put.default._schema.arguments[:1]]
@@ -259,7 +265,7 @@ def test_wrappers_of_functionalization() -> None:
         write_view_information_to_args(["x"], types, told, {"x": 0})
         view = _view(told, "_x")
         assert view is not None
-        assert torch.equal(view.of(base, lambda target, *args: target(*args)), given)
+        assert torch.equal(view.apply(base, lambda target, *args: target(*args)), given)
     missing: dict[str, object] = {"x": None}
     write_view_information_to_args(["x"], types, missing, {})
     assert _view(missing, "_x") is None
@@ -297,7 +303,7 @@ def test_what_compiled_functions_are_known_by() -> None:
 
 
 def test_libraries_are_loaded_directly() -> None:
-    """compile/native.py: containers of one library, user-managed constants, AMX first."""
+    """lowering/aoti_runtime.py: containers of one library, user-managed constants, AMX first."""
     from torch._C import _aoti
 
     runner = _aoti.AOTIModelContainerRunnerCpu
@@ -313,14 +319,14 @@ def test_libraries_are_loaded_directly() -> None:
 
 
 def test_what_packages_ask_of_inductor() -> None:
-    """compile/aoti.py: options of AOTInductor, the scheduler's dependencies, names in the generated source."""
+    """lowering/aoti.py: options of AOTInductor, the scheduler's dependencies, names in the generated source."""
     from torch._inductor import config
 
     for name in ("always_keep_tensor_constants", "joint_graph_constant_folding", "_post_fusion_custom_pass"):
-        assert hasattr(config, name), f"compile/aoti.py sets {name}"
+        assert hasattr(config, name), f"lowering/aoti.py sets {name}"
     assert hasattr(config.aot_inductor, "package_constants_in_so"), "libraries would hold weights"
 
-    from inlay.compile.aoti import build_library
+    from inlay.lowering.aoti import build_library
     from inlay.testing import program_of
 
     def step(x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -337,12 +343,12 @@ def test_what_packages_ask_of_inductor() -> None:
 
 
 def test_registered_operators() -> None:
-    """ops/catalog/registered.py: torch lists every operator, and a new namespace is somebody else's."""
-    from inlay.ops.catalog.registered import TORCH, is_registered, operators
+    """ops/catalog/operator_registry.py: torch lists every operator, and a new namespace is somebody else's."""
+    from inlay.ops.catalog.operator_registry import TORCH_NAMESPACES, is_registered, operators_by_namespace
 
     assert all("::" in name for name in torch._C._dispatch_get_all_op_names())
-    assert operators().keys() - TORCH >= {"inlay"}
-    assert {"aten", "mkldnn", "quantized", "prims"} <= TORCH & operators().keys()
+    assert operators_by_namespace().keys() - TORCH_NAMESPACES >= {"inlay"}
+    assert {"aten", "mkldnn", "quantized", "prims"} <= TORCH_NAMESPACES & operators_by_namespace().keys()
     assert is_registered("mkldnn::_linear_pointwise")
 
 
@@ -368,7 +374,9 @@ def test_structured_trace() -> None:
 
 
 def test_backends_by_name_and_tracing_contexts() -> None:
-    """compile/below.py finds a backend by its name; rewrite/trees.py traces patterns outside of Dynamo's context."""
+    """lowering/inner_backend.py finds a backend by its name; rewrite/pattern_trees.py traces patterns outside of
+    Dynamo's context.
+    """
     from torch._dynamo import lookup_backend
     from torch._guards import TracingContext, tracing
 

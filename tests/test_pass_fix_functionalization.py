@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tools.fuzz_writes.check import run as written_by
 
-from graphs_that_write import Build, keys_and_values, two_writes_one_copy_back, v2_input
-from inlay.compile.program import compile_program
-from inlay.config import resolve
-from inlay.program.graphs import mutates
-from inlay.state.functionalization import fix_functionalization
-from inlay.state.wrapped import is_wrapper
+from inlay.analysis.auto_functionalized import is_auto_functionalized
+from inlay.config import resolve_config
+from inlay.lowering.compiled_program import compile_program
+from inlay.lowering.state.defunctionalization import fix_functionalization
+from inlay.program.graphs import is_mutation
 from inlay.testing import program_of
-from inlay.testing.fuzz_writes.check import run as written_by
 from inlay.transforms import configure, run
-from inlay.transforms.pipeline import Step
-from pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_foreign
+from inlay.transforms.pass_manager import TransformStep
+from tests.in_place_graphs import Build, keys_and_values, two_writes_one_copy_back, v2_input
+from tests.pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,8 +100,8 @@ def assert_mutation_kept(before: Program, after: Program) -> None:
     assert not torch.equal(want[2], torch.zeros(1, 2, 4, 4)), "the cache is written"
 
 
-def _configured() -> list[Step]:
-    return configure(resolve())
+def _configured() -> list[TransformStep]:
+    return configure(resolve_config())
 
 
 def test_inlay_captures_mutation(program: Program) -> None:
@@ -109,9 +109,9 @@ def test_inlay_captures_mutation(program: Program) -> None:
 
 
 @pytest.mark.parametrize("step", _configured(), ids=lambda step: step.key)
-def test_inlay_each_alone(program: Program, step: Step) -> None:
+def test_inlay_each_alone(program: Program, step: TransformStep) -> None:
     relaxed = step.transform.options.model_copy(update={"expect": "any", "reason": "alone"})
-    result, _ = run(program, [Step(step.key, type(step.transform)(relaxed))])
+    result, _ = run(program, [TransformStep(step.key, type(step.transform)(relaxed))])
     assert_mutation_kept(program, result)
 
 
@@ -126,9 +126,9 @@ def test_inlay_writes_in_place(program: Program) -> None:
     """After all transforms every state is written where it lies, without a copy, and steps leave what eager leaves."""
     result, _ = run(program, _configured())
     step, values = compile_program(result, "eager"), torch.zeros(1, 2, 4, 4)
-    assert {state.binding.name for state in step.states if state.eligible} == STATE
-    assert not _copies(step.made.program)
-    state = [values, step.held["b_keys"], step.held["b_count"]]
+    assert {state.binding.name for state in step.states if state.is_eligible} == STATE
+    assert not _copies(step.in_place_program.program)
+    state = [values, step.owned_tensors["b_keys"], step.owned_tensors["b_count"]]
     places = [each.data_ptr() for each in state]
     seen = []
     for at in range(STEPS):
@@ -148,11 +148,13 @@ def test_inlay_fix_functionalization(build: Callable[[Build], fx.GraphModule]) -
     given = Build()
     module = build(given)
     before = written_by(module, given.inputs)
-    assert any(map(is_wrapper, module.graph.nodes))
+    assert any(map(is_auto_functionalized, module.graph.nodes))
     fixed = fix_functionalization(module.graph)
     assert fixed.in_place
-    assert not fixed.stayed
-    assert not any(is_wrapper(node) or node.target is torch.ops.aten.copy_.default for node in module.graph.nodes)
+    assert not fixed.copied
+    assert not any(
+        is_auto_functionalized(node) or node.target is torch.ops.aten.copy_.default for node in module.graph.nodes
+    )
     after = written_by(module, given.inputs)
     assert all(torch.equal(one, two) for one, two in zip(before.values, after.values, strict=True))
 
@@ -162,7 +164,7 @@ def test_a_write_that_fix_functionalization_lost_would_be_noticed() -> None:
     module = v2_input(given)
     before = written_by(module, given.inputs)
     fix_functionalization(module.graph)
-    (write,) = [node for node in module.graph.nodes if mutates(node)]
+    (write,) = [node for node in module.graph.nodes if is_mutation(node)]
     module.graph.erase_node(write)
     after = written_by(module, given.inputs)
     assert not all(torch.equal(one, two) for one, two in zip(before.values, after.values, strict=True))

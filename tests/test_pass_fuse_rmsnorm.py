@@ -9,9 +9,9 @@ import torch
 
 from inlay.testing import program_of
 from inlay.transforms import run
-from inlay.transforms.base import find
-from inlay.transforms.pipeline import Step
-from pass_sources import AutoDeploy, LegacyAddNorm, expect_match, run_foreign
+from inlay.transforms.base import find_transform
+from inlay.transforms.pass_manager import TransformStep
+from tests.pass_sources import AutoDeploy, LegacyAddNorm, expect_match, run_foreign
 
 if TYPE_CHECKING:
     from inlay.program import Program
@@ -66,7 +66,7 @@ def _same_numbers(before: Program, after: Program, dtype: torch.dtype, tolerance
 def test_inlay(dtype: torch.dtype) -> None:
     program = _program(dtype)
     names = ("match_rms_norm", "fuse_add_rms_norm")
-    result, records = run(program, [Step(name, find(name)()) for name in names])
+    result, records = run(program, [TransformStep(name, find_transform(name)()) for name in names])
     assert [record.sites for record in records] == [LAYERS + 1, LAYERS]
     counts = result.op_counts()
     assert counts["inlay.add_rms_norm.default"] == LAYERS

@@ -12,12 +12,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import TransformError
-from inlay.program.text import dump
+from inlay.integrations.graph_module_pass import graph_pass
+from inlay.program.text.printer import dump
 from inlay.testing import program_of
 from inlay.transforms import Case, Numerics, registry
-from inlay.transforms.base import find
-from inlay.transforms.plain import graph_pass
-from pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_foreign
+from inlay.transforms.base import find_transform
+from tests.pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inlay.program import Program
 
 pytestmark = pytest.mark.fast
-EVERY = [(name, case) for name, cls in registry().items() if not cls.adds_inputs for case in cls.fires()]
+EVERY = [(name, case) for name, cls in registry().items() if not cls.adds_inputs for case in cls.positive_cases()]
 ON_WEIGHTS = [(name, case) for name, case in EVERY if isinstance(case.function, torch.nn.Module)]
 """Cases of transforms that change weights. A plain module has them as inputs, which are the caller's."""
 FIRES = [pair for pair in EVERY if pair not in ON_WEIGHTS]
@@ -56,7 +56,7 @@ def _assert_same_numbers(before: Callable[..., Any], after: Callable[..., Any], 
 @pytest.mark.parametrize(("name", "case"), FIRES, ids=_id)
 def test_inlay_as_a_plain_function(name: str, case: Case) -> None:
     """GraphModule in, GraphModule out: fires, keeps the numbers, leaves the one that went in alone, fires once."""
-    given = _module(program_of(case.function, case.args, case.axes, case.after))
+    given = _module(program_of(case.function, case.args, case.axes, case.prerequisites))
     before = _code(given)
     run = graph_pass(name)
     made = run(given)
@@ -64,14 +64,14 @@ def test_inlay_as_a_plain_function(name: str, case: Case) -> None:
     assert _code(given) == before
     assert _code(made) != before
     half = any(isinstance(each, torch.Tensor) and each.dtype is torch.bfloat16 for each in case.args)
-    rounding = 0.0 if find(name).numerics is Numerics.EXACT else 2e-2 if half else 1e-5
+    rounding = 0.0 if find_transform(name).numerics is Numerics.EXACT else 2e-2 if half else 1e-5
     _assert_same_numbers(given, made, case.args, rounding)
     assert _code(run(made)) == _code(made), "a second run changes nothing"
 
 
 @pytest.mark.parametrize(("name", "case"), ON_WEIGHTS, ids=_id)
 def test_weights_that_are_inputs_stay(name: str, case: Case) -> None:
-    given = _module(program_of(case.function, case.args, case.axes, case.after))
+    given = _module(program_of(case.function, case.args, case.axes, case.prerequisites))
     before = _code(given)
     assert _code(graph_pass(name)(given)) == before
 

@@ -106,10 +106,10 @@ class PackageError(InlayError):
     exit_code = ExitCode.PACKAGE
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest valid name, or the empty string.
 
-    >>> nearest("fuse_norn", ["fuse_norm", "match_rope"])
+    >>> suggest("fuse_norn", ["fuse_norm", "match_rope"])
     'Did you mean fuse_norm?'
     """
     close = get_close_matches(name, list(known), n=1)

@@ -4,48 +4,52 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from inlay.capture import Example, Model, capture, open_model
-from inlay.capture.hf import HFOptions
+from inlay.build_cache.key import BuildRequest
+from inlay.build_cache.lookup import Lookup, lookup_build, restore_build, store_build
+from inlay.capture import Example, SourceModel, capture, open_model
+from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.capture.tokenizer import save_tokenizer
-from inlay.compile import store
-from inlay.compile.factors import Request
-from inlay.compile.in_process import compile_lowered
-from inlay.compile.kept import Lookup, keep, looked_up, restored
-from inlay.compile.pack import Contents, Lowered, lower, pack
-from inlay.config import resolve
+from inlay.config import resolve_config
 from inlay.errors import ContractError, ModelError, UsageError
+from inlay.lowering.lower import LoweredProgram, compile_lowered, lower
+from inlay.lowering.state.buffers import lift_mutated_buffers
+from inlay.lowering.state.declared_aliases import declare_aliases
+from inlay.lowering.state.in_place_writes import copy_remarks
+from inlay.lowering.state.state_copies import find_compiled_copies
+from inlay.package import store
+from inlay.package.writer import Contents, pack
 from inlay.program.bindings import Role
+from inlay.program.decoder import SIGNATURE, has_kv_cache, is_stateless_decoder
 from inlay.program.remarks import RemarkKind
-from inlay.program.weights import quantised
-from inlay.state import declare, lift_mutated_buffers, remarks_on, under_compilers
-from inlay.transforms import Record, configure, run
+from inlay.program.weights import quantized_blocks
+from inlay.transforms import TransformRecord, configure, run
 from inlay.transforms.base import Stage
 from inlay.transforms.instruments import Dump
-from inlay.transforms.library.insert_kv_cache import LENGTHS
-from inlay.transforms.lock import Lock, locked, versions
-from inlay.transforms.structured_trace import tracing
+from inlay.transforms.lock import Lock, lock_model, versions
+from inlay.transforms.structured_trace import trace_instruments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from inlay.compile.execute import Executable
-    from inlay.compile.manifest import Manifest
-    from inlay.config import Resolved
+    from inlay.config import ResolvedConfig
+    from inlay.lowering.executable import Executable
+    from inlay.package.manifest import Manifest
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Instrument
+    from inlay.transforms.pass_manager import Instrument
 
-_T = TypeVar("_T")
-DECODER = ("insert_kv_cache.enabled=true", "gather_last_logits.output=logits")
-"""Settings for a model that tokens go into and scores come out of."""
+DECODER = ("insert_kv_cache.enabled=true", f"gather_last_logits.output={SIGNATURE.logits}")
+"""Settings for a model that takes tokens and returns logits."""
 
 
-PACKED = {
+PACKED_FORMATS = {
     "stored": ("format=stored",),
     "int4": ("format=int4", "group=32"),
     "int4-g64": ("format=int4", "group=64"),
@@ -55,12 +59,12 @@ PACKED = {
     "float32": ("format=float32",),
 }
 """Formats that weights are packed in: what `pack_weights` is told."""
-PLAIN = ("float32", "bfloat16", "float16")
+PLAIN_FORMATS = ("float32", "bfloat16", "float16")
 """Formats that a whole program may be in."""
 
 
 @dataclass(frozen=True)
-class Options:
+class BuildOptions:
     """What a build may be asked for."""
 
     max_length: int = 2048
@@ -68,7 +72,7 @@ class Options:
     buckets: tuple[str, ...] | None = None
     """Sizes to compile for separately, beside all of them; by default single tokens, for a decoder."""
     weights: str = ""
-    """Number format of the weights: one of torch's, or one of `PACKED`; by default the checkpoint's own."""
+    """Number format of the weights: one of torch's, or one of `PACKED_FORMATS`; by default the checkpoint's own."""
     kernels: str = "native"
     """What code is made for: this processor, or any with AVX2."""
     config: tuple[Path, ...] = ()
@@ -78,76 +82,106 @@ class Options:
     dump: Path | None = None
     """Folder for the program before and after each transform."""
     trust_remote_code: bool = False
-    cache: bool = True
+    use_cache: bool = True
     """Whether what was built before may be used, and the result be kept."""
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """A package that was built, and what happened on the way."""
 
     path: Path
     manifest: Manifest
-    records: tuple[Record, ...]
+    records: tuple[TransformRecord, ...]
     seconds: Mapping[str, float]
     """Stage → how long it took."""
     cache: Lookup = field(default_factory=Lookup, repr=False)
     """What was found in the cache, and why not more."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A captured program with its state declared and lifted, and the configuration of the transforms for it."""
+
+    captured: Program
+    program: Program
+    config: ResolvedConfig
+
+
 def build(
-    model: str | Model | Example,
+    model: str | SourceModel | Example,
     path: str | Path,
-    options: Options | None = None,
+    options: BuildOptions | None = None,
     *,
     on_step: Callable[[str], None] = lambda step: None,
-) -> Built:
-    """Build a package from MODEL: captured, transformed, lowered, packed; or taken from what was built before."""
-    options, path, clock = options or Options(), Path(path), _Clock()
+) -> BuildResult:
+    """Build a package from MODEL: capture, transform, lower, pack; or restore it from the build cache."""
+    options, path, stage = options or BuildOptions(), Path(path), _StageTimer()
     store.check_free(path)
-    source = _opened(model, options)
-    captured = clock("capture", lambda: capture(source, on_step=on_step))
-    with looked_up(lambda: _asked(captured, options), source.name, on_step) as found:
-        known = clock("cache", lambda: _restored(found, model, source, captured, options, path, on_step))
-        if known:
-            return Built(path, *known, clock.seconds, found)
-        program, resolved, records = clock("transform", lambda: transform(captured, options, on_step))
-        pieces = clock("lower", lambda: lowered(program, options))
-        lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
-        contents = _contents(source, program, resolved, records, lock)
-        manifest = clock("pack", lambda: pack(pieces, path, contents, on_step, options.kernels))
-        keep(found, path, manifest, records, clock.spent("transform", "lower", "pack"))
-    return Built(path, manifest, tuple(records), clock.seconds, found)
+    source = _open_source(model, options)
+    with stage("capture"):
+        prepared = prepare(capture(source, on_step=on_step), options)
+    with lookup_build(lambda: _build_request(prepared, options), source.name, on_step) as lookup:
+        with stage("cache"):
+            contents = partial(_contents, source, _name(model), prepared)
+            restored = restore_build(lookup, path, prepared.captured, contents, on_step)
+        if restored:
+            return BuildResult(path, *restored, stage.seconds, lookup)
+        with stage("transform"):
+            program, records = transform(prepared, options, on_step)
+        with stage("lower"):
+            lowered = lower_program(program, options)
+        with stage("pack"):
+            manifest = pack(lowered, path, contents(records), on_step, options.kernels)
+        store_build(lookup, path, manifest, records, stage.total("transform", "lower", "pack"))
+    return BuildResult(path, manifest, records, stage.seconds, lookup)
 
 
-def compiled(model: str | Model | Example, engine: str = "inductor", options: Options | None = None) -> Executable:
-    """The same flow without a package: a model compiled by an engine, to run in this process."""
-    options = options or Options()
-    program = transform(capture(_opened(model, options)), options)[0]
-    return compile_lowered(lowered(program, options), engine)
+def compile_model(
+    model: str | SourceModel | Example, backend: str = "inductor", options: BuildOptions | None = None
+) -> Executable:
+    """The same flow without a package: a model compiled by a backend, to run in this process."""
+    options = options or BuildOptions()
+    program, _ = transform(prepare(capture(_open_source(model, options)), options), options)
+    return compile_lowered(lower_program(program, options), backend)
+
+
+def prepare(captured: Program, options: BuildOptions) -> Prepared:
+    """Declare and lift the state of a captured program, and resolve the configuration of its transforms."""
+    program = declare_aliases(captured, options.alias) if options.alias else captured
+    program = lift_mutated_buffers(program)
+    settings = [*_decoder_settings(program, options), *_weight_settings(program, options), *options.settings]
+    config = resolve_config(
+        architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
+    )
+    return Prepared(captured, program, config)
 
 
 def transform(
-    program: Program, options: Options, on_step: Callable[[str], None] = lambda step: None
-) -> tuple[Program, Resolved, list[Record]]:
+    prepared: Prepared, options: BuildOptions, on_step: Callable[[str], None] = lambda step: None
+) -> tuple[Program, tuple[TransformRecord, ...]]:
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
-    program, resolved = prepared(program, options)
-    instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *tracing()]
-    decoder = is_decoder(program)
-    program, records = run(program, configure(resolved), instruments)
-    if decoder and not _has_cache(program):
+    instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *trace_instruments()]
+    program, records = run(prepared.program, configure(prepared.config), instruments)
+    if is_stateless_decoder(prepared.program.bindings) and not has_kv_cache(program.bindings):
         _refuse_without_state(program, records)
-    return program, resolved, [*records, *_copied_state(program)]
+    return program, (*records, *_copied_state(program))
 
 
-def _copied_state(program: Program) -> list[Record]:
+def lower_program(program: Program, options: BuildOptions) -> LoweredProgram:
+    """A transformed program cut into pieces, as it would be packed; nothing is compiled."""
+    default = ("length=1",) if has_kv_cache(program.bindings) else ()
+    return lower(program, default if options.buckets is None else options.buckets)
+
+
+def _copied_state(program: Program) -> list[TransformRecord]:
     """A record with a remark for every state that compiled code copies or may copy."""
-    remarks = tuple(replace(each, kind=RemarkKind.ANALYSIS) for each in remarks_on(under_compilers(program)))
-    return [Record("in_place", "in_place", Stage.LOWER.value, "skipped", remarks=remarks)] if remarks else []
+    remarks = tuple(replace(each, kind=RemarkKind.ANALYSIS) for each in copy_remarks(find_compiled_copies(program)))
+    return [TransformRecord("in_place", "in_place", Stage.LOWER.value, "skipped", remarks=remarks)] if remarks else []
 
 
-def _refuse_without_state(program: Program, records: Sequence[Record]) -> None:
+def _refuse_without_state(program: Program, records: Sequence[TransformRecord]) -> None:
     """A decoder that brings positions together and got no cache would begin anew with every token."""
     for record in records:
         for remark in record.remarks:
@@ -160,128 +194,72 @@ def _refuse_without_state(program: Program, records: Sequence[Record]) -> None:
                 )
 
 
-def prepared(program: Program, options: Options) -> tuple[Program, Resolved]:
-    """A captured program with its state declared and lifted, and the configuration of the transforms for it."""
-    if options.alias:
-        program = declare(program, options.alias)
-    program = lift_mutated_buffers(program)
-    settings = [*_for_decoders(program, options), *_for_weights(program, options), *options.settings]
-    return program, resolve(
-        architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
-    )
-
-
-def lowered(program: Program, options: Options) -> Lowered:
-    """A transformed program cut into pieces, as it would be packed; nothing is compiled."""
-    return lower(program, _buckets(program, options))
-
-
-def _asked(captured: Program, options: Options) -> Request | str:
+def _build_request(prepared: Prepared, options: BuildOptions) -> BuildRequest | str:
     """What the result of a build depends on, or why nothing is to be taken from the cache."""
-    if not options.cache:
+    if not options.use_cache:
         return "The cache was not asked."
     if options.dump:
         return "The programs on the way are to be written, so the transforms have to run."
-    if tracing():
+    if trace_instruments():
         return "The programs on the way are traced (TORCH_TRACE), so the transforms have to run."
-    resolved = prepared(captured, options)[1]
     asked = {"buckets": repr(options.buckets), "aliases": repr(sorted(map(str, options.alias.items())))}
-    return Request(captured, resolved, configure(resolved), options.kernels, asked)
+    return BuildRequest(prepared.captured, prepared.config, configure(prepared.config), options.kernels, asked)
 
 
-def _restored(
-    found: Lookup,
-    model: str | Model | Example,
-    source: Model,
-    captured: Program,
-    options: Options,
-    path: Path,
-    on_step: Callable[[str], None],
-) -> tuple[Manifest, tuple[Record, ...]] | None:
-    """The package as it was built before, if it was; what names the model is written anew."""
-    resolved = prepared(captured, options)[1]
-
-    def contents(records: Sequence[Record]) -> Contents:
-        lock = Lock(versions=versions(), models=[locked(_name(model), captured, resolved, records)])
-        return _contents(source, captured, resolved, records, lock)
-
-    known = restored(found, path, captured, contents, on_step)
-    return (known[0], tuple(known[1])) if known else None
-
-
-def is_decoder(program: Program) -> bool:
-    """Whether tokens go in and scores come out, and no state is the model's own."""
-    inputs = [row.target for row in program.bindings.of(Role.INPUT)]
-    outputs = [row.name for row in program.bindings.outs]
-    return inputs == ["input_ids"] and outputs == ["logits"]
-
-
-def _name(model: str | Model | Example) -> str:
+def _name(model: str | SourceModel | Example) -> str:
     """What to call a model so that it is found again: what was asked for, or else its own name."""
     if isinstance(model, Example):
         return type(model.module).__name__
     return model if isinstance(model, str) else model.name
 
 
-def _opened(model: str | Model | Example, options: Options) -> Model:
+def _open_source(model: str | SourceModel | Example, options: BuildOptions) -> SourceModel:
     if isinstance(model, str):
         import torch
 
-        known = dict.fromkeys((*PLAIN, *PACKED))
+        known = dict.fromkeys((*PLAIN_FORMATS, *PACKED_FORMATS))
         if options.weights and options.weights not in known:
             raise UsageError(f"There is no number format {options.weights}.", f"Use {', '.join(known)}.")
-        dtype = getattr(torch, options.weights) if options.weights in PLAIN else None
+        dtype = getattr(torch, options.weights) if options.weights in PLAIN_FORMATS else None
         return open_model(model, HFOptions(dtype, options.trust_remote_code))
-    return Model(_name(model), "module", model, {}) if isinstance(model, Example) else model
+    return SourceModel(_name(model), "module", model, {}) if isinstance(model, Example) else model
 
 
-def _for_decoders(program: Program, options: Options) -> list[str]:
-    if not is_decoder(program):
+def _decoder_settings(program: Program, options: BuildOptions) -> list[str]:
+    if not is_stateless_decoder(program.bindings):
         return []
     most = program.facts.max_length.value if program.facts.max_length else options.max_length
     room = min(options.max_length, most)
     return [*DECODER, f"insert_kv_cache.max_length={room}", f"insert_kv_cache.max_batch={options.max_batch}"]
 
 
-def _for_weights(program: Program, options: Options) -> list[str]:
+def _weight_settings(program: Program, options: BuildOptions) -> list[str]:
     """How weights are packed: as asked for, or else as a decoder's checkpoint holds them."""
-    decoder, wanted = is_decoder(program), options.weights
-    rows = program.bindings.of(Role.PARAMETER)
+    decoder, wanted = is_stateless_decoder(program.bindings), options.weights
+    rows = program.bindings.with_role(Role.PARAMETER)
     if decoder and not wanted:
-        blocks = any((ref := program.tensors.get(row.name)) and quantised(ref) for row in rows)
+        blocks = any((ref := program.tensors.get(row.name)) and quantized_blocks(ref) for row in rows)
         held = {row.dtype for row in rows}
         wanted = "stored" if blocks else held.pop() if len(held) == 1 else ""
-    if wanted not in PACKED or (wanted == "float32" and not decoder):
+    if wanted not in PACKED_FORMATS or (wanted == "float32" and not decoder):
         return []
     # Beside integers, a cache in float32 would be most of what is read.
-    cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted not in PLAIN else []
+    cache = ["insert_kv_cache.dtype=bfloat16"] if decoder and wanted not in PLAIN_FORMATS else []
     # Nobody asked for it: where no weight can be packed, as in a small model, none is.
     asked = () if options.weights else ("expect=any", "reason=weights that cannot be packed stay as they are")
-    return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED[wanted], *asked)), *cache]
+    return [*(f"pack_weights.{each}" for each in ("enabled=true", *PACKED_FORMATS[wanted], *asked)), *cache]
 
 
-def _buckets(program: Program, options: Options) -> Sequence[str]:
-    if options.buckets is not None:
-        return options.buckets
-    return ("length=1",) if _has_cache(program) else ()
-
-
-def _has_cache(program: Program) -> bool:
-    """Whether a cache was inserted, so that lengths are an input."""
-    return LENGTHS in {row.target for row in program.bindings.ins}
-
-
-def _contents(source: Model, program: Program, resolved: Resolved, records: Sequence[Record], lock: Lock) -> Contents:
+def _contents(source: SourceModel, name: str, prepared: Prepared, records: Sequence[TransformRecord]) -> Contents:
+    """What a package holds beside code and weights; the lock names the model as it was asked for."""
+    lock = Lock(versions=versions(), models=[lock_model(name, prepared.captured, prepared.config, records)])
     remarks = [remark.to_json() for record in records for remark in record.remarks]
     settings = {
-        entry.key: {name: setting.value for name, setting in entry.options.items()} for entry in resolved.entries
+        entry.key: {name: setting.value for name, setting in entry.options.items()} for entry in prepared.config.entries
     }
-    tokenizer = source.tokenizer
+    tokenizer = source.load_tokenizer
     return Contents(
         model=source.name,
-        architecture=program.facts.architecture,
-        kind="decoder" if _has_cache(program) else "program",
-        facts={name: fact.value for name, fact in program.facts.known()},
         texts={
             "matches.lock": lock.text(),
             "resolved.yaml": yaml.safe_dump({"transforms": settings}, sort_keys=False),
@@ -300,18 +278,18 @@ def _save_tokenizer(tokenizer: Callable[[], Any], folder: Path) -> None:
         (folder / "missing.txt").write_text(f"{error.problem}\n")
 
 
-class _Clock:
+class _StageTimer:
     """How long stages take."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, name: str, stage: Callable[[], _T]) -> _T:
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        result = stage()
+        yield
         self.seconds[name] = time.perf_counter() - start
-        return result
 
-    def spent(self, *names: str) -> float:
+    def total(self, *names: str) -> float:
         """How long these stages took together."""
         return sum(self.seconds[name] for name in names)

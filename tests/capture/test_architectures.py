@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, Architecture
 from inlay.capture import capture
-from inlay.capture.hf import HFOptions
-from inlay.config import resolve
+from inlay.capture.huggingface.causal_lm import HFOptions
+from inlay.config import resolve_config
 from inlay.program.fold import fold
-from inlay.program.folded import dump_folded
-from inlay.program.parse import parse
-from inlay.program.text import dump
+from inlay.program.text.folded_printer import dump_folded
+from inlay.program.text.parser import parse
+from inlay.program.text.printer import dump
 from inlay.transforms import configure, run
-from models import random_model
+from tests.architectures import ARCHITECTURES, Architecture
+from tests.models import random_model
 
 if TYPE_CHECKING:
     from inlay.program import Program
@@ -53,7 +53,9 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
     }
     update = request.config.getoption("--update-docs")
     _compare_with_docs(CAPTURED, architecture.model_type, row, update=update)
-    canonical, records = run(program, configure(resolve(architecture=program.facts.architecture, model=program.name)))
+    canonical, records = run(
+        program, configure(resolve_config(architecture=program.facts.architecture, model=program.name))
+    )
     _difference(eager, _run(canonical))
     sites = {record.key: record.sites for record in records}
     norms = _count(canonical, "rms_norm", "layer_norm")
@@ -86,7 +88,7 @@ def test_half_precision(architecture: Architecture, tmp_path: Path) -> None:
     half = copy.deepcopy(eager).to(torch.bfloat16)
     half.save_pretrained(tmp_path)
     program = capture(str(tmp_path), HFOptions(dtype=torch.bfloat16))
-    canonical, _ = run(program, configure(resolve()))
+    canonical, _ = run(program, configure(resolve_config()))
     row = next(line for line in MATCHED.read_text().splitlines() if line.startswith(f"| {architecture.model_type} |"))
     _, _, norms, fused, attention, *_ = (cell.strip() for cell in row.split("|"))
     assert str(_count(canonical, "rms_norm", "layer_norm")) == norms.split()[0]

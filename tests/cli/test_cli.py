@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inlay.cli.main import app
-from models import config_folder, tiny_gguf
+from tests.models import config_folder, tiny_gguf
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -145,7 +145,7 @@ def test_explain_says_what_is_different_and_where(tmp_path: Path) -> None:
     (entry,) = json.loads(_inlay("explain", folder, "--pass", "fuse_add_rms_norm", "--json").stdout)
     assert (entry["matches"], [each["layers"] for each in entry["findings"]]) == (6, [[0]])
     assert "Did you mean match_rope" in _inlay("explain", folder, "--pass", "match_rop", check=2).stderr
-    assert "does not say why" in _inlay("explain", folder, "--pass", "foreign_passes:relu_to_gelu", check=2).stderr
+    assert "does not say why" in _inlay("explain", folder, "--pass", "external_passes:relu_to_gelu", check=2).stderr
 
 
 def test_show_a_pass_fits_a_screen(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import origin
-from inlay.rewrite.schema import normalised
-from inlay.transforms.pipeline import Step
+from inlay.transforms.pass_manager import TransformStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inlay.program import Program
-    from inlay.transforms.base import Applied
+    from inlay.transforms.base import TransformResult
 
 
 class Impossible(Exception):  # noqa: N818 - drawn again
@@ -40,7 +40,7 @@ class Spot:
         return [(name, value) for name, value in given.items() if isinstance(value, fx.Node) and _is_float(value)]
 
     def arguments(self) -> dict[str, Any]:
-        return dict(normalised(self.the_call()))
+        return dict(normalize_args(self.the_call()))
 
     def the_call(self) -> fx.Node:
         if self.call is None:
@@ -268,22 +268,22 @@ class Fault:
     """So that it is the same fault whatever else is left out."""
 
 
-def broken(step: Step, faults: list[Fault]) -> Step:
+def broken(step: TransformStep, faults: list[Fault]) -> TransformStep:
     """The same transform, which gets some of its sites wrong whenever it rewrites them."""
 
     class Broken(type(step.transform)):  # type: ignore[misc]
-        def apply(self, program: Program) -> Applied:
+        def apply(self, program: Program) -> TransformResult:
             before = {node: (node.name, set(node.all_input_nodes), tuple(node.users)) for node in program.graph.nodes}
             places = {origin(node): node for node in before}
-            applied: Applied = super().apply(program)
+            applied: TransformResult = super().apply(program)
             for fault in faults:
-                if before[places[fault.site]][0] in applied.places:
+                if before[places[fault.site]][0] in applied.matched_roots:
                     fault.change(_spot(applied.program.graph, fault, places[fault.site], before))
             return applied
 
     transform = object.__new__(Broken)
     transform.__dict__.update(step.transform.__dict__)
-    return Step(step.key, transform)
+    return TransformStep(step.key, transform)
 
 
 def _spot(graph: fx.Graph, fault: Fault, place: fx.Node, before: dict[fx.Node, Any]) -> Spot:

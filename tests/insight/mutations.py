@@ -12,19 +12,19 @@ import torch
 from torch import fx
 
 from inlay.errors import ProgramError
+from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import MODULE, SOURCE, operands
 from inlay.program.symbols import FakeValues
 from inlay.rewrite.differences import children
+from inlay.rewrite.pattern_trees import PatternCall, PatternVariable
 from inlay.rewrite.reasons import Reason
-from inlay.rewrite.schema import normalised
-from inlay.rewrite.trees import Call, Variable
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
     from inlay.program import Program
-    from inlay.rewrite.walker import Found
+    from inlay.rewrite.matcher import PatternMatch
 
 aten = torch.ops.aten
 _AXES = {"dim", "dim0", "dim1", "dims"}
@@ -61,13 +61,13 @@ class Place:
     """A site, told by the nodes of the captured program, and the tools to change that program."""
 
     program: Program
-    calls: dict[Call, fx.Node]
+    calls: dict[PatternCall, fx.Node]
     values: dict[str, fx.Node]
     output: fx.Node
     rng: random.Random
 
     @staticmethod
-    def of(program: Program, found: Found, output: fx.Node, rng: random.Random) -> Place:
+    def of(program: Program, found: PatternMatch, output: fx.Node, rng: random.Random) -> Place:
         nodes = {node.name: node for node in program.graph.nodes}
         try:
             calls = {call: nodes[node.name] for call, node in found.nodes.items()}
@@ -85,8 +85,8 @@ class Place:
         inside, found = set(self.calls.values()), []
         reads = [(child, node) for call, node in self.calls.items() for child in children(call)]
         for child, reader in reads:
-            value = self.calls.get(child) if isinstance(child, Call) else self.values.get(child.name)
-            twice = isinstance(child, Variable) and sum(each == child for each, _ in reads) > 1
+            value = self.calls.get(child) if isinstance(child, PatternCall) else self.values.get(child.name)
+            twice = isinstance(child, PatternVariable) and sum(each == child for each, _ in reads) > 1
             if value is not None and (value in inside or twice) and value in operands(reader):
                 found.append((value, reader))
         return found
@@ -101,14 +101,14 @@ class Place:
     def retype(self, start: fx.Node) -> None:
         """Types from `start` on; what cannot be computed any more, or gives the rest another type, is impossible."""
         held = str(_type(self.output)) if start is not self.output else ""
-        fakes = FakeValues.of(self.program.graph)
+        fakes = FakeValues.from_graph(self.program.graph)
         changed = {start}
         for node in self.program.graph.nodes:
             if node.op != "call_function" or not (node in changed or changed.intersection(operands(node))):
                 continue
             before = _type(node)
             try:
-                node.meta["val"] = fakes.value(node)
+                node.meta["val"] = fakes.compute_value(node)
             except ProgramError as error:
                 raise Impossible(str(error)) from error
             if _type(node) != before or node is start:
@@ -343,7 +343,9 @@ def computed_constant(place: Place) -> Right:
     """A number is computed instead of stated."""
     choices = []
     for call, node in place.calls.items():
-        numbers = [child for child in children(call) if isinstance(child, Variable) and child.name not in place.values]
+        numbers = [
+            child for child in children(call) if isinstance(child, PatternVariable) and child.name not in place.values
+        ]
         if numbers and len(node.args) == 2 and type(node.args[1]) is float:
             choices.append(node)
     node = _pick(place.rng, choices)
@@ -366,9 +368,9 @@ def other_number(place: Place) -> None:
     """A number that the pattern leaves open is another one."""
     choices = []
     for call, node in place.calls.items():
-        held = dict(normalised(node))
+        held = dict(normalize_args(node))
         open_ones = [
-            name for name, value in call.args if isinstance(value, Variable) and value.name not in place.values
+            name for name, value in call.args if isinstance(value, PatternVariable) and value.name not in place.values
         ]
         choices += [(node, name, held[name]) for name in open_ones if type(held[name]) is float]
     node, name, value = _pick(place.rng, choices)

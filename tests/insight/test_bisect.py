@@ -11,20 +11,20 @@ from typer.testing import CliRunner
 
 from inlay.capture import capture
 from inlay.cli.main import app
-from inlay.config import resolve
+from inlay.config import resolve_config
 from inlay.errors import UsageError
 from inlay.insight.bisect import Bisection, load_answers
-from inlay.insight.oracles import find_oracle
-from inlay.insight.reproduce import reproduce
+from inlay.insight.oracles import make_oracle
+from inlay.insight.reproduction import reproduce
 from inlay.transforms import configure
-from insight.planted import ALL, SOME, verdicts
-from models import llama_folder
+from tests.insight.planted_faults import ALL, SOME, verdicts
+from tests.models import llama_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Step
+    from inlay.transforms.pass_manager import TransformStep
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[Step]:
-    return configure(resolve())
+def steps() -> list[TransformStep]:
+    return configure(resolve_config())
 
 
 def test_planted_faults() -> None:
@@ -54,7 +54,7 @@ def _calls(made: Program, name: str) -> list[str]:
     return [node.meta["module"] for node in made.graph.nodes if name in str(node.target)]
 
 
-def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: list[Step]) -> None:
+def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: list[TransformStep]) -> None:
     """A fused norm is called after how many there are; here it is wrong together with a gate."""
 
     def good(made: Program) -> bool:
@@ -68,7 +68,7 @@ def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: l
     ]
 
 
-def test_two_sites_of_one_transform(program: Program, steps: list[Step]) -> None:
+def test_two_sites_of_one_transform(program: Program, steps: list[TransformStep]) -> None:
     bisection = Bisection(program, steps, lambda made: len(_calls(made, "inlay.rope.")) < 5)
     found = bisection.find()
     assert {each.transform for each in found} == {"match_rope"}
@@ -78,13 +78,13 @@ def test_two_sites_of_one_transform(program: Program, steps: list[Step]) -> None
     assert [(each.transform, each.site) for each in bisection.find()] == [("match_swiglu", 0), ("match_swiglu", 2)]
 
 
-def test_nothing_is_wrong(program: Program, steps: list[Step]) -> None:
+def test_nothing_is_wrong(program: Program, steps: list[TransformStep]) -> None:
     assert Bisection(program, steps, lambda made: True).find() == []
     with pytest.raises(UsageError, match="before any transform"):
         Bisection(program, steps, lambda made: False).find()
 
 
-def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[Step], tmp_path: Path) -> None:
+def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[TransformStep], tmp_path: Path) -> None:
     first = Bisection(program, steps, lambda made: len(_calls(made, "inlay.swiglu")) < 2)
     assert [each.site for each in first.find()] == [0, 1]
     again = Bisection(program, steps, first.oracle, answers=dict(first.answers))
@@ -105,11 +105,11 @@ def spoils_a_gate(module: Any) -> None:
 def test_the_command(oracle: str, tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model", num_hidden_layers=3)
     repro, state = tmp_path / "repro.py", tmp_path / "state.json"
-    options = ["--oracle", oracle, "--pass", "insight.test_bisect:spoils_a_gate", "--state", str(state)]
+    options = ["--oracle", oracle, "--pass", "tests.insight.test_bisect:spoils_a_gate", "--state", str(state)]
     found = CliRunner().invoke(app, ["bisect", str(folder), *options, "-o", str(repro), "--json"])
     assert found.exit_code == 1, found.output
     (culprit,) = json.loads(found.stdout)["culprits"]
-    assert culprit["transform"] == "insight.test_bisect:spoils_a_gate"
+    assert culprit["transform"] == "tests.insight.test_bisect:spoils_a_gate"
     again = CliRunner().invoke(app, ["bisect", str(folder), *options, "--json"])
     assert json.loads(again.stdout)["runs"] == 0
     assert "reproduce(" in repro.read_text()
@@ -117,10 +117,10 @@ def test_the_command(oracle: str, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["bisect", str(folder), "--oracle", oracle]).exit_code == 0
 
 
-def test_a_command_as_oracle(program: Program, steps: list[Step]) -> None:
+def test_a_command_as_oracle(program: Program, steps: list[TransformStep]) -> None:
     """A program with a fused gate in it is bad, says grep."""
-    oracle = find_oracle("sh -c '! grep -q swiglu.default\\( $0'", program)
+    oracle = make_oracle("sh -c '! grep -q swiglu.default\\( $0'", program)
     (culprit,) = Bisection(program, steps, oracle).find()
     assert (culprit.transform, culprit.site) == ("match_swiglu", 0)
     with pytest.raises(UsageError, match="cannot be run"):
-        find_oracle("no-such-command-anywhere", program)(program)
+        make_oracle("no-such-command-anywhere", program)(program)

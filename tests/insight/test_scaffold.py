@@ -16,7 +16,7 @@ import torch
 
 from inlay.errors import UsageError
 from inlay.insight.candidates import find_candidates
-from inlay.insight.scaffold import write
+from inlay.insight.scaffold import write_scaffold
 from inlay.testing import assert_rewrites, assert_untouched, program_of
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +71,12 @@ def test_scaffolds_of_several_sorts(function: Any, count: int, tmp_path: Path) -
     search = find_candidates(program_of(function, [each.clone() for each in args]))
     assert search.candidates
     for candidate in search.candidates:
-        path = write(search, candidate.name, tmp_path)[0]
+        path = write_scaffold(search, candidate.name, tmp_path)[0]
         assert "enabled: false" in path.with_suffix(".yaml").read_text()
         rule = next(value for name, value in vars(_module(path)).items() if name.startswith("Fuse"))
-        for case in rule.fires():
+        for case in rule.positive_cases():
             assert_rewrites(case.function, rule.name, args=case.args, axes=case.axes, sites=1)
-        for case in rule.leaves():
+        for case in rule.negative_cases():
             assert_untouched(case.function, rule.name, args=case.args, axes=case.axes)
         assert rule().apply(program_of(function, args).copy()).sites == len(candidate.regions)
 
@@ -90,12 +90,12 @@ def test_refusals(tmp_path: Path) -> None:
 
     search = find_candidates(program_of(model, [torch.randn(6, 6)] * 2))
     with pytest.raises(UsageError, match=r"There is no candidate div_tanh_mull\. Did you mean div_tanh_mul"):
-        write(search, "div_tanh_mull", tmp_path)
+        write_scaffold(search, "div_tanh_mull", tmp_path)
     with pytest.raises(UsageError, match="match_swiglu does that already"):
-        write(search, "swiglu", tmp_path)
+        write_scaffold(search, "swiglu", tmp_path)
     with pytest.raises(UsageError, match="needs no kernel of its own: generated pointwise"):
-        write(search, "div_tanh_mul", tmp_path, kernel="triton")
+        write_scaffold(search, "div_tanh_mul", tmp_path, kernel="triton")
     assert not list(tmp_path.iterdir()), "nothing is written when something is wrong"
-    write(search, "div_tanh_mul", tmp_path)
+    write_scaffold(search, "div_tanh_mul", tmp_path)
     with pytest.raises(UsageError, match="is there already"):
-        write(search, "div_tanh_mul", tmp_path)
+        write_scaffold(search, "div_tanh_mul", tmp_path)

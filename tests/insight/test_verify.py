@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import fx
 
-from architectures import config_of
 from inlay.capture import capture
-from inlay.capture.hf import HFOptions
-from inlay.config import resolve
-from inlay.insight.running import Runner, random_inputs
-from inlay.insight.verify import Change, Verdict, Verify
+from inlay.capture.huggingface.causal_lm import HFOptions
+from inlay.config import resolve_config
+from inlay.insight.interpreter import ProgramInterpreter, random_inputs
+from inlay.insight.verify import Change, NumericsCheck, NumericsVerdict
 from inlay.transforms import configure, run
-from inlay.transforms.base import Applied, Numerics, Stage, Transform
-from inlay.transforms.pipeline import Step
-from models import LLAMA, llama_folder, random_model
+from inlay.transforms.base import Numerics, Stage, Transform, TransformResult
+from inlay.transforms.pass_manager import TransformStep
+from tests.architectures import config_of
+from tests.models import LLAMA, llama_folder, random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,13 +31,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return capture(str(llama_folder(tmp_path_factory.mktemp("llama"))), HFOptions(dtype=torch.bfloat16))
 
 
-def _verdicts(program: Program, *steps: Step, expected: dict[str, int] | None = None) -> list[Verdict]:
-    seen = Verify(expected or {})
+def _verdicts(program: Program, *steps: TransformStep, expected: dict[str, int] | None = None) -> list[NumericsVerdict]:
+    seen = NumericsCheck(expected or {})
     run(program, list(steps), [seen])
     return seen.verdicts
 
 
-def _changes(node_of: str, change: Callable[[fx.Graph, fx.Node], fx.Node]) -> Step:
+def _changes(node_of: str, change: Callable[[fx.Graph, fx.Node], fx.Node]) -> TransformStep:
     """A transform that changes the first call of an operator."""
 
     class Changes(Transform):
@@ -45,15 +45,15 @@ def _changes(node_of: str, change: Callable[[fx.Graph, fx.Node], fx.Node]) -> St
 
         name, stage, numerics = "changes", Stage.FUSE, Numerics.ROUNDING
 
-        def apply(self, program: Program) -> Applied:
+        def apply(self, program: Program) -> TransformResult:
             node = next(each for each in program.graph.nodes if node_of in str(each.target))
             with program.graph.inserting_after(node):
                 new = change(program.graph, node)
             new.meta = {**node.meta, **new.meta}
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-            return Applied(program, 1)
+            return TransformResult(program, 1)
 
-    return Step("changes", Changes())
+    return TransformStep("changes", Changes())
 
 
 def _call(target: Any, *rest: Any) -> Callable[[fx.Graph, fx.Node], fx.Node]:
@@ -61,11 +61,11 @@ def _call(target: Any, *rest: Any) -> Callable[[fx.Graph, fx.Node], fx.Node]:
 
 
 def test_the_default_transforms(program: Program) -> None:
-    verdicts = _verdicts(program, *configure(resolve(settings=["match_geglu.enabled=false"])))
+    verdicts = _verdicts(program, *configure(resolve_config(settings=["match_geglu.enabled=false"])))
     assert {each.transform for each in verdicts} >= {"match_rms_norm", "match_attention", "match_rope", "match_swiglu"}
     for each in verdicts:
-        assert each.change in (Change.NONE, Change.NEARER, Change.FARTHER)
-        assert 0 < each.after < 0.05, "bfloat16 against float64"
+        assert each.change in (Change.NONE, Change.MORE_ACCURATE, Change.LESS_ACCURATE)
+        assert 0 < each.error_after < 0.05, "bfloat16 against float64"
 
 
 def test_wrong(program: Program) -> None:
@@ -82,9 +82,9 @@ def test_not_finite(program: Program) -> None:
 
 def test_rounding(program: Program) -> None:
     (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.mul.Tensor, 1.004)))
-    assert verdict.change in (Change.NEARER, Change.FARTHER)
+    assert verdict.change in (Change.MORE_ACCURATE, Change.LESS_ACCURATE)
     assert verdict.difference > 0
-    assert (verdict.after <= verdict.before) == (verdict.change is Change.NEARER)
+    assert (verdict.error_after <= verdict.error_before) == (verdict.change is Change.MORE_ACCURATE)
 
 
 def test_nothing(program: Program) -> None:
@@ -104,15 +104,15 @@ def test_lost_sources(program: Program) -> None:
 
 
 def test_fewer_sites_than_before(program: Program) -> None:
-    steps = configure(resolve(settings=["match_rms_norm.enabled=true"]))
+    steps = configure(resolve_config(settings=["match_rms_norm.enabled=true"]))
     (norm,) = [step for step in steps if step.key == "match_rms_norm"]
     (verdict,) = _verdicts(program, norm, expected={"match_rms_norm": 9})
     assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 sites fewer")
 
 
 def test_precise_running_is_more_precise(program: Program) -> None:
-    runner, inputs = Runner(), random_inputs(program)
-    (rough,), (precise,) = runner(program, inputs), runner(program, inputs, precise=torch.float64)
+    runner, inputs = ProgramInterpreter(), random_inputs(program)
+    (rough,), (precise,) = runner(program, inputs), runner(program, inputs, compute_dtype=torch.float64)
     assert (rough.dtype, precise.dtype) == (torch.bfloat16, torch.float64)
     assert rough.shape == precise.shape
     error = float((rough.double() - precise).norm() / precise.norm())
@@ -129,8 +129,8 @@ def test_architectures_in_half_precision(architecture: str, tmp_path: Path) -> N
     config = config_of(architecture, num_hidden_layers=2, initializer_range=0.2)
     random_model(config).save_pretrained(tmp_path)
     program = capture(str(tmp_path), HFOptions(dtype=torch.bfloat16))
-    seen = Verify(rounds=8)
-    _, records = run(program, configure(resolve()), [seen])
+    seen = NumericsCheck(rounds=8)
+    _, records = run(program, configure(resolve_config()), [seen])
     assert [each.transform for each in seen.verdicts] == [record.key for record in records if record.sites]
     changes = {each.transform: each.change for each in seen.verdicts}
     may_round = {"cohere": {"match_layer_norm"}, "bloom": {"match_softmax_attention"}}.get(architecture, set())
@@ -138,5 +138,5 @@ def test_architectures_in_half_precision(architecture: str, tmp_path: Path) -> N
     assert not set(changes.values()) & {Change.WRONG, Change.MATCH_LOSS, Change.METADATA_LOSS}
     if architecture == "bloom":
         (fused,) = [each for each in seen.verdicts if each.transform == "match_softmax_attention"]
-        assert fused.change is Change.NEARER, "scores are not rounded to half precision before the softmax"
-        assert fused.after < 0.98 * fused.before
+        assert fused.change is Change.MORE_ACCURATE, "scores are not rounded to half precision before the softmax"
+        assert fused.error_after < 0.98 * fused.error_before

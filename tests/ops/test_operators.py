@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.optests import OpCheckError
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.ops.define import DECOMPOSITIONS
+from inlay.ops.registration import DECOMPOSITIONS
 
 pytestmark = pytest.mark.fast
 inlay_ops: Any = torch.ops.inlay

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inlay.testing.triton import compiled_for, interpreted
+from inlay.testing.triton import compile_to_ptx, run_interpreted
 
 pytest.importorskip("triton")
 
 
 def test_numbers() -> None:
-    printed = interpreted(
+    printed = run_interpreted(
         """
         import torch
         from inlay.ops.short_conv import gated_short_conv
@@ -35,7 +35,7 @@ def test_numbers() -> None:
 
 def test_a_wrong_number_is_noticed() -> None:
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        interpreted(
+        run_interpreted(
             """
             import torch
             from inlay.ops.short_conv import gated_short_conv
@@ -56,5 +56,5 @@ def test_compiles(capability: int, pointer: str) -> None:
     numbers = ("numel", "length", "channels", "batch_stride", "row_stride")
     signature = dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), pointer) | dict.fromkeys(numbers, "i32")
     signature |= {"TAPS": "constexpr", "BLOCK": "constexpr"}
-    text = compiled_for(capability, kernel, signature, {"TAPS": 3, "BLOCK": 256})
+    text = compile_to_ptx(capability, kernel, signature, {"TAPS": 3, "BLOCK": 256})
     assert f".target sm_{capability}" in text

@@ -24,12 +24,11 @@ import torch
 
 from inlay import flow
 from inlay.capture import capture, open_model
-from inlay.compile import load_package, pack
-from inlay.compile.aoti import Access, Built
-from inlay.compile.load import read_manifest
 from inlay.errors import PackageError
-from inlay.transforms.lock import Lock, locked, versions
-from package.packages import ROOM, greedy
+from inlay.lowering.aoti import CompiledLibrary, StateAccess
+from inlay.package import writer
+from inlay.package.loader import load_package, read_manifest
+from tests.small_packages import ROOM, greedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,25 +41,24 @@ class Builder:
     """Builds PACKAGE again and again, without compiling."""
 
     def __init__(self, model: str, package: Path) -> None:
-        options = flow.Options(max_length=ROOM, max_batch=4)
+        options = flow.BuildOptions(max_length=ROOM, max_batch=4)
         source = open_model(model)
-        captured = capture(source)
-        program, resolved, records = flow.transform(captured, options)
-        assert source.tokenizer is not None
-        tokenizer = source.tokenizer()
-        source = replace(source, tokenizer=lambda: tokenizer)
-        self.lowered = pack.lower(program, flow._buckets(program, options))
-        lock = Lock(versions=versions(), models=[locked(model, captured, resolved, records)])
-        self.contents = flow._contents(source, program, resolved, records, lock)
+        prepared = flow.prepare(capture(source), options)
+        program, records = flow.transform(prepared, options)
+        assert source.load_tokenizer is not None
+        tokenizer = source.load_tokenizer()
+        source = replace(source, load_tokenizer=lambda: tokenizer)
+        self.lowered = flow.lower_program(program, options)
+        self.contents = flow._contents(source, model, prepared, records)
         self.libraries = list(_libraries(package))
 
     def build(self, path: Path) -> None:
         libraries = iter(self.libraries)
-        pack.build_library = lambda program, states, level: next(libraries)
-        pack.pack(self.lowered, path, self.contents)
+        writer.build_library = lambda program, states, level: next(libraries)
+        writer.pack(self.lowered, path, self.contents)
 
 
-def _libraries(package: Path) -> list[Built]:
+def _libraries(package: Path) -> list[CompiledLibrary]:
     manifest, folder = read_manifest(package)
     found = []
     files: set[Path] = set()
@@ -69,10 +67,10 @@ def _libraries(package: Path) -> list[Built]:
             file = folder / piece.file
             if file.suffix == ".so" and file not in files:
                 files.add(file)
-                accesses = tuple(Access(**{"reads": "", "writes": ""} | each) for each in piece.accesses)
+                accesses = tuple(StateAccess(**{"reads": "", "writes": ""} | each) for each in piece.accesses)
                 nodes = json.loads(file.with_suffix(".json").read_text())["nodes"]
                 source = file.with_suffix(".cpp").read_text()
-                found.append(Built(file.read_bytes(), source, nodes, piece.constants, accesses))
+                found.append(CompiledLibrary(file.read_bytes(), source, nodes, piece.constants, accesses))
     return found
 
 
@@ -187,7 +185,7 @@ class Tries:
         try:
             tokens = self._tokens(path)
         except PackageError as error:
-            if "is no package" not in str(error):
+            if "is not an Inlay package" not in str(error):
                 raise
             return "none"
         return next(name for name, expected in self.tokens.items() if expected == tokens)

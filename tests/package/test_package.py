@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.compile import load_package
-from inlay.compile import manifest as manifests
-from inlay.compile.load import read_manifest
-from inlay.compile.refit import refit
 from inlay.errors import PackageError, UsageError
-from inlay.flow import Options, build
+from inlay.flow import BuildOptions, build
+from inlay.package import manifest as manifests
+from inlay.package.loader import load_package, read_manifest
+from inlay.package.refit import refit
 from inlay.program.bindings import Bindings
-from inlay.program.weights import Derived
+from inlay.program.weights import DerivedTensor
 from inlay.runtime import Session
-from inlay.transforms.base import Applied, Numerics, Stage, Transform, transform
+from inlay.transforms.base import Numerics, Stage, Transform, TransformResult, transform
 from inlay.transforms.lock import read_lock
-from models import Convolutions, random_model
-from package.packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
+from tests.models import Convolutions, random_model
+from tests.small_packages import FIELDS, ROOM, eager_greedy, greedy, in_new_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +54,7 @@ def test_same_tokens_as_the_model(package: Path, model: Any, batch: int) -> None
 
 NEW_PROCESS = """
 import sys, torch
-from inlay.compile import load_package
+from inlay.package import load_package
 from inlay.runtime import Session
 session = Session(load_package(sys.argv[1]))
 scores = session.advance([[5, 6, 7]])
@@ -153,7 +152,7 @@ class TestRefusals:
             at[last] = value
         text = json.dumps(found)
         (folder / manifests.NAME).write_text(text)
-        home = folder.rename(folder.with_name(manifests.identity(text.encode())))
+        home = folder.rename(folder.with_name(manifests.version_hash(text.encode())))
         (copy / "current").unlink()
         (copy / "current").symlink_to(f"versions/{home.name}")
         return copy
@@ -181,10 +180,10 @@ class TestRefusals:
             load_package(self.changed(package, tmp_path, buckets=buckets))
 
     def test_no_package(self, tmp_path: Path) -> None:
-        with pytest.raises(PackageError, match="is no package"):
+        with pytest.raises(PackageError, match="is not an Inlay package"):
             load_package(tmp_path)
         (tmp_path / "mine.txt").write_text("mine")
-        with pytest.raises(UsageError, match="is no package"):
+        with pytest.raises(UsageError, match="is not an Inlay package"):
             build("unused", tmp_path)
 
 
@@ -272,10 +271,10 @@ def _noting(run: Any, used: list[str], name: str) -> Any:
 
 @pytest.mark.parametrize("text", ["length", "length=x", "length=0", "width=1", "length=5..900"])
 def test_wrong_buckets(text: str) -> None:
-    from inlay.compile.pack import _sizes
+    from inlay.lowering.lower import _parse_bucket
 
     with pytest.raises(UsageError):
-        _sizes(text, {"batch": (1, 4), "length": (1, 96)})
+        _parse_bucket(text, {"batch": (1, 4), "length": (1, 96)})
 
 
 @pytest.fixture
@@ -286,7 +285,7 @@ def transposes_the_head() -> str:
     class TransposesTheHead(Transform):
         """The last linear layer reads its weight the other way round."""
 
-        def apply(self, program: Program) -> Applied:
+        def apply(self, program: Program) -> TransformResult:
             row = next(row for row in program.bindings if row.target == "lm_head.weight")
             weight = next(node for node in program.graph.nodes if node.name == row.name)
             weight.meta["val"] = weight.meta["val"].t().contiguous()
@@ -298,8 +297,8 @@ def transposes_the_head() -> str:
                 program.graph.erase_node(linear)
             turned = replace(row, shape=tuple(reversed(row.shape)))
             rows = tuple(turned if each is row else each for each in program.bindings)
-            tensors = {**program.tensors, row.name: Derived({row.target: program.tensors[row.name]}, "transpose")}
-            return Applied(replace(program, bindings=Bindings(rows), tensors=tensors), 1)
+            tensors = {**program.tensors, row.name: DerivedTensor({row.target: program.tensors[row.name]}, "transpose")}
+            return TransformResult(replace(program, bindings=Bindings(rows), tensors=tensors), 1)
 
     return "transposes_the_head"
 
@@ -310,7 +309,9 @@ def test_refit_goes_through_weight_maps(
     config = tmp_path / "config.yaml"
     config.write_text(f"transforms:\n  {transposes_the_head}: {{}}\n")
     path = tmp_path / "package"
-    options = Options(max_length=ROOM, buckets=(), config=(config,), settings=("gather_last_logits.enabled=false",))
+    options = BuildOptions(
+        max_length=ROOM, buckets=(), config=(config,), settings=("gather_last_logits.enabled=false",)
+    )
     manifest = build(str(model_folder), path, options).manifest
     assert manifest.weights["lm_head.weight"].map == "transpose"
     assert manifest.weights["lm_head.weight"].shape == (32, 320)
@@ -333,7 +334,7 @@ def test_a_declared_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.chdir(tmp_path)
     example = Example(Adds(), (torch.ones(4), torch.zeros(4)))
-    built = build(example, "package", Options(alias={"output": "total"}))
+    built = build(example, "package", BuildOptions(alias={"output": "total"}))
     assert [row.target for row in built.manifest.states] == ["total"]
     loaded, total = load_package("package"), torch.zeros(4)
     for _ in range(3):

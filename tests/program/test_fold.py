@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inlay.program.fold import fold
-from synthetic import Builder, irregular, layered
+from tests.synthetic_programs import Builder, irregular, layered
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.fast
@@ -14,15 +14,15 @@ pytestmark = pytest.mark.fast
 def test_equal_layers_are_one_kind(layers: int) -> None:
     folds = fold(layered(layers))
     assert [(kind.size, len(kind)) for kind in folds.kinds] == [(9, layers)]
-    assert folds.layers == layers
+    assert folds.layer_count == layers
     assert not folds.deviations
 
 
 def test_blocks_are_cut_where_one_value_crosses() -> None:
     kind = fold(layered(8)).kinds[0]
-    assert len(kind.outputs) == 1
+    assert len(kind.output_positions) == 1
     carried = [node for node in kind.occurrences[3].inputs if node.op != "placeholder"]
-    assert carried == [kind.occurrences[2].nodes[kind.outputs[0]]]
+    assert carried == [kind.occurrences[2].nodes[kind.output_positions[0]]]
 
 
 def test_layers_that_differ_are_reported() -> None:
@@ -30,7 +30,7 @@ def test_layers_that_differ_are_reported() -> None:
     assert [len(kind) for kind in folds.kinds] == [11]
     (deviation,) = folds.deviations
     assert deviation.extra == {"aten.tanh.default": 1}
-    assert folds.layers == 12
+    assert folds.layer_count == 12
     assert folds.layer_of[deviation.nodes[0]] == 5
 
 
@@ -47,7 +47,7 @@ def test_several_kinds(odd: tuple[int, ...], counts: dict[int, int]) -> None:
     folds = fold(layered(12, odd=odd))
     found = sorted(len(kind) for kind in folds.kinds)
     assert found == sorted(count for count, times in counts.items() for _ in range(times))
-    assert folds.layers == 12
+    assert folds.layer_count == 12
 
 
 def test_same_operators_wired_differently_are_not_one_kind() -> None:
@@ -80,7 +80,7 @@ def test_constants_count() -> None:
 
 def test_nothing_to_fold() -> None:
     folds = fold(irregular(300))
-    assert folds.covered < 60
+    assert folds.covered_node_count < 60
     assert fold(layered(1)).kinds == ()
 
 
@@ -99,7 +99,7 @@ def test_occurrences_compute_the_same_function() -> None:
         mapping = {node: graph.placeholder(f"in_{index}") for index, node in enumerate(each.inputs)}
         for node in each.nodes:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        graph.output(mapping[each.nodes[kind.outputs[0]]])
+        graph.output(mapping[each.nodes[kind.output_positions[0]]])
         results.append(fx.GraphModule(torch.nn.Module(), graph)(*values))
     for result in results[1:]:
         assert torch.equal(result, results[0])

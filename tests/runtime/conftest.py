@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from eager import byte_tokenizer
-from models import random_model
-from shared import once_a_run
+from tests.models import random_model
+from tests.shared_cache import once_a_run
+from tests.text_models import byte_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,11 +28,11 @@ FIELDS: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def served_package() -> Path:
     """A small package with four slots, float32. Read it only: all tests share it."""
-    from inlay.flow import Options, build
+    from inlay.flow import BuildOptions, build
 
     def make(folder: Path) -> None:
         random_model(FIELDS).save_pretrained(folder / "model")
         byte_tokenizer().save_pretrained(folder / "model")
-        build(str(folder / "model"), folder / "package", Options(max_length=ROOM, max_batch=4))
+        build(str(folder / "model"), folder / "package", BuildOptions(max_length=ROOM, max_batch=4))
 
     return once_a_run("served", make) / "package"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inlay.errors import InlayError, ProgramError, UsageError
-from inlay.runtime import Finish, Sampling
-from inlay.runtime.engine import Engine, Settings
-from inlay.runtime.kv.events import Replica, Stored, Updated
-from inlay.runtime.pieces import collect
-from inlay.runtime.request import Closed, Full, Request
-from runtime.alone import CLOSE, alone, first_difference
+from inlay.runtime import FinishReason, Sampling
+from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.kv.events import CacheMirror, StoredEvent, UpdatedEvent
+from inlay.runtime.outputs import collect
+from inlay.runtime.request import EngineClosedError, QueueFullError, Request
+from tests.runtime.single_request import CLOSE, alone, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from inlay.runtime.request import Answer
+    from inlay.runtime.request import RequestHandle
 
     Open = Callable[..., Engine]
 
@@ -38,7 +38,14 @@ def opened(served_package: Path) -> Iterator[Open]:
     engines = []
 
     def open_engine(**settings: Any) -> Engine:
-        engines.append(Engine.open(served_package, Settings(**{"block": BLOCK, "chunk": 16, "alone": 64} | settings)))
+        engines.append(
+            Engine.open(
+                served_package,
+                EngineSettings(
+                    **{"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64} | settings
+                ),
+            )
+        )
         for value in engines[-1]._memory.state.values():
             value.fill_(float("nan"))  # whoever reads what was not written shows
         return engines[-1]
@@ -52,7 +59,7 @@ def _prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(3, 256), k=length))
 
 
-def _steps(engine: Engine, *answers: Answer) -> list[list[int]]:
+def _steps(engine: Engine, *answers: RequestHandle) -> list[list[int]]:
     """Tokens of answers, when all steps are taken."""
     while engine.step():
         pass
@@ -86,14 +93,14 @@ def test_many_at_once_get_what_each_gets_alone(opened: Open) -> None:
     while len(answers) < len(requests) or engine._running or engine._waiting:
         for request in requests[len(answers) :][: rng.randrange(3)]:
             answers.append(engine.submit(request))
-            answers[-1].cancelled = rng.random() < 0.05
+            answers[-1].is_cancelled = rng.random() < 0.05
         if rng.random() < 0.02 and answers:
             rng.choice(answers).cancel()
         engine.step()
     differing, completed = 0, 0
     for request, answer in zip(requests, answers, strict=True):
         made = list(answer)
-        if made[-1].finish is Finish.CANCELLED:
+        if made[-1].finish_reason is FinishReason.CANCELLED:
             continue
         completed += 1
         wanted, ahead = alone(engine._package, engine.text, request)
@@ -104,12 +111,12 @@ def test_many_at_once_get_what_each_gets_alone(opened: Open) -> None:
     counts = engine.counts()
     assert completed > 60
     assert differing <= 2
-    assert counts["hits"] > 10
-    assert counts["ended.cancelled"] == len(requests) - completed
-    assert counts["waiting"] == counts["answering"] == counts["reading"] == 0
-    assert counts["fallback.call_failed"] == counts["fallback.step_failed"] == counts["padded_rows"] == 0
+    assert counts["prefix_cache_hits"] > 10
+    assert counts["finished.cancelled"] == len(requests) - completed
+    assert counts["waiting_requests"] == counts["decode_sequences"] == counts["prefill_sequences"] == 0
+    assert counts["fallback.call_failed"] == counts["fallback.step_failed"] == counts["padding_rows"] == 0
     assert engine.cache is not None
-    assert not any(block.holders for block in engine.cache), "nobody relies on anything any more"
+    assert not any(block.ref_count for block in engine.cache), "nobody relies on anything any more"
 
 
 def test_a_hit_changes_no_bit(opened: Open) -> None:
@@ -122,7 +129,7 @@ def test_a_hit_changes_no_bit(opened: Open) -> None:
     _steps(engine)
     assert (first.cached_tokens, second.cached_tokens) == (0, 144)
     assert engine.counts()["rows"] - rows == 150 - 144 + 19, "what was found was not computed again"
-    assert [(piece.token, piece.likelihood) for piece in first] == [(piece.token, piece.likelihood) for piece in second]
+    assert [(piece.token, piece.logprobs) for piece in first] == [(piece.token, piece.logprobs) for piece in second]
 
 
 def test_a_hit_needs_the_same_tokens_and_the_same_salt(opened: Open) -> None:
@@ -147,16 +154,16 @@ def test_what_was_pushed_out_comes_back_from_the_second_level(opened: Open) -> N
     again = _steps(engine, answer)
     assert again == first[0]
     assert answer.cached_tokens == 96
-    moved = [event for _, event in engine.log.since(0) if isinstance(event, Updated)]
+    moved = [event for _, event in engine.event_log.read(0) if isinstance(event, UpdatedEvent)]
     assert {event.level for event in moved} == {(0, 1), (1, 0)}
 
 
 def test_events_tell_what_the_cache_holds(opened: Open) -> None:
     engine = opened(cache_bytes=200_000, host_bytes=50_000)
-    start = engine.log.snapshot()
+    start = engine.event_log.snapshot()
     _steps(engine, *[engine.submit(request) for request in _mixed(20, 3)])
-    replica = Replica(start.blocks)
-    for _, event in engine.log.since(start.next):
+    replica = CacheMirror(start.blocks)
+    for _, event in engine.event_log.read(start.next):
         replica.apply(event)
     assert engine.cache is not None
     assert {hash_: (block.tokens, block.level) for hash_, block in replica.blocks.items()} == {
@@ -177,7 +184,7 @@ def test_without_a_cache(opened: Open) -> None:
     engine = opened(cache_bytes=0)
     request = Request(_prompt(80), max_tokens=5, ignore_eos=True)
     assert _steps(engine, engine.submit(request)) == _steps(engine, engine.submit(request)) == [_alone(engine, request)]
-    assert engine.counts()["blocks"] == engine.log.next == 0
+    assert engine.counts()["blocks"] == engine.event_log.next == 0
 
 
 def test_a_long_prompt_stalls_nobody(opened: Open) -> None:
@@ -190,9 +197,9 @@ def test_a_long_prompt_stalls_nobody(opened: Open) -> None:
     for _ in range(10):
         engine.step()
     after = engine.counts()
-    assert after["tokens_out"] - before["tokens_out"] == 10, "a token in every step"
-    assert 0 < after["tokens_in"] - before["tokens_in"] <= 10 * 16, "beside a chunk of the prompt"
-    assert talking.cancelled is False
+    assert after["generation_tokens"] - before["generation_tokens"] == 10, "a token in every step"
+    assert 0 < after["prompt_tokens"] - before["prompt_tokens"] <= 10 * 16, "beside a chunk of the prompt"
+    assert talking.is_cancelled is False
 
 
 def test_cancel_takes_one_step(opened: Open) -> None:
@@ -203,8 +210,8 @@ def test_cancel_takes_one_step(opened: Open) -> None:
     answers[0].cancel()
     answers[5].cancel()  # it still waits
     engine.step()
-    assert {each.answer.id for each in engine._running.values()} | set(engine._waiting) == {1, 2, 3, 4}
-    assert list(answers[0])[-1].finish is list(answers[5])[-1].finish is Finish.CANCELLED
+    assert {each.handle.id for each in engine._running.values()} | set(engine._waiting) == {1, 2, 3, 4}
+    assert list(answers[0])[-1].finish_reason is list(answers[5])[-1].finish_reason is FinishReason.CANCELLED
 
 
 def test_timeouts_end_what_runs_and_what_waits(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +224,12 @@ def test_timeouts_end_what_runs_and_what_waits(opened: Open, monkeypatch: pytest
     for seconds in (100.0, 100.05, 100.15, 100.19):
         now[0] = seconds
         assert engine.step()
-    assert list(waiting)[-1].finish is Finish.TIMEOUT
-    assert [each.answer for each in engine._running.values()] == [running]
+    assert list(waiting)[-1].finish_reason is FinishReason.TIMEOUT
+    assert [each.handle for each in engine._running.values()] == [running]
     now[0] = 100.21
     assert not engine.step()
     pieces = list(running)
-    assert pieces[-1].finish is Finish.TIMEOUT
+    assert pieces[-1].finish_reason is FinishReason.TIMEOUT
     assert 1 <= sum(piece.token is not None for piece in pieces) < 100
 
 
@@ -231,18 +238,18 @@ def test_those_with_priority_go_first(opened: Open) -> None:
     plain = [engine.submit(Request(_prompt(4, seed), max_tokens=3, ignore_eos=True)) for seed in range(3)]
     urgent = engine.submit(Request(_prompt(4, 9), max_tokens=3, ignore_eos=True, priority=1))
     _steps(engine)
-    last = {answer.id: list(answer)[-1].seconds + answer.asked for answer in [*plain, urgent]}
+    last = {answer.id: list(answer)[-1].seconds + answer.arrival_time for answer in [*plain, urgent]}
     assert sorted(last, key=last.__getitem__) == [3, 0, 1, 2]
 
 
 def test_too_many_are_refused_and_told_when_to_come_back(opened: Open) -> None:
-    engine = opened(queue=2)
+    engine = opened(max_waiting=2)
     for seed in range(6):
         engine.submit(Request(_prompt(4, seed), max_tokens=2))
-    with pytest.raises(Full) as full:
+    with pytest.raises(QueueFullError) as full:
         engine.submit(Request(_prompt(4)))
-    assert full.value.seconds >= 1
-    assert engine.counts()["refused"] == 1
+    assert full.value.retry_after >= 1
+    assert engine.counts()["rejected"] == 1
     _steps(engine)
     engine.submit(Request(_prompt(4)))
 
@@ -269,11 +276,11 @@ def test_a_sequence_may_fill_its_slot(opened: Open) -> None:
     request = Request(_prompt(250), max_tokens=100, ignore_eos=True)
     made = collect(_pieces(engine, request))
     assert len(made.tokens) == 7, "six go in, and the last one need not"
-    assert made.finish is Finish.LENGTH
+    assert made.finish_reason is FinishReason.LENGTH
     assert list(made.tokens) == _alone(engine, request)
 
 
-def _pieces(engine: Engine, request: Request) -> Answer:
+def _pieces(engine: Engine, request: Request) -> RequestHandle:
     answer = engine.submit(request)
     while engine.step():
         pass
@@ -284,10 +291,10 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
     engine = opened()
     package, fails = engine._package, threading.Event()
 
-    def failing(given: dict[str, torch.Tensor], *, prompt: bool) -> Any:
+    def failing(given: dict[str, torch.Tensor], *, is_prefill: bool) -> Any:
         if fails.is_set():
             raise RuntimeError("out of luck")
-        return package(given, prompt=prompt)
+        return package(given, is_prefill=is_prefill)
 
     engine._package = failing  # type: ignore[assignment]
     answer = engine.submit(Request(_prompt(4), max_tokens=10, ignore_eos=True))
@@ -307,13 +314,13 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
 def test_scores_that_are_no_numbers_are_kept_from_the_cache(opened: Open) -> None:
     engine = opened()
     package = engine._package
-    engine._package = lambda given, prompt: {"logits": package(given)["logits"] * float("nan")}  # type: ignore[assignment]
+    engine._package = lambda given, is_prefill: {"logits": package(given)["logits"] * float("nan")}  # type: ignore[assignment]
     answer = engine.submit(Request(_prompt(20)))
     while engine.step():
         pass
     with pytest.raises(ProgramError, match="not numbers"):
         list(answer)
-    assert engine.counts()["ended.failed"] == 1
+    assert engine.counts()["finished.failed"] == 1
 
 
 def test_in_a_thread_of_its_own(opened: Open) -> None:
@@ -332,7 +339,7 @@ def test_in_a_thread_of_its_own(opened: Open) -> None:
         thread.join(60)
     assert len(found) == len(requests)
     assert engine.drain(10)
-    with pytest.raises(Closed):
+    with pytest.raises(EngineClosedError):
         engine.submit(requests[0])
 
 
@@ -341,13 +348,13 @@ def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
     engine, sizes = opened(), []
     package = engine._package
 
-    def watched(given: Any, *, prompt: bool) -> Any:
-        sizes.append((*given["input_ids"].shape, int(given["lengths"][0]), prompt))
-        return package(given, prompt=prompt)
+    def watched(given: Any, *, is_prefill: bool) -> Any:
+        sizes.append((*given["input_ids"].shape, int(given["lengths"][0]), is_prefill))
+        return package(given, is_prefill=is_prefill)
 
     engine._package = watched  # type: ignore[assignment]
     engine.start(warm=True)
-    assert sizes == [(1, 16, engine.room - 16, True), (engine.slots, 1, engine.room - 1, False)]
+    assert sizes == [(1, 16, engine.max_seq_len - 16, True), (engine.slots, 1, engine.max_seq_len - 1, False)]
     engine._package = package
     request = Request(_prompt(40), max_tokens=12)
     assert [piece.token for piece in engine.submit(request)] == _alone(engine, request)
@@ -357,7 +364,7 @@ def test_a_package_that_fails_at_once(opened: Open) -> None:
     """Whoever starts the engine is told, and nobody waits for ever."""
     engine = opened()
 
-    def broken(given: Any, *, prompt: bool) -> Any:
+    def broken(given: Any, *, is_prefill: bool) -> Any:
         raise ProgramError("It is broken.")
 
     engine._package = broken  # type: ignore[assignment]
@@ -386,9 +393,9 @@ def test_close_ends_what_is_under_way(opened: Open) -> None:
     engine.start()
     answers = [engine.submit(Request(_prompt(4, seed), max_tokens=250, ignore_eos=True)) for seed in range(8)]
     engine.close()
-    ends = [list(answer)[-1].finish for answer in answers]
-    assert Finish.CANCELLED in ends
-    assert set(ends) <= {Finish.CANCELLED, Finish.LENGTH}
+    ends = [list(answer)[-1].finish_reason for answer in answers]
+    assert FinishReason.CANCELLED in ends
+    assert set(ends) <= {FinishReason.CANCELLED, FinishReason.LENGTH}
 
 
 def test_clearing_keeps_what_is_in_use(opened: Open) -> None:
@@ -407,19 +414,19 @@ def test_clearing_keeps_what_is_in_use(opened: Open) -> None:
 def test_all_memory_is_there_from_the_start(opened: Open) -> None:
     engine = opened()
     places = {name: value.data_ptr() for name, value in engine._memory.state.items()}
-    blocks = [tensor.data_ptr() for group in engine._memory._groups for tensor in group.places]
+    blocks = [tensor.data_ptr() for group in engine._memory._groups for tensor in group.pools]
     _steps(engine, *[engine.submit(request) for request in _mixed(20, 6)])
     assert {name: value.data_ptr() for name, value in engine._memory.state.items()} == places
-    assert [tensor.data_ptr() for group in engine._memory._groups for tensor in group.places] == blocks
-    held = sum(tensor.nbytes for group in engine._memory._groups for tensor in (group.slots, *group.places))
+    assert [tensor.data_ptr() for group in engine._memory._groups for tensor in group.pools] == blocks
+    held = sum(tensor.nbytes for group in engine._memory._groups for tensor in (group.slots, *group.pools))
     assert engine.memory_bytes == held
 
 
 CODE = """
 import json, sys
-from inlay.runtime.engine import Engine, Settings
+from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.request import Request
-engine = Engine.open(sys.argv[1], Settings(block=8))
+engine = Engine.open(sys.argv[1], EngineSettings(block_size=8))
 engine.start()
 answers = [engine.submit(Request(tuple(range(3, 3 + 10 * size)), max_tokens=9)) for size in range(1, 9)]
 print(sum(len(list(answer)) for answer in answers))
@@ -437,17 +444,17 @@ def test_nothing_is_compiled_and_a_process_may_end_amid_an_answer(served_package
 
 
 def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, served_package: Path) -> None:
-    from inlay.flow import Options, build
+    from inlay.flow import BuildOptions, build
 
     model = served_package.parent / "model"
-    build(str(model), tmp_path / "package", Options(max_length=64, max_batch=4, buckets=("batch=4,length=1",)))
-    engine = Engine.open(tmp_path / "package", Settings(block=BLOCK))
+    build(str(model), tmp_path / "package", BuildOptions(max_length=64, max_batch=4, buckets=("batch=4,length=1",)))
+    engine = Engine.open(tmp_path / "package", EngineSettings(block_size=BLOCK))
     requests = [Request(_prompt(10, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
     assert found == [_alone(engine, request) for request in requests]
     counts = engine.counts()
-    assert counts["padded_rows"] > 0
-    assert counts["rows"] == counts["tokens_in"] + 3 * 5 + counts["padded_rows"]
+    assert counts["padding_rows"] > 0
+    assert counts["rows"] == counts["prompt_tokens"] + 3 * 5 + counts["padding_rows"]
 
 
 def test_a_package_that_is_no_decoder_is_refused(served_package: Path) -> None:
@@ -464,5 +471,5 @@ def test_hashes_of_equal_prefixes_are_equal_in_two_engines(opened: Open) -> None
     for _ in range(2):
         engine = opened()
         _steps(engine, engine.submit(Request(_prompt(40), max_tokens=1)))
-        hashes.append([event.hash for _, event in engine.log.since(0) if isinstance(event, Stored)])
+        hashes.append([event.hash for _, event in engine.event_log.read(0) if isinstance(event, StoredEvent)])
     assert hashes[0] == hashes[1] != []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inlay.errors import ProgramError, UsageError
-from inlay.runtime.sampling import Sampling, draw, probabilities
+from inlay.runtime.sampling import Sampling, probabilities, sample
 
 pytestmark = pytest.mark.fast
 
@@ -88,16 +88,16 @@ def test_top_p_among_equals(top_p: float, size: int) -> None:
 def test_greedy_counts_repetition() -> None:
     logits = torch.tensor([3.0, 2.9, -1.0])
     generator = torch.Generator()
-    assert draw(logits, [], Sampling(), generator) == 0
-    assert draw(logits, [0], Sampling(repetition_penalty=1.5), generator) == 1
-    assert draw(logits, [0], Sampling(top_k=1, top_p=0.1), generator) == 0
+    assert sample(logits, [], Sampling(), generator) == 0
+    assert sample(logits, [0], Sampling(repetition_penalty=1.5), generator) == 1
+    assert sample(logits, [0], Sampling(top_k=1, top_p=0.1), generator) == 0
 
 
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, -4.0, 2.5])
     sampling = Sampling(temperature=1.2, top_k=4, seed=11)
     generator, count = sampling.generator(), 20_000
-    drawn = torch.bincount(torch.tensor([draw(logits, [], sampling, generator) for _ in range(count)]), minlength=6)
+    drawn = torch.bincount(torch.tensor([sample(logits, [], sampling, generator) for _ in range(count)]), minlength=6)
     expected = probabilities(logits, [], sampling) * count
     kept = expected > 0
     assert drawn[~kept].sum() == 0
@@ -110,7 +110,7 @@ def test_a_seed_fixes_the_draws() -> None:
 
     def draws(sampling: Sampling) -> list[int]:
         generator = sampling.generator()
-        return [draw(logits, [], sampling, generator) for _ in range(50)]
+        return [sample(logits, [], sampling, generator) for _ in range(50)]
 
     assert draws(Sampling(temperature=1, seed=3)) == draws(Sampling(temperature=1, seed=3))
     assert draws(Sampling(temperature=1, seed=3)) != draws(Sampling(temperature=1, seed=4))
@@ -142,10 +142,10 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_largest_seed_and_coldest_temperature_work() -> None:
     sampling = Sampling(temperature=0.01, seed=2**64 - 1)
-    assert draw(torch.tensor([100.0, 90.0]), [], sampling, sampling.generator()) == 0
+    assert sample(torch.tensor([100.0, 90.0]), [], sampling, sampling.generator()) == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers(value: float) -> None:
     with pytest.raises(ProgramError, match="not numbers"):
-        draw(torch.tensor([0.0, value]), [], Sampling(), torch.Generator())
+        sample(torch.tensor([0.0, value]), [], Sampling(), torch.Generator())

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from eager import byte_tokenizer
-from models import random_model
-from package.packages import FIELDS
-from serve.servers import Server
+from tests.models import random_model
+from tests.serve.server_process import Server
+from tests.small_packages import FIELDS
+from tests.text_models import byte_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ SHAPE = {**FIELDS, "num_hidden_layers": 2, "max_position_embeddings": ROOM, "ini
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model that can talk for a while, four sequences at once. Read it only: all tests share it."""
-    from inlay.flow import Options, build
+    from inlay.flow import BuildOptions, build
 
     source = tmp_path_factory.mktemp("model")
     tokenizer, model = byte_tokenizer(), random_model(SHAPE)
@@ -33,7 +33,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
     path = tmp_path_factory.mktemp("served") / "package"
-    build(str(source), path, Options(max_length=ROOM, max_batch=SLOTS))
+    build(str(source), path, BuildOptions(max_length=ROOM, max_batch=SLOTS))
     return path
 
 

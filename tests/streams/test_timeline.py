@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
-from test_lanes import LANES, TAKES, bound_of
 
 from inlay.errors import PackageError
-from inlay.streams import Event, Lanes, Overlapped, Ran, Schedule, Timeline
-from inlay.streams.picture import draw
+from inlay.streams import Event, Schedule, ScheduledExecution, TaskRun, Timeline, WorkerThreads
+from inlay.streams.timeline_svg import draw_timeline
+from tests.streams.test_workers import LANES, TAKES, bound_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.fast
 SVG = "{http://www.w3.org/2000/svg}"
 KNOWN = Timeline(
     (
-        Ran("a", 0, 0.0, 0.0, 3.0),
-        Ran("d", 0, 3.0, 6.0, 8.0),
-        Ran("b", 1, 0.0, 1.0, 2.0),
-        Ran("c", 1, 2.0, 3.0, 6.0),
+        TaskRun("a", 0, 0.0, 0.0, 3.0),
+        TaskRun("d", 0, 3.0, 6.0, 8.0),
+        TaskRun("b", 1, 0.0, 1.0, 2.0),
+        TaskRun("c", 1, 2.0, 3.0, 6.0),
     ),
     (Event("a", "c"), Event("c", "d")),
 )
@@ -42,64 +42,72 @@ def sleeping(seconds: float) -> Callable[[list[Any]], list[Any]]:
 @pytest.fixture(scope="module")
 def executed() -> Timeline:
     bound = bound_of(TAKES, {name: sleeping(0.05) for name in TAKES}, ("c", "g"))
-    with Lanes(3) as lanes:
-        return Overlapped(bound, LANES, lanes).timed({})[1]
+    with WorkerThreads(3) as lanes:
+        return ScheduledExecution(bound, LANES, lanes).run_timed({})[1]
 
 
 def test_figures_of_a_run_that_is_known() -> None:
-    assert KNOWN.lanes == 2
+    assert KNOWN.lane_count == 2
     assert KNOWN.seconds == 8
-    assert KNOWN.busy == 9
-    assert KNOWN.waited == 3 + 1 + 1
-    assert KNOWN.overlap == pytest.approx(1 / 8)
-    assert KNOWN.critical == ("a", "c", "d")
+    assert KNOWN.busy_seconds == 9
+    assert KNOWN.wait_seconds == 3 + 1 + 1
+    assert KNOWN.overlap_share == pytest.approx(1 / 8)
+    assert KNOWN.critical_path == ("a", "c", "d")
     assert str(KNOWN) == "8.000 s; 12 % of the time two lanes or more ran; 5.000 s lost waiting"
 
 
 def test_nothing_ran() -> None:
     empty = Timeline(())
-    assert (empty.seconds, empty.overlap, empty.waited, empty.critical, empty.lanes) == (0, 0, 0, (), 0)
-    ElementTree.fromstring(draw(empty, "nothing"))
+    assert (empty.seconds, empty.overlap_share, empty.wait_seconds, empty.critical_path, empty.lane_count) == (
+        0,
+        0,
+        0,
+        (),
+        0,
+    )
+    ElementTree.fromstring(draw_timeline(empty, "nothing"))
 
 
 def test_three_lanes_at_once_count_once() -> None:
-    three = Timeline(tuple(Ran(name, lane, 0.0, 0.0, 2.0) for lane, name in enumerate("abc")))
-    assert three.overlap == 1
-    assert three.busy == 6
+    three = Timeline(tuple(TaskRun(name, lane, 0.0, 0.0, 2.0) for lane, name in enumerate("abc")))
+    assert three.overlap_share == 1
+    assert three.busy_seconds == 6
 
 
 def test_what_was_run_is_told(executed: Timeline) -> None:
     """Every task once, in its lane and in its order; nothing before what it waits for."""
-    assert {each.task: each.lane for each in executed.ran} == dict(LANES.lane)
+    assert {each.task: each.lane for each in executed.runs} == dict(LANES.lane_of)
     for tasks in LANES.lanes:
         for one, two in pairwise(tasks):
-            assert executed.by_task[one].end <= executed.by_task[two].asked
+            assert executed.by_task[one].end <= executed.by_task[two].wait_begin
     for event in LANES.events:
         assert executed.by_task[event.after].end <= executed.by_task[event.before].begin
-    assert all(0 <= each.asked <= each.begin <= each.end for each in executed.ran)
-    assert min(each.asked for each in executed.ran) == 0
+    assert all(0 <= each.wait_begin <= each.begin <= each.end for each in executed.runs)
+    assert min(each.wait_begin for each in executed.runs) == 0
 
 
 def test_lanes_that_sleep_overlap(executed: Timeline) -> None:
     """Seven tasks that sleep, some of them at the same time."""
-    assert executed.overlap > 0
-    assert executed.critical[-1] in ("c", "g")
+    assert executed.overlap_share > 0
+    assert executed.critical_path[-1] in ("c", "g")
 
 
 def test_a_lane_that_waits_is_seen() -> None:
     slow = bound_of({"a": (), "b": ("a",)}, {"a": sleeping(0.05), "b": sleeping(0)}, ("b",))
-    with Lanes(2) as lanes:
-        _, timeline = Overlapped(slow, Schedule((("a",), ("b",)), (Event("a", "b"),)), lanes).timed({})
-    assert timeline.by_task["b"].waited > 0
-    assert timeline.waited == pytest.approx(timeline.by_task["b"].waited + timeline.by_task["a"].waited)
-    assert timeline.overlap == 0
-    assert timeline.critical == ("a", "b")
+    with WorkerThreads(2) as lanes:
+        _, timeline = ScheduledExecution(slow, Schedule((("a",), ("b",)), (Event("a", "b"),)), lanes).run_timed({})
+    assert timeline.by_task["b"].wait_seconds > 0
+    assert timeline.wait_seconds == pytest.approx(
+        timeline.by_task["b"].wait_seconds + timeline.by_task["a"].wait_seconds
+    )
+    assert timeline.overlap_share == 0
+    assert timeline.critical_path == ("a", "b")
 
 
 def test_saved_and_read_again(executed: Timeline) -> None:
-    assert Timeline.parse(executed.text()) == executed
-    with pytest.raises(PackageError, match="This is no timeline"):
-        Timeline.parse('{"ran": 3}')
+    assert Timeline.from_json(executed.to_json()) == executed
+    with pytest.raises(PackageError, match="This is not a timeline"):
+        Timeline.from_json('{"runs": 3}')
 
 
 def test_the_trace_is_what_perfetto_reads(executed: Timeline) -> None:
@@ -110,9 +118,9 @@ def test_the_trace_is_what_perfetto_reads(executed: Timeline) -> None:
     tasks = {event["name"]: event for event in events if event["ph"] == "X" and event["cat"] == "task"}
     assert set(tasks) == set(TAKES)
     for name, event in tasks.items():
-        assert event["tid"] == LANES.lane[name]
+        assert event["tid"] == LANES.lane_of[name]
         assert event["dur"] == pytest.approx(1e6 * executed.by_task[name].seconds)
-    assert {name for name, event in tasks.items() if event["args"]["critical"]} == set(executed.critical)
+    assert {name for name, event in tasks.items() if event["args"]["critical"]} == set(executed.critical_path)
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert len(starts) == len(ends) == len(LANES.events)
@@ -127,7 +135,7 @@ def test_the_trace_is_what_perfetto_reads(executed: Timeline) -> None:
 
 
 def test_the_picture_shows_all_of_it() -> None:
-    picture = ElementTree.fromstring(draw(KNOWN, "Two lanes & one <event>"))
+    picture = ElementTree.fromstring(draw_timeline(KNOWN, "Two lanes & one <event>"))
     assert picture.find(f"{SVG}title").text == "Two lanes & one <event>"  # type: ignore[union-attr]
     tasks = [each for each in picture.iter(f"{SVG}rect") if each.get("class") == "task"]
     told = [each.find(f"{SVG}title").text for each in tasks]  # type: ignore[union-attr]
@@ -147,8 +155,10 @@ def test_the_picture_shows_all_of_it() -> None:
 
 def test_long_names_are_cut_to_their_bars() -> None:
     name = "a_task_with_a_very_long_name" * 10
-    drawn = ElementTree.fromstring(draw(Timeline((Ran(name, 0, 0.0, 0.0, 1.0),)), "long"))
+    drawn = ElementTree.fromstring(draw_timeline(Timeline((TaskRun(name, 0, 0.0, 0.0, 1.0),)), "long"))
     shown = [each.text or "" for each in drawn.iter(f"{SVG}text")]
     assert any(each.endswith("…") and len(each) < 140 for each in shown)
-    short = Timeline((Ran("long_name", 0, 0.0, 0.0, 1e-6), Ran("rest", 0, 1e-6, 1e-6, 1.0)))
-    assert "long_name" not in [each.text for each in ElementTree.fromstring(draw(short, "x")).iter(f"{SVG}text")]
+    short = Timeline((TaskRun("long_name", 0, 0.0, 0.0, 1e-6), TaskRun("rest", 0, 1e-6, 1e-6, 1.0)))
+    assert "long_name" not in [
+        each.text for each in ElementTree.fromstring(draw_timeline(short, "x")).iter(f"{SVG}text")
+    ]

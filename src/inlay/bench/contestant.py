@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay import __version__
-from inlay.bench.bare import bare_linears, read_seconds
-from inlay.compile.load import load_package
+from inlay.bench.roofline import time_linears, time_weight_read
+from inlay.package.loader import load_package
 from inlay.runtime.session import Session
 
 if TYPE_CHECKING:
-    from inlay.compile.load import LoadedPackage
+    from inlay.package.loader import LoadedPackage
 
-AT_ONCE = 512
+PREFILL_CHUNK = 512
 """Tokens of a prompt that go in together when a cache is filled."""
 
 
@@ -29,31 +29,31 @@ class PackageContestant:
         self._sessions: dict[int, Session] = {}
         self._session(1).advance([[1]])
 
-    def decode(self, tokens: int, filled: int) -> list[float]:
+    def decode(self, tokens: int, context_tokens: int) -> list[float]:
         """Single tokens of one sequence, after so many others."""
-        return self.batch(1, tokens, filled)
+        return self.batch(1, tokens, context_tokens)
 
-    def batch(self, sequences: int, tokens: int, filled: int) -> list[float]:
+    def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
         """Single tokens of several sequences together."""
         session = self._session(sequences)
-        self._fill(session, filled)
+        self._fill(session, context_tokens)
         step = torch.ones(sequences, 1, dtype=torch.int64)
-        return [_timed(lambda: session.advance(step)) for _ in range(tokens)]
+        return [_time(lambda: session.advance(step)) for _ in range(tokens)]
 
     def prefill(self, tokens: int) -> list[float]:
         """A prompt, up to its scores."""
         session = self._session(1)
         session.restart()
         prompt = torch.arange(tokens).reshape(1, -1) % self._vocabulary
-        return [_timed(lambda: session.advance(prompt))]
+        return [_time(lambda: session.advance(prompt))]
 
     def bare(self, rows: int) -> list[float]:
         """One pass over the linear layers alone."""
-        return [bare_linears(self._package, rows)]
+        return [time_linears(self._package, rows)]
 
     def read(self) -> list[float]:
         """Reading as many bytes as the linear layers of one token read."""
-        return [read_seconds(self._package)]
+        return [time_weight_read(self._package)]
 
     @property
     def _vocabulary(self) -> int:
@@ -67,11 +67,11 @@ class PackageContestant:
     def _fill(self, session: Session, filled: int) -> None:
         session.restart()
         tokens = torch.arange(filled).expand(session.batch, -1) % self._vocabulary
-        for part in torch.split(tokens, max(1, AT_ONCE // session.batch), dim=1):
+        for part in torch.split(tokens, max(1, PREFILL_CHUNK // session.batch), dim=1):
             session.advance(part)
 
 
-def _timed(work: Any) -> float:
+def _time(work: Any) -> float:
     start = perf_counter()
     work()
     return perf_counter() - start

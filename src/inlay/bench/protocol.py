@@ -1,9 +1,10 @@
 """A contestant as a process: a JSON request a line comes in, a JSON answer a line goes out.
 
 `python -P protocol.py SCRIPT ARGUMENTS` runs the script's `open_contestant(arguments)` and says `ready` when that has
-made its first token. Requests are calls of the contestant's methods: `{"do": "decode", "tokens": 64, "filled": 64}` is
-answered with the seconds each token took, or with a sentence that says why not. Only the standard library is imported:
-scripts run in environments of their own. What libraries print goes to standard error.
+made its first token. Requests are calls of the contestant's methods:
+`{"do": "decode", "tokens": 64, "context_tokens": 64}` is answered with the seconds each token took, or with a sentence
+that says why not. Only the standard library is imported: scripts run in environments of their own. What libraries
+print goes to standard error.
 """
 
 from __future__ import annotations

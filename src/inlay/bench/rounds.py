@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from inlay.bench.worker import AbsentError, CannotError, Worker
+from inlay.bench.worker import UnavailableError, UnsupportedTaskError, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ LONG_START = 30.0
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """Something to be timed: what is asked, and how many tokens each of the times in the answer is for."""
 
     name: str
@@ -33,47 +33,62 @@ class Workload:
     """How much is asked for; the same of everybody."""
 
     tokens: int = 64
-    filled: int = 64
-    deep: int = 2048
+    context_tokens: int = 64
+    long_context_tokens: int = 2048
     prompt: int = 512
     batch: int = 16
 
-    def within(self, room: int, slots: int) -> tuple[Workload, list[str]]:
+    def fit(self, max_seq_len: int, slots: int) -> tuple[Workload, list[str]]:
         """What a package with so much room can do, and what had to be made smaller, in sentences.
 
-        >>> Workload().within(96, 1)[0]
-        Workload(tokens=24, filled=64, deep=72, prompt=96, batch=16)
+        >>> Workload().fit(96, 1)[0]
+        Workload(tokens=24, context_tokens=64, long_context_tokens=72, prompt=96, batch=16)
         """
-        tokens = min(self.tokens, max(1, (room - min(self.filled, room // 2)) // 2))
-        filled = min(self.filled, room - tokens)
-        made = Workload(tokens, filled, min(self.deep, room - tokens), min(self.prompt, room), self.batch)
+        tokens = min(self.tokens, max(1, (max_seq_len - min(self.context_tokens, max_seq_len // 2)) // 2))
+        filled = min(self.context_tokens, max_seq_len - tokens)
+        made = Workload(
+            tokens,
+            filled,
+            min(self.long_context_tokens, max_seq_len - tokens),
+            min(self.prompt, max_seq_len),
+            self.batch,
+        )
         notes = []
         if made != self:
-            wanted = max(self.deep + self.tokens, self.prompt)
-            asked = f"a prompt of {made.prompt}, {made.tokens} tokens after {made.filled}, and after {made.deep}"
-            notes.append(f"The package holds {room} tokens: {asked}. Build with --max-length {wanted} for more.")
+            wanted = max(self.long_context_tokens + self.tokens, self.prompt)
+            asked = f"a prompt of {made.prompt}, {made.tokens} tokens after {made.context_tokens}"
+            asked += f", and after {made.long_context_tokens}"
+            notes.append(f"The package holds {max_seq_len} tokens: {asked}. Build with --max-length {wanted} for more.")
         if slots < self.batch:
             notes.append(f"The package holds {slots} sequences, not {self.batch}. Build with --max-batch {self.batch}.")
         return made, notes
 
-    def tasks(self, slots: int) -> list[Task]:
+    def tasks(self, slots: int) -> list[BenchTask]:
         """What every contestant is asked each round."""
-        decode = {"tokens": self.tokens, "filled": self.filled}
+        decode = {"tokens": self.tokens, "context_tokens": self.context_tokens}
         found = [
-            Task("decode", "decode", decode),
-            Task("deep_decode", "decode", {"tokens": max(1, self.tokens // 4), "filled": self.deep}),
-            Task("prefill", "prefill", {"tokens": self.prompt}, self.prompt),
+            BenchTask("decode", "decode", decode),
+            BenchTask(
+                "deep_decode",
+                "decode",
+                {"tokens": max(1, self.tokens // 4), "context_tokens": self.long_context_tokens},
+            ),
+            BenchTask("prefill", "prefill", {"tokens": self.prompt}, self.prompt),
         ]
         if slots >= self.batch:
-            request = {"sequences": self.batch, "tokens": max(1, self.tokens // 4), "filled": self.filled}
-            found.append(Task(f"batch{self.batch}", "batch", request, self.batch))
+            request = {
+                "sequences": self.batch,
+                "tokens": max(1, self.tokens // 4),
+                "context_tokens": self.context_tokens,
+            }
+            found.append(BenchTask(f"batch{self.batch}", "batch", request, self.batch))
         return found
 
-    def limits(self, slots: int) -> list[Task]:
+    def limits(self, slots: int) -> list[BenchTask]:
         """What only the package itself is asked: its linear layers alone, and reading as many bytes."""
-        found = [Task("bare_decode", "bare", {"rows": 1}), Task("read", "read", {})]
+        found = [BenchTask("bare_decode", "bare", {"rows": 1}), BenchTask("read", "read", {})]
         if slots >= self.batch:
-            found.append(Task(f"bare_batch{self.batch}", "bare", {"rows": self.batch}, self.batch))
+            found.append(BenchTask(f"bare_batch{self.batch}", "bare", {"rows": self.batch}, self.batch))
         return found
 
 
@@ -85,30 +100,32 @@ class Samples:
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
-    def add(self, task: Task, seconds: list[float]) -> None:
+    def add(self, task: BenchTask, seconds: list[float]) -> None:
         """Note a round of a task."""
         self.seconds.setdefault(task.name, []).append(seconds)
         self.tokens[task.name] = task.tokens
 
 
 @dataclass
-class Raced:
+class BenchResult:
     """All that was measured, and who or what is missing, in sentences."""
 
     samples: dict[str, Samples] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def race(entries: Sequence[tuple[Contestant, Sequence[Task]]], rounds: int, on_step: Callable[[str], None]) -> Raced:
+def run_rounds(
+    entries: Sequence[tuple[Contestant, Sequence[BenchTask]]], rounds: int, on_step: Callable[[str], None]
+) -> BenchResult:
     """Start everybody, then let them take turns. Who cannot take part, or fails on the way, is noted and left out."""
-    raced = Raced()
+    raced = BenchResult()
     with ExitStack() as stack:
         present = []
         for contestant, tasks in entries:
             on_step(f"starting {contestant.name}")
             try:
                 worker = Worker(contestant)
-            except AbsentError as why:
+            except UnavailableError as why:
                 raced.notes.append(str(why))
                 continue
             stack.callback(worker.close)
@@ -118,16 +135,16 @@ def race(entries: Sequence[tuple[Contestant, Sequence[Task]]], rounds: int, on_s
             for worker, tasks in list(present):
                 on_step(_turn_text(number, worker.contestant.name))
                 try:
-                    _turn(worker, tasks, raced)
-                except AbsentError as why:
+                    _run_round(worker, tasks, raced)
+                except UnavailableError as why:
                     raced.notes.append(str(why))
                     present.remove((worker, tasks))
                     del raced.samples[worker.contestant.name]
     return raced
 
 
-def steps(entries: Sequence[tuple[Contestant, Sequence[Task]]], rounds: int) -> dict[str, float]:
-    """What `race` says it does, and about how long each takes relative to the others."""
+def steps(entries: Sequence[tuple[Contestant, Sequence[BenchTask]]], rounds: int) -> dict[str, float]:
+    """What `run_rounds` says it does, and about how long each takes relative to the others."""
     names = [contestant.name for contestant, _ in entries]
     turns = [_turn_text(number, name) for number in range(rounds) for name in names]
     return {f"starting {name}": 1.0 for name in names} | dict.fromkeys(turns, 2.0)
@@ -137,23 +154,23 @@ def _turn_text(number: int, name: str) -> str:
     return f"round {number + 1}: {name}"
 
 
-def _turn(worker: Worker, tasks: list[Task], raced: Raced) -> None:
+def _run_round(worker: Worker, tasks: list[BenchTask], raced: BenchResult) -> None:
     samples = raced.samples[worker.contestant.name]
     _first_token(worker, samples)
     for task in list(tasks):
         try:
             if not samples.seconds.get(task.name):
-                worker.ask(task.do, **task.request)  # the first time is for warming up
-            samples.add(task, worker.ask(task.do, **task.request))
-        except CannotError as why:
+                worker.call(task.do, **task.request)  # the first time is for warming up
+            samples.add(task, worker.call(task.do, **task.request))
+        except UnsupportedTaskError as why:
             tasks.remove(task)
             raced.notes.append(str(why))
-    if not worker.settle():
+    if not worker.wait_idle():
         raced.notes.append(f"{worker.contestant.name} goes on using the processor when it has nothing to do.")
 
 
 def _first_token(worker: Worker, samples: Samples) -> None:
-    task = Task(FIRST, FIRST, {})
+    task = BenchTask(FIRST, FIRST, {})
     if worker.first_token_s > LONG_START:
         if FIRST not in samples.seconds:
             samples.add(task, [worker.first_token_s])
@@ -163,9 +180,9 @@ def _first_token(worker: Worker, samples: Samples) -> None:
     another.close()
 
 
-def entries_for(
+def assign_tasks(
     package: Contestant, others: Sequence[Contestant], workload: Workload, slots: int
-) -> list[tuple[Contestant, list[Task]]]:
+) -> list[tuple[Contestant, list[BenchTask]]]:
     """Who is asked what."""
     tasks: Any = workload.tasks(slots)
     return [(package, [*tasks, *workload.limits(slots)]), *((each, list(tasks)) for each in others)]

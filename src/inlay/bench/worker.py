@@ -16,17 +16,17 @@ from typing import Any
 from inlay.errors import InlayError
 
 PROTOCOL = Path(__file__).with_name("protocol.py")
-PATIENCE = 1800.0
+REPLY_TIMEOUT_SECONDS = 1800.0
 """Seconds after which a contestant that says nothing has failed: compiling takes minutes."""
-ASLEEP = 0.05
+IDLE_SECONDS = 0.05
 """A contestant whose processor time stands still for so long sleeps."""
 
 
-class AbsentError(InlayError):
+class UnavailableError(InlayError):
     """A contestant cannot take part; the sentence says why."""
 
 
-class CannotError(InlayError):
+class UnsupportedTaskError(InlayError):
     """A contestant does not do this."""
 
 
@@ -46,8 +46,10 @@ class Worker:
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         if not contestant.python.exists():
-            raise AbsentError(f"{contestant.python} is not there.", "docs/benchmarks.md says how to install the peers.")
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+            raise UnavailableError(
+                f"{contestant.python} is not there.", "docs/benchmarks.md says how to install the peers."
+            )
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         command = [contestant.python, "-P", PROTOCOL, contestant.script, json.dumps(contestant.arguments)]
         threads = contestant.arguments.get("threads")
         start = time.perf_counter()
@@ -55,7 +57,7 @@ class Worker:
             [str(each) for each in command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         )
@@ -63,29 +65,29 @@ class Worker:
         self.first_token_s = time.perf_counter() - start
         if "absent" in answer:
             self.close()
-            raise AbsentError(f"{contestant.name} does not take part: {answer['absent']}")
+            raise UnavailableError(f"{contestant.name} does not take part: {answer['absent']}")
         self.version = str(answer["ready"])
 
-    def ask(self, do: str, **request: Any) -> list[float]:
+    def call(self, do: str, **request: Any) -> list[float]:
         """The seconds that each token, step or pass took."""
         try:
             self._stdin.write(json.dumps({"do": do, **request}) + "\n")
             self._stdin.flush()
         except BrokenPipeError as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
         answer = self._answer()
         if "cannot" in answer:
-            raise CannotError(f"{self.contestant.name}: {answer['cannot']}")
+            raise UnsupportedTaskError(f"{self.contestant.name}: {answer['cannot']}")
         if "failed" in answer:
-            raise AbsentError(f"{self.contestant.name} failed: {answer['failed']}")
+            raise UnavailableError(f"{self.contestant.name} failed: {answer['failed']}")
         return [float(each) for each in answer["seconds"]]
 
-    def settle(self, patience: float = 2.0) -> bool:
+    def wait_idle(self, timeout: float = 2.0) -> bool:
         """Wait until the process sleeps: threads of a pool go on spinning for a while. Whether it does."""
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while time.monotonic() < end:
             before = self._cpu_ticks()
-            time.sleep(ASLEEP)
+            time.sleep(IDLE_SECONDS)
             if self._cpu_ticks() == before:
                 return True
         return False
@@ -95,7 +97,7 @@ class Worker:
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
     def _cpu_ticks(self) -> int:
         try:
@@ -110,18 +112,18 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         stdout: Any = self._process.stdout
-        if not select.select([stdout], [], [], PATIENCE)[0]:
+        if not select.select([stdout], [], [], REPLY_TIMEOUT_SECONDS)[0]:
             self.close()
-            raise AbsentError(f"{self.contestant.name} said nothing for {PATIENCE / 60:.0f} minutes.")
+            raise UnavailableError(f"{self.contestant.name} said nothing for {REPLY_TIMEOUT_SECONDS / 60:.0f} minutes.")
         line = stdout.readline()
         if not line:
-            raise self._dead()
+            raise self._exit_error()
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _dead(self) -> AbsentError:
+    def _exit_error(self) -> UnavailableError:
         code = self._process.wait()
-        self._said.seek(0)
-        last = [line.strip() for line in self._said.read().splitlines() if line.strip()][-1:]
+        self._stderr.seek(0)
+        last = [line.strip() for line in self._stderr.read().splitlines() if line.strip()][-1:]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return AbsentError(f"{self.contestant.name} {how}{': ' + last[0] if last else ''}.")
+        return UnavailableError(f"{self.contestant.name} {how}{': ' + last[0] if last else ''}.")

@@ -1,8 +1,8 @@
 """From a module, a Hugging Face folder or id, or a GGUF file to a Program."""
 
-from inlay.capture.capture import capture
-from inlay.capture.hf_cache import with_static_cache
-from inlay.capture.model import Example, Model
-from inlay.capture.source import Identity, identify, open_model
+from inlay.capture.export import capture
+from inlay.capture.huggingface.static_cache import with_static_cache
+from inlay.capture.model_spec import Identity, identify, open_model
+from inlay.capture.source_model import Example, SourceModel
 
-__all__ = ["Example", "Identity", "Model", "capture", "identify", "open_model", "with_static_cache"]
+__all__ = ["Example", "Identity", "SourceModel", "capture", "identify", "open_model", "with_static_cache"]

@@ -10,7 +10,7 @@ from inlay.errors import ModelError
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a transformers tokenizer: what it saves itself, and `text.json`, which `inlay.runtime.text` reads.
+    """Write a transformers tokenizer: what it saves itself, and `text.json`, which `inlay.runtime.text_codec` reads.
 
     `tokenizer.json` alone does not say which tokens end an answer: chat models have several.
     """
@@ -21,11 +21,11 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             f"The tokenizer {type(tokenizer).__name__} runs in Python only and has no tokenizer.json.",
             "Convert it with the tokenizers library and put tokenizer.json beside config.json.",
         )
-    facts = {"eos": sorted(_eos(tokenizer)), "special_tokens": dict(tokenizer.special_tokens_map)}
+    facts = {"eos": sorted(_eos_token_ids(tokenizer)), "special_tokens": dict(tokenizer.special_tokens_map)}
     (folder / "text.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _eos(tokenizer: Any) -> set[int]:
+def _eos_token_ids(tokenizer: Any) -> set[int]:
     """End tokens: the tokenizer's own, and those of the generation settings, or else of the configuration, beside it.
 
     Files beside a GGUF file are not looked at: its tokenizer comes from within, they may be about another model.

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from inlay.cli.console import err, failing_kindly, out, print_json, progress
+from inlay.cli.console import err, error_boundary, out, print_json, progress
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCRIPTS = Path("benchmarks/contestants")
+SCRIPTS = Path("tools/benchmarks/contestants")
 
 
 def bench(
     package: PackageArgument,
-    against: Annotated[
+    peers: Annotated[
         Path | None,
         typer.Option(
             "--against", metavar="PEERS", help="The environment that peers are installed in.", show_default=False
@@ -42,10 +42,10 @@ def bench(
     scripts: Annotated[Path, typer.Option("--scripts", help="The folder of the contestants' scripts.")] = SCRIPTS,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everybody takes a turn.")] = 5,
     batch: Annotated[int, typer.Option("--batch", min=2, help="Sequences that are decoded together.")] = 16,
-    picture: Annotated[
+    chart: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw bars against the limit.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
     """Measure a package: against its own linear layers run alone, and against others, taking turns in one run.
 
@@ -55,41 +55,41 @@ def bench(
 
     Example: [bold]inlay bench ./smollm2 --against ./peers --model model.gguf --picture speed.svg[/]
     """
-    with failing_kindly():
-        from inlay.bench.figures import report
-        from inlay.bench.picture import draw
-        from inlay.bench.rounds import Workload, entries_for, race, steps
-        from inlay.bench.scripts import find, itself
-        from inlay.compile.load import read_manifest
+    with error_boundary():
+        from inlay.bench.chart import draw
+        from inlay.bench.contestants import find, package_contestant
+        from inlay.bench.metrics import report
+        from inlay.bench.rounds import Workload, assign_tasks, run_rounds, steps
+        from inlay.package.loader import read_manifest
 
         manifest, _ = read_manifest(package)
         if manifest.kind != "decoder":
             raise UsageError(f"{package} is a compiled program, not a language model.", "Only those can be measured.")
-        if picture is not None and not picture.parent.is_dir():
-            raise UsageError(f"{picture.parent} is no folder.", "Make it first.")
-        us = itself(package, manifest)
-        others = find(scripts, against, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
+        if chart is not None and not chart.parent.is_dir():
+            raise UsageError(f"{chart.parent} is not a folder.", "Create it first.")
+        us = package_contestant(package, manifest)
+        others = find(scripts, peers, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
         slots, _, room, _ = (int(size) for size in manifest.states[0].shape)
-        workload, notes = Workload(batch=batch).within(room, slots)
-        entries = entries_for(us, others, workload, slots)
+        workload, notes = Workload(batch=batch).fit(room, slots)
+        entries = assign_tasks(us, others, workload, slots)
         with progress(steps(entries, rounds)) as step:
-            raced = race(entries, rounds, step)
+            raced = run_rounds(entries, rounds, step)
         if us.name not in raced.samples:
             raise UsageError(raced.notes[0])
         raced.notes[:0] = notes
         made = {"package": str(package), "model": manifest.model, **report(raced, batch)}
-        if picture is not None:
-            picture.write_text(draw(made, f"{manifest.model}, {manifest.target.threads} threads"))
+        if chart is not None:
+            chart.write_text(draw(made, f"{manifest.model}, {manifest.target.threads} threads"))
         if as_json:
             print_json(made)
             return
         _print(made, batch)
-        if picture is not None:
-            err.print(f"Wrote {picture}.", markup=False)
+        if chart is not None:
+            err.print(f"Wrote {chart}.", markup=False)
 
 
 def _print(made: Mapping[str, Any], batch: int) -> None:
-    from inlay.bench.figures import Spread
+    from inlay.bench.metrics import Spread
 
     tasks = ("decode", "prefill", f"batch{batch}", "deep_decode")
     rates = _table("tokens a second", *tasks, "p50 / p99", "first token")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import err, failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
+from inlay.cli.console import err, error_boundary, out, print_json
+from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
@@ -29,17 +29,17 @@ def bisect(
             " of the program and ends with 0.",
         ),
     ] = "logits",
-    foreign: Annotated[
+    passes: Annotated[
         list[str] | None,
         typer.Option("--pass", metavar="package.module:callable", help="Someone else's pass, after the transforms."),
     ] = None,
-    state: Annotated[
+    resume: Annotated[
         Path | None, typer.Option("--state", help="Keep answers in this file, and go on from them next time.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a script that shows it again.")] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -49,26 +49,26 @@ def bisect(
 
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
     """
-    with failing_kindly():
+    with error_boundary():
         from inlay.insight.bisect import Bisection, load_answers
-        from inlay.insight.oracles import find_oracle
+        from inlay.insight.oracles import make_oracle
+        from inlay.integrations.external_pass import load_foreign_pass as foreign_pass
         from inlay.transforms import configure
-        from inlay.transforms import foreign as foreign_pass
-        from inlay.transforms.pipeline import Step
+        from inlay.transforms.pass_manager import TransformStep
 
         program = read_program(model, dtype, trust)
         steps = [
-            *configure(resolved_for(program, files, settings)),
-            *(Step(text, foreign_pass(text)) for text in foreign or ()),
+            *configure(resolve_config(program, files, settings)),
+            *(TransformStep(text, foreign_pass(text)) for text in passes or ()),
         ]
 
         def note(text: str, good: bool) -> None:
             err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)
-            if state is not None:
-                state.write_text(json.dumps(bisection.answers, indent=1))
+            if resume is not None:
+                resume.write_text(json.dumps(bisection.answers, indent=1))
 
-        answers = load_answers(state) if state is not None else {}
-        bisection = Bisection(program, steps, find_oracle(oracle, program), answers, note)
+        answers = load_answers(resume) if resume is not None else {}
+        bisection = Bisection(program, steps, make_oracle(oracle, program), answers, note)
         found = bisection.find()
         if as_json:
             print_json({"runs": bisection.runs, "culprits": [vars(each) for each in found]})
@@ -86,9 +86,9 @@ def bisect(
 def _sentence(culprit: Culprit, program: Program) -> str:
     if culprit.site is None:
         return f"{culprit.transform} makes the results wrong."
-    node = next((each for each in program.graph.nodes if each.name == culprit.place), None)
+    node = next((each for each in program.graph.nodes if each.name == culprit.root), None)
     source = f" ({node.meta.get('source')})" if node is not None and node.meta.get("source") else ""
-    return f"{culprit.transform}, site {culprit.site}: {culprit.place}{source}."
+    return f"{culprit.transform}, site {culprit.site}: {culprit.root}{source}."
 
 
 def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
@@ -96,11 +96,11 @@ def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
     chosen: dict[str, set[int] | None] = {}
     for each in found:
         chosen[each.transform] = None if each.site is None else {*(chosen.get(each.transform) or ()), each.site}
-    about = ", ".join(f"{each.transform} at {each.place or 'all places'}" for each in found)
+    about = ", ".join(f"{each.transform} at {each.root or 'all places'}" for each in found)
     lines = (
         f'"""{model}: {about}."""',
         "",
-        "from inlay.insight.reproduce import reproduce",
+        "from inlay.insight.reproduction import reproduce",
         "",
         f"reproduce({model!r}, {chosen!r}, oracle={oracle!r}, dtype={dtype!r})",
     )

@@ -9,15 +9,15 @@ import typer
 from rich.table import Table
 
 from inlay.cli.cache import print_lookup
-from inlay.cli.console import failing_kindly, out, print_json, progress
-from inlay.cli.models import CAPTURE, Kernels, ModelArgument, TrustOption, Weights
+from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.model_options import CAPTURE_STEPS, CodeTarget, ModelArgument, TrustOption, WeightFormat
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import bytes_text
+from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
-    from inlay.compile.manifest import Manifest
-    from inlay.flow import Built
+    from inlay.flow import BuildResult
+    from inlay.package.manifest import Manifest
 
 
 def build(
@@ -35,7 +35,7 @@ def build(
         ),
     ] = None,
     weights: Annotated[
-        Weights | None,
+        WeightFormat | None,
         typer.Option(
             "--weights",
             help="Number format of the weights; by default the checkpoint's own. stored: GGUF blocks as they are;"
@@ -43,8 +43,8 @@ def build(
         ),
     ] = None,
     kernels: Annotated[
-        Kernels, typer.Option("--kernels", help="Make code for this processor, or for any with AVX2.")
-    ] = Kernels.NATIVE,
+        CodeTarget, typer.Option("--kernels", help="Make code for this processor, or for any with AVX2.")
+    ] = CodeTarget.NATIVE,
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="OUTPUT=INPUT", help="This output lives in the storage of this input."),
@@ -61,7 +61,7 @@ def build(
     explain_cache: Annotated[
         bool, typer.Option("--explain-cache", help="Say what was taken from the cache, or which factor changed.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Compile a model into a package: one folder that loads in a moment and needs no compiler.
@@ -72,10 +72,10 @@ def build(
 
     Example: [bold]inlay build ./my-model -o ./package --explain-cache[/]
     """
-    with failing_kindly():
-        from inlay.flow import Options, build
+    with error_boundary():
+        from inlay.flow import BuildOptions, build
 
-        options = Options(
+        options = BuildOptions(
             max_length=max_length,
             max_batch=max_batch,
             buckets=_buckets(buckets),
@@ -86,9 +86,9 @@ def build(
             alias=_aliases(alias or ()),
             dump=dump,
             trust_remote_code=trust,
-            cache=not no_cache,
+            use_cache=not no_cache,
         )
-        steps = {**CAPTURE, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
+        steps = {**CAPTURE_STEPS, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
         with progress(steps) as step:
             made = build(model, output, options, on_step=step)
         if as_json:
@@ -112,7 +112,7 @@ def _aliases(given: tuple[str, ...] | list[str]) -> dict[str | int, str | int]:
     return found
 
 
-def _as_json(made: Built) -> dict[str, Any]:
+def _as_json(made: BuildResult) -> dict[str, Any]:
     manifest = made.manifest
     return {
         "package": str(made.path),
@@ -135,7 +135,7 @@ def _as_json(made: Built) -> dict[str, Any]:
     }
 
 
-def _print(made: Built) -> None:
+def _print(made: BuildResult) -> None:
     manifest = made.manifest
     table = Table(box=None, pad_edge=False)
     for column in ("transform", "sites", "missed"):
@@ -152,7 +152,7 @@ def _print(made: Built) -> None:
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in made.seconds.items())
     out.print(f"\nBuilt {made.path} in {total:.0f} s ({parts}).")
     state = sum(row.nbytes for row in manifest.states)
-    out.print(f"{bytes_text(manifest.weights_file.size)} of weights, {bytes_text(state)} of state a session.")
+    out.print(f"{format_bytes(manifest.weights_file.size)} of weights, {format_bytes(state)} of state a session.")
     if manifest.kind == "decoder":
         out.print(f'Try: inlay run {made.path} "Once upon a time"', markup=False)
 
@@ -166,5 +166,5 @@ def print_pieces(manifest: Manifest) -> None:
         for piece in bucket.pieces:
             steps = sum(step.piece == piece.name for step in bucket.steps)
             what = "compiled" if piece.file.endswith(".so") else "calls"
-            table.add_row(bucket.text, piece.name, f"× {steps}", what, bytes_text(manifest.files[piece.file].size))
+            table.add_row(bucket.text, piece.name, f"× {steps}", what, format_bytes(manifest.files[piece.file].size))
     out.print(table)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.sizes import bytes_of, bytes_text
+from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.sizes import format_bytes, parse_bytes
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
-    from inlay.compile.kept import Lookup
+    from inlay.build_cache.lookup import Lookup
 
 app = typer.Typer(
     help="What earlier builds have left for later ones: list it, clear it, say how large it may be.",
@@ -25,13 +25,13 @@ _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 @app.command("ls")
-def ls(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
     """List what the cache holds, the most recently used first.
 
     Example: [bold]inlay cache ls[/]
     """
-    with failing_kindly():
-        from inlay.compile.cache import BuildCache
+    with error_boundary():
+        from inlay.build_cache.store import BuildCache
 
         cache = BuildCache()
         rows, now = cache.listing(), time.time()
@@ -42,15 +42,15 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = 
         for column in ("entry", "model", "size", "built", "last used", "hits", "saves"):
             table.add_column(column, justify="right" if column in ("size", "hits", "saves") else "left")
         for row in rows:
-            times = [f"{span_text(now - row[name])} ago" for name in ("made", "used")]
-            numbers = str(row["hits"]), f"{row['saves']:.0f} s"
-            table.add_row(row["entry"][:12], row["model"], bytes_text(row["size"]), *times, *numbers)
+            times = [f"{format_duration(now - row[name])} ago" for name in ("created_at", "last_used")]
+            numbers = str(row["hits"]), f"{row['build_seconds']:.0f} s"
+            table.add_row(row["entry"][:12], row["model"], format_bytes(row["size"]), *times, *numbers)
         if rows:
             out.print(table, markup=False)
         total = sum(row["size"] for row in rows)
         count = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
         out.print(
-            f"{count}, {bytes_text(total)} of at most {bytes_text(cache.limit)}, in {cache.folder}", soft_wrap=True
+            f"{count}, {format_bytes(total)} of at most {format_bytes(cache.limit)}, in {cache.folder}", soft_wrap=True
         )
 
 
@@ -64,11 +64,11 @@ def clear(
 
     Example: [bold]inlay cache clear --older-than 7d[/]
     """
-    with failing_kindly():
-        from inlay.compile.cache import BuildCache
+    with error_boundary():
+        from inlay.build_cache.store import BuildCache
 
-        count, freed = BuildCache().clear(span(older_than))
-        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}, {bytes_text(freed)}.")
+        count, freed = BuildCache().clear(parse_duration(older_than))
+        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}, {format_bytes(freed)}.")
 
 
 @app.command("limit")
@@ -79,19 +79,19 @@ def limit(
 
     Example: [bold]inlay cache limit 8GB[/]
     """
-    with failing_kindly():
-        from inlay.compile.cache import BuildCache
+    with error_boundary():
+        from inlay.build_cache.store import BuildCache
 
         cache = BuildCache()
         if size:
-            cache.limit = bytes_of(size)
-        out.print(f"The cache may hold {bytes_text(cache.limit)}.")
+            cache.limit = parse_bytes(size)
+        out.print(f"The cache may hold {format_bytes(cache.limit)}.")
 
 
-def span(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Seconds from what people write.
 
-    >>> span("90s"), span("12h"), span("1.5d")
+    >>> parse_duration("90s"), parse_duration("12h"), parse_duration("1.5d")
     (90.0, 43200.0, 129600.0)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
@@ -100,10 +100,10 @@ def span(text: str) -> float:
     return float(found[1]) * _SPANS[found[2]]
 
 
-def span_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A span of time as people say it.
 
-    >>> span_text(5), span_text(200), span_text(7200), span_text(3e5)
+    >>> format_duration(5), format_duration(200), format_duration(7200), format_duration(3e5)
     ('5 s', '3 min', '2 h', '3 days')
     """
     for name, size in ((" days", 86400), (" h", 3600), (" min", 60)):
@@ -115,8 +115,11 @@ def span_text(seconds: float) -> str:
 def print_lookup(found: Lookup, explain: bool) -> None:
     """What a build found in the cache: one line for a hit, and why there was none if somebody asks."""
     if found.hit:
-        more = f" (entry {found.key[:12]}, built {span_text(found.age)} ago)" if explain else ""
-        out.print(f"Nothing was compiled: taken from the cache, which saved {found.saved:.0f} s{more}.", soft_wrap=True)
+        more = f" (entry {found.key[:12]}, built {format_duration(found.age)} ago)" if explain else ""
+        out.print(
+            f"Nothing was compiled: taken from the cache, which saved {found.seconds_saved:.0f} s{more}.",
+            soft_wrap=True,
+        )
         return
     if found.reason and (explain or found.key):
         out.print(f"Cache: {found.reason}", markup=False, soft_wrap=True)
@@ -126,7 +129,7 @@ def print_lookup(found: Lookup, explain: bool) -> None:
         out.print("Cache: a miss; it holds nothing to compare with.")
         return
     differing, of = len(found.differences), len(found.factors)
-    built = f"{found.nearest_model}, built {span_text(found.age)} ago"
+    built = f"{found.nearest_model}, built {format_duration(found.age)} ago"
     text = f"Cache: a miss. Nearest is {found.nearest[:12]} ({built}); {differing} of {of} factors differ:"
     out.print(text, markup=False, soft_wrap=True)
     for each in found.differences:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from inlay.cli.console import failing_kindly, out, print_json, progress
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
+from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import bytes_text
+from inlay.cli.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from inlay.insight.candidates import Candidate, Search
+    from inlay.insight.candidates import Candidate, CandidateSearch
 
 _STEPS = {"transforming": 3, "matching": 8, "searching": 2, "measuring": 1}
 
 
-class Kernel(StrEnum):
+class KernelLanguage(StrEnum):
     """What to write a kernel in."""
 
     TRITON = "triton"
@@ -28,19 +28,19 @@ class Kernel(StrEnum):
 
 def candidates(
     model: ModelArgument,
-    none: Annotated[bool, typer.Option("--no-transforms", help="Look at the program as captured.")] = False,
+    no_transforms: Annotated[bool, typer.Option("--no-transforms", help="Look at the program as captured.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Run the regions, and order by time.")] = False,
     scaffold: Annotated[
         str | None, typer.Option("--scaffold", metavar="NAME", help="Write a transform, YAML and a test for this one.")
     ] = None,
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Where --scaffold writes.")] = Path(),
     kernel: Annotated[
-        Kernel | None, typer.Option("--kernel", help="Write a kernel too; only where the lookup found none.")
+        KernelLanguage | None, typer.Option("--kernel", help="Write a kernel too; only where the lookup found none.")
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="For documents and issues.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -50,7 +50,7 @@ def candidates(
 
     Example: [bold]inlay candidates MODEL --scaffold rms_norm_rope --into my_package[/]
     """
-    with failing_kindly():
+    with error_boundary():
         from inlay.errors import UsageError
 
         if kernel is not None and scaffold is None:
@@ -58,21 +58,21 @@ def candidates(
         program = read_program(model, dtype, trust)
         with progress(_STEPS) as step:
             from inlay.insight.candidates import find_candidates
-            from inlay.insight.candidates.measure import measure as measured
-            from inlay.insight.near_misses import unbound
+            from inlay.insight.candidates.measurement import measure as measured
+            from inlay.insight.explanation import drop_contract
             from inlay.transforms import configure, run
 
-            if not none:
+            if not no_transforms:
                 step("transforming")
-                steps = configure(resolved_for(program, files, settings))
-                program = run(program, [unbound(each) for each in steps])[0]
+                steps = configure(resolve_config(program, files, settings))
+                program = run(program, [drop_contract(each) for each in steps])[0]
             search = find_candidates(program, step)
             if measure:
                 search = measured(search, step)
         if scaffold is not None:
-            from inlay.insight.scaffold import write
+            from inlay.insight.scaffold.writer import write_scaffold
 
-            for path in write(search, scaffold, into, kernel=kernel.value if kernel else ""):
+            for path in write_scaffold(search, scaffold, into, kernel=kernel.value if kernel else ""):
                 out.print(str(path), markup=False)
         elif as_json:
             print_json(
@@ -84,12 +84,12 @@ def candidates(
 
 
 def _sizes() -> str:
-    from inlay.insight.candidates import SIZES
+    from inlay.insight.candidates import SIZES_TEXT
 
-    return SIZES
+    return SIZES_TEXT
 
 
-def _print(search: Search, markdown: bool) -> None:
+def _print(search: CandidateSearch, markdown: bool) -> None:
     if not search.candidates:
         out.print("Nothing that is repeated could be fused further.")
         return
@@ -102,7 +102,7 @@ def _print(search: Search, markdown: bool) -> None:
     total = search.total
     out.print(
         f"{len(search.candidates)} candidates; together at most {total.launches:,} launches and "
-        f"{bytes_text(total.decode)} a row saved ({_sizes()}).",
+        f"{format_bytes(total.decode)} a row saved ({_sizes()}).",
         markup=False,
         soft_wrap=True,
     )
@@ -110,15 +110,14 @@ def _print(search: Search, markdown: bool) -> None:
 
 def _block(candidate: Candidate) -> list[tuple[str, str]]:
     """The lines of one candidate."""
-    saved, advice = candidate.saved, candidate.advice
+    saved, advice = candidate.savings, candidate.advice
     times = f"{candidate.pattern}   × {len(candidate.regions)}"
-    times += f" ({candidate.together})" if candidate.together else ""
-    gain = (
-        f"{saved.launches:,} launches, {bytes_text(saved.decode)} (decode), {bytes_text(saved.prefill)} (prefill) saved"
-    )
-    if candidate.measured is not None:
-        one = candidate.measured
-        gain += f"; measured {one.seconds * 1e3:.2f} ms, at most {one.saved * 1e3:.2f} ms of it saved"
+    times += f" ({candidate.sharing})" if candidate.sharing else ""
+    decode, prefill = format_bytes(saved.decode), format_bytes(saved.prefill)
+    gain = f"{saved.launches:,} launches, {decode} (decode), {prefill} (prefill) saved"
+    if candidate.measurement is not None:
+        one = candidate.measurement
+        gain += f"; measured {one.seconds * 1e3:.2f} ms, at most {one.savings * 1e3:.2f} ms of it saved"
     overlaps = "".join(f"; {each}" for each in candidate.overlaps)
     return [
         ("Candidate", candidate.name),

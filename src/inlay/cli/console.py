@@ -27,61 +27,61 @@ out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, sof
 err = Console(stderr=True, highlight=False)
 
 
-class Settings:
+class GlobalOptions:
     """Options that stand before the verb."""
 
     debug = False
 
 
-settings = Settings()
+global_options = GlobalOptions()
 QUIET_SECONDS = 2.0
 """Where nobody looks at a terminal, what is done by then needs no word."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def failing_kindly() -> Iterator[None]:
+def error_boundary() -> Iterator[None]:
     """Turn errors into one sentence and an exit code; `--debug` shows where they come from."""
     try:
         yield
     except InlayError as error:
-        _fail(full_disk(error) or error)
+        _fail(disk_full_error(error) or error)
     except KeyboardInterrupt:
         err.print("Interrupted. What was not finished is thrown away.")
         raise
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
-        full = full_disk(error)
+        full = disk_full_error(error)
         if full is not None:
             _fail(full)
-        if settings.debug:
+        if global_options.debug:
             err.print(traceback.format_exc(), markup=False)
         text = f"{type(error).__name__}: {one_line(error)}"
         err.print(
-            f"[bold red]error:[/] Inlay failed where it should not: {_escape(text)}."
-            " Run again with `inlay --debug …` and report what it prints.",
+            f"[bold red]error:[/] Internal error: {_escape(text)}."
+            " Please report it, with the output of `inlay --debug …`.",
             soft_wrap=True,
         )
         raise typer.Exit(int(ExitCode.INTERNAL)) from error
 
 
 def _fail(error: InlayError) -> NoReturn:
-    if settings.debug:
+    if global_options.debug:
         err.print(traceback.format_exc(), markup=False)
     err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
     raise typer.Exit(int(error.exit_code)) from error
 
 
-def full_disk(error: BaseException) -> MachineError | None:
+def disk_full_error(error: BaseException) -> MachineError | None:
     """What to tell where a disk is full; compilers say so in words of their own.
 
-    >>> print(full_disk(OSError(errno.ENOSPC, "No space left on device", "/data/package/weights.bin")))
+    >>> print(disk_full_error(OSError(errno.ENOSPC, "No space left on device", "/data/package/weights.bin")))
     There is no space left for /data/package/weights.bin. Free some, or write to another disk.
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL:
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL_ERRNOS:
             named = cause.filename2 or cause.filename
             where = str(named or f"what is being written, here or in {tempfile.gettempdir()}")
             return MachineError(f"There is no space left for {where}.", "Free some, or write to another disk.")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
-    from inlay.program.diff import Diff
     from inlay.program.program import Program
+    from inlay.program.text.diff import Diff
 
 _STYLES = {"changed": ("red", "green"), "removed": ("red", ""), "added": ("green", ""), "skipped": ("dim", "")}
 """Colours of the two halves of a line; only changed lines have a second one."""
@@ -36,7 +36,7 @@ def diff(
         Path | None, typer.Option("-o", "--output", help="Write a page (HTML) instead of printing.")
     ] = None,
     context: Annotated[int, typer.Option("--context", help="Equal lines shown around a difference.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -48,10 +48,10 @@ def diff(
 
     Example: [bold]inlay diff ./package-1 ./package-2 -o diff.html[/]
     """
-    with failing_kindly():
-        from inlay.insight.report.compare import same_sort
+    with error_boundary():
+        from inlay.insight.report.comparison import require_same_kind
 
-        if same_sort(left, right) != "program":
+        if require_same_kind(left, right) != "program":
             equal = _tables(left, right, output, as_json)
         else:
             programs = read_program(left, dtype, trust), read_program(right, dtype, trust)
@@ -62,13 +62,13 @@ def diff(
 
 def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:
     """Two packages or locks: rows that say different things."""
-    from inlay.cli.report import wrote
-    from inlay.insight.report.compare import page_of_rows, rows_of_two
+    from inlay.cli.report import write_report
+    from inlay.insight.report.comparison import build_table_page, compare_tables
 
-    rows = rows_of_two(left, right)
-    differing = [row for row in rows if row.differs]
+    rows = compare_tables(left, right)
+    differing = [row for row in rows if row.is_different]
     if output is not None:
-        wrote(page_of_rows(left, right, rows), output)
+        write_report(build_table_page(left, right, rows), output)
     if as_json:
         print_json({"equal": not differing, "rows": [vars(row) for row in differing]})
     elif output is None:
@@ -82,30 +82,34 @@ def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:
 def _programs(
     programs: tuple[Program, Program], names: tuple[str, str], output: Path | None, as_json: bool, context: int
 ) -> bool:
-    from inlay.program.diff import diff as compare
+    from inlay.program.text.diff import diff as compare
 
     if output is not None:
-        from inlay.cli.report import wrote
-        from inlay.insight.report.compare import page_of_programs
+        from inlay.cli.report import write_report
+        from inlay.insight.report.comparison import build_program_page
 
-        wrote(page_of_programs(*programs, names), output)
+        write_report(build_program_page(*programs, names), output)
     found = compare(*programs)
     if as_json:
         rows = [{"kind": row.kind, "left": row.left, "right": row.right} for row in found.hunks(context)]
-        counts = {"nodes": list(found.nodes), "operators": dict(found.operators), "bindings": list(found.bindings)}
-        print_json({"equal": found.equal, **counts, "rows": rows})
+        counts = {
+            "nodes": list(found.node_counts),
+            "operators": dict(found.operator_deltas),
+            "bindings": list(found.binding_changes),
+        }
+        print_json({"equal": found.is_equal, **counts, "rows": rows})
     elif output is None:
         print_diff(found, context)
-    return found.equal
+    return found.is_equal
 
 
 def print_diff(found: Diff, context: int | None = None) -> None:
     """What differs, side by side; without a `context` each way of differing once. See `diff_lines`."""
-    from inlay.program.beside import diff_lines
+    from inlay.program.text.side_by_side import diff_lines
 
     for line in diff_lines(found, out.width, context):
         text = Text(line.text)
         left, right = _STYLES.get(line.kind, ("", ""))
-        text.stylize(left, 0, line.middle or len(line.text))
-        text.stylize(right, line.middle or len(line.text))
+        text.stylize(left, 0, line.right_start or len(line.text))
+        text.stylize(right, line.right_start or len(line.text))
         out.print(text, soft_wrap=True)

@@ -8,22 +8,22 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.console import error_boundary, out, print_json
 from inlay.errors import ExitCode
-from inlay.host import Status, examine
+from inlay.machine import CheckStatus, run_checks
 
-_MARKS = {Status.OK: "[green]ok[/]", Status.WARN: "[yellow]warn[/]", Status.FAIL: "[red]fail[/]"}
+_MARKS = {CheckStatus.OK: "[green]ok[/]", CheckStatus.WARN: "[yellow]warn[/]", CheckStatus.FAIL: "[red]fail[/]"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
-    """Tell what is missing on this machine, and how to mend it.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
+    """Report what is missing on this machine, and how to fix it.
 
     Exit code 1 when something does not work.
 
     Example: [bold]inlay doctor[/]
     """
-    with failing_kindly():
-        checks = list(examine())
+    with error_boundary():
+        checks = list(run_checks())
         if as_json:
             print_json([asdict(check) for check in checks])
         else:
@@ -33,5 +33,5 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For machines.")
             for check in checks:
                 table.add_row(_MARKS[check.status], check.name, check.found, check.remedy)
             out.print(table)
-        if any(check.status is Status.FAIL for check in checks):
+        if any(check.status is CheckStatus.FAIL for check in checks):
             raise typer.Exit(int(ExitCode.FAILED))

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from inlay.cli.build import print_pieces
-from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.sizes import bytes_text
+from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from inlay.compile.manifest import Manifest
+    from inlay.package.manifest import Manifest
     from inlay.program.bindings import Binding
 
 PackageArgument = Annotated[
@@ -25,18 +25,18 @@ PackageArgument = Annotated[
 def inspect(
     package: PackageArgument,
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file, weights included.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The manifest, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output the manifest as JSON.")] = False,
 ) -> None:
     """Say what a package is: model, sizes, pieces, state, and what it was built for. Loads no code.
 
     Example: [bold]inlay inspect ./smollm2 --verify[/]
     """
-    with failing_kindly():
-        from inlay.compile.load import check, read_manifest
+    with error_boundary():
+        from inlay.package.loader import check_package, read_manifest
 
         manifest, folder = read_manifest(package)
         if verify:
-            check(manifest, folder, verify=True)
+            check_package(manifest, folder, verify=True)
         if as_json:
             print_json(json.loads(manifest.text()))
             return
@@ -55,9 +55,9 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
         ("facts", facts),
         ("built by", f"Inlay {manifest.inlay}, torch {target.torch}"),
         ("built for", f"{target.machine} with {', '.join(target.cpu_features)}; {target.threads} threads"),
-        ("weights", f"{len(manifest.weights)} tensors, {bytes_text(manifest.weights_file.size)}"),
-        ("code", bytes_text(code)),
-        ("version", folder.name[:16] + (", every file is what it was" if verified else "")),
+        ("weights", f"{len(manifest.weights)} tensors, {format_bytes(manifest.weights_file.size)}"),
+        ("code", format_bytes(code)),
+        ("version", folder.name[:16] + (", all hashes match" if verified else "")),
     ):
         if value:
             about.add_row(name, value)
@@ -70,7 +70,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
         states.add_column(column, justify="right" if column == "bytes" else "left")
     groups: dict[tuple[str, str], list[Binding]] = {}
     for row in manifest.states:
-        groups.setdefault((row.text, manifest.bindings.alias(row.name).why), []).append(row)
+        groups.setdefault((row.type_text, manifest.bindings.find_alias(row.name).kind), []).append(row)
     for (text, why), rows in groups.items():
         first, last = rows[0].target, rows[-1].target
         label = first if len(rows) == 1 else f"{first} … {last} (× {len(rows)})"
@@ -96,7 +96,7 @@ def _print_kernels(manifest: Manifest) -> None:
         table.add_column(column, justify="right" if column in ("bits", "rows", "µs") else "left")
     for label, row in rows.items():
         for place, count in enumerate(sorted(map(int, row.timings))):
-            took, chosen = row.timings[str(count)], row.way(count)
+            took, chosen = row.timings[str(count)], row.variant(count)
             others = ", ".join(f"{other} {value:g}" for other, value in took.items() if other != chosen)
             table.add_row(*(label if not place else ("", "", "")), str(count), chosen, f"{took[chosen]:g}", others)
     out.print()

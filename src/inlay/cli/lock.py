@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DType, DTypeOption, TrustOption, read_program, resolved_for
+from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.model_options import DType, DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
-    from inlay.transforms.lock import LockedModel, Made
-    from inlay.transforms.pipeline import Step
+    from inlay.transforms.lock import LockedModel, LockOptions
+    from inlay.transforms.pass_manager import TransformStep
 
 
 def lock(
@@ -34,12 +34,12 @@ def lock(
 
     Example: [bold]inlay lock ./my-model -o matches.lock[/]
     """
-    with failing_kindly():
-        from inlay.transforms.lock import Lock, Made, versions
+    with error_boundary():
+        from inlay.transforms.lock import Lock, LockOptions, versions
 
-        made = Made.of(files or (), settings or (), dtype.value if dtype else "")
-        found = [_entry(model, made, trust).locked for model in models]
-        text = Lock(versions=versions(), made=made, models=found).text()
+        made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
+        found = [_match_model(model, made, trust).lock_entry for model in models]
+        text = Lock(versions=versions(), options=made, models=found).text()
         before = output.read_text() if output.exists() else ""
         for line in difflib.unified_diff(
             before.splitlines(), text.splitlines(), "before", str(output), lineterm="", n=1
@@ -53,7 +53,7 @@ def check(
     files: ConfigOption = None,
     settings: SetOption = None,
     dtype: DTypeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Hold the models of a lock against it: what became different, in sentences; exit code 1 if sites did.
@@ -64,16 +64,16 @@ def check(
 
     Example: [bold]inlay check --lock matches.lock[/]
     """
-    with failing_kindly():
-        from inlay.transforms.lock import Comparison, Made, compare, read_lock, versions
+    with error_boundary():
+        from inlay.transforms.lock import Comparison, LockOptions, compare, read_lock, versions
 
         locked = read_lock(file)
-        given = Made.of(files or (), settings or (), dtype.value if dtype else "")
-        made = Made(**{**dict(locked.made), **{name: value for name, value in given if value}})
+        given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
+        made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
         seen = Comparison(list(made.changes()))
         for old in locked.models:
-            new = _entry(old.model, made, trust)
-            seen.differences += compare(old, new.locked, new.why)
+            new = _match_model(old.model, made, trust)
+            seen.differences += compare(old, new.lock_entry, new.explain_miss)
         if as_json:
             print_json(seen.to_json())
         else:
@@ -82,7 +82,7 @@ def check(
                     out.print(each.annotation(file), markup=False, soft_wrap=True)
                 else:
                     out.print(
-                        f"{'differs' if each.fails else 'note'}: {each.model}: {each.sentence}",
+                        f"{'differs' if each.fails else 'note'}: {each.model}: {each.message}",
                         markup=False,
                         soft_wrap=True,
                     )
@@ -105,14 +105,14 @@ def check(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _MatchedModel:
     """A model as it is matched now."""
 
-    locked: LockedModel
+    lock_entry: LockedModel
     program: Program
-    steps: list[Step]
+    steps: list[TransformStep]
 
-    def why(self, key: str) -> str:
+    def explain_miss(self, key: str) -> str:
         """What keeps a transform from matching, where it almost does."""
         from inlay.insight import explain
 
@@ -120,16 +120,16 @@ class _Entry:
         return explained.findings[0].text if explained.findings else ""
 
 
-def _entry(model: str, made: Made, trust: bool) -> _Entry:
+def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:
     from inlay.transforms import configure, run
-    from inlay.transforms.lock import locked
+    from inlay.transforms.lock import lock_model
 
     program = read_program(model, DType(made.dtype) if made.dtype else None, trust)
-    resolved = resolved_for(program, made.files, made.settings)
+    resolved = resolve_config(program, made.files, made.settings)
     # What is locked is what happens: a contract that does not hold is a difference like any other.
     steps = configure(resolved)
     for step in steps:
         options = step.transform.options
         step.transform.options = options.model_copy(update={"expect": "any", "reason": "the lock states the count"})
     _, records = run(program, steps)
-    return _Entry(locked(model, program, resolved, records), program, steps)
+    return _MatchedModel(lock_model(model, program, resolved, records), program, steps)

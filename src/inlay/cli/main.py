@@ -1,8 +1,8 @@
-"""`inlay`: one file a verb."""
+"""`inlay`: one module per command, in four groups."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,8 +29,11 @@ from inlay.cli import (
     streams,
     verify,
 )
-from inlay.cli.console import settings
-from inlay.threads import share_cores
+from inlay.cli.console import global_options
+from inlay.openmp import share_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 app = typer.Typer(
     name="inlay",
@@ -42,28 +45,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("build")(build.build)
-app.command("run")(run.run)
-app.command("serve")(serve.serve)
-app.command("prove")(prove.prove)
-app.command("refit")(refit.refit)
-app.command("bench")(bench.bench)
-app.command("inspect")(inspect.inspect)
-app.command("doctor")(doctor.doctor)
-app.command("show")(show.show)
-app.command("report")(report.report)
-app.command("explain")(explain.explain)
-app.command("candidates")(candidates.candidates)
-app.command("diff")(diff.diff)
-app.command("bisect")(bisect.bisect)
-app.command("lock")(lock.lock)
-app.command("check")(lock.check)
-app.command("streams")(streams.streams)
-app.command("verify")(verify.verify)
-app.command("review")(review.review)
-app.command("passes")(passes.passes)
-app.command("config")(passes.config)
-app.add_typer(cache.app, name="cache")
+GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Build and run": {"build": build.build, "run": run.run, "serve": serve.serve, "bench": bench.bench},
+    "Inspect": {
+        "show": show.show,
+        "explain": explain.explain,
+        "report": report.report,
+        "inspect": inspect.inspect,
+        "diff": diff.diff,
+        "candidates": candidates.candidates,
+        "streams": streams.streams,
+        "passes": passes.passes,
+        "config": passes.config,
+    },
+    "Check": {
+        "verify": verify.verify,
+        "prove": prove.prove,
+        "bisect": bisect.bisect,
+        "lock": lock.lock,
+        "check": lock.check,
+        "review": review.review,
+    },
+    "Maintain": {"doctor": doctor.doctor, "refit": refit.refit},
+}
+for _group, _commands in GROUPS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_group)(_command)
+app.add_typer(cache.app, name="cache", rich_help_panel="Maintain")
 
 
 def _version(asked: bool) -> None:
@@ -80,7 +88,7 @@ def options(
     ] = False,
 ) -> None:
     """Options that stand before the verb."""
-    settings.debug = debug
+    global_options.debug = debug
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from inlay.cli.console import err, failing_kindly, out, print_json
+from inlay.cli.console import err, error_boundary, out, print_json
 
 ConfigOption = Annotated[
     list[Path] | None, typer.Option("--config", help="A YAML file of settings; may be given several times.")
@@ -19,16 +19,16 @@ SetOption = Annotated[
 ]
 
 
-def passes(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
     """List the transforms, in the order a build runs them.
 
     Example: [bold]inlay passes[/]
     """
-    with failing_kindly():
-        from inlay.config import resolve
+    with error_boundary():
+        from inlay.config import resolve_config
         from inlay.transforms import configure, registry
 
-        steps = configure(resolve())
+        steps = configure(resolve_config())
         used = {step.transform.name for step in steps}
         rows = [(type(step.transform), step.transform.options.enabled) for step in steps]
         rows += [(cls, False) for name, cls in registry().items() if name not in used]
@@ -58,7 +58,7 @@ def config(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="MODEL, or an architecture; picks the overlays.")] = "",
     files: ConfigOption = None,
     settings: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
     """Print the resolved configuration and where each value came from.
 
@@ -66,12 +66,12 @@ def config(
 
     Example: [bold]inlay config ./SmolLM2-135M[/]
     """
-    with failing_kindly():
-        from inlay.config import resolve
+    with error_boundary():
+        from inlay.config import resolve_config
         from inlay.transforms import configure
 
         name, architecture = _identity(model)
-        resolved = resolve(architecture=architecture, model=name, files=files or (), settings=settings or ())
+        resolved = resolve_config(architecture=architecture, model=name, files=files or (), settings=settings or ())
         steps = configure(resolved)
         origins = {entry.key: entry.options for entry in resolved.entries}
         rows = [

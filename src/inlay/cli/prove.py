@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.console import failing_kindly, out, print_json
+from inlay.cli.console import error_boundary, out, print_json
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
-    from inlay.compile.prove import Proof, StateProof
+    from inlay.package.copy_proof import Proof, StateProof
 
 
 def prove(
@@ -22,7 +22,7 @@ def prove(
         Path | None,
         typer.Option("--longer", help="A package of the same model with a larger --max-length, to compare with."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
     """Prove that a package updates its state in place, at a cost that does not grow with it; exit code 1 if not.
 
@@ -32,9 +32,9 @@ def prove(
 
     Example: [bold]inlay prove ./smollm2[/]
     """
-    with failing_kindly():
-        from inlay.compile import load_package
-        from inlay.compile.prove import prove
+    with error_boundary():
+        from inlay.package.copy_proof import prove
+        from inlay.package.loader import load_package
 
         proof = prove(load_package(package), load_package(longer) if longer else None)
         if as_json:
@@ -50,13 +50,13 @@ def _print(proof: Proof) -> None:
     for column in ("state", "bytes", "written a step", "pages read", "pages written", "copied", "touched by"):
         table.add_column(column, justify="left" if column in ("state", "touched by") else "right", overflow="fold")
     groups: dict[tuple[object, ...], list[StateProof]] = {}
-    for state in proof.bindings:
-        by = tuple(dict.fromkeys(_short(each) for each in state.touched_by))
+    for state in proof.states:
+        by = tuple(dict.fromkeys(_format_access(each) for each in state.accesses))
         key = (state.bytes, state.bytes_written, state.bytes_copied, by)
         groups.setdefault(key, []).append(state)
     for states in groups.values():
         first, last = states[0], states[-1]
-        lines = dict.fromkeys(_short(each) for each in first.touched_by)
+        lines = dict.fromkeys(_format_access(each) for each in first.accesses)
         table.add_row(
             first.name if len(states) == 1 else f"{first.name} … {last.name} (× {len(states)})",
             f"{first.bytes:,}",
@@ -69,35 +69,35 @@ def _print(proof: Proof) -> None:
     out.print(table, markup=False)
     for problem in proof.problems[:20]:
         out.print(f"not proven: {problem}", markup=False)
-    copied = sum(state.bytes_copied for state in proof.bindings)
-    if proof.holds and not proof.bindings:
+    copied = sum(state.bytes_copied for state in proof.states)
+    if proof.holds and not proof.states:
         out.print("The package has no state.")
     elif proof.holds:
-        out.print(f"\nProven: {len(proof.bindings)} states are written in place, 0 bytes are copied.")
-        out.print(_measured(proof))
+        out.print(f"\nProven: {len(proof.states)} states are written in place, 0 bytes are copied.")
+        out.print(_format_measurement(proof))
     else:
         out.print(f"\nNot proven: {copied:,} bytes copied a step, {len(proof.problems)} problems.")
 
 
-def _measured(proof: Proof) -> str:
+def _format_measurement(proof: Proof) -> str:
     allocated = (
         "allocations not measured (this needs glibc and a C compiler)"
-        if proof.allocated is None
-        else f"at most {proof.allocated:,} bytes allocated"
+        if proof.allocated_bytes is None
+        else f"at most {proof.allocated_bytes:,} bytes allocated"
     )
-    if not any(proof.rooms):
+    if not any(proof.cache_lengths):
         return f"Measured: {proof.steps} steps, {allocated}."
-    rooms = " and ".join(f"{room:,}" for room in proof.rooms)
-    more = "" if len(proof.rooms) > 1 else "; --longer PACKAGE compares with another length"
+    rooms = " and ".join(f"{room:,}" for room in proof.cache_lengths)
+    more = "" if len(proof.cache_lengths) > 1 else "; --longer PACKAGE compares with another length"
     return (
         f"Measured: {proof.steps} steps on empty, half-full and full caches of {rooms} rows; none touches a row that is"
         f" neither filled nor new, {allocated}, the same however full a cache is{more}."
     )
 
 
-def _short(access: dict[str, str]) -> str:
+def _format_access(access: dict[str, str]) -> str:
     """A kernel by the operator that matters, and what it does."""
-    by = access["by"]
+    by = access["kernel"]
     names = by.removeprefix("kernel(").removesuffix(")").split(", ")
     known = [name for name in names if "put" in name or "copy" in name or "scatter" in name or "clone" in name]
     does = [f"{what} {access[what]}" for what in ("reads", "writes", "copies") if what in access]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from inlay.cli.console import failing_kindly, out, progress
+from inlay.cli.console import error_boundary, out, progress
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
-from inlay.cli.sizes import bytes_text
+from inlay.cli.sizes import format_bytes
 
 
 def refit(
@@ -26,9 +26,9 @@ def refit(
 
     Example: [bold]inlay refit ./package --weights ./my-finetuned-model[/]
     """
-    with failing_kindly():
-        from inlay.compile.refit import refit
+    with error_boundary():
+        from inlay.package.refit import refit
 
         with progress({"opening": 4, "writing": 4}) as step:
             made = refit(package, weights, output=output, on_step=step)
-        out.print(f"{output or package} now holds {made.model}: {bytes_text(made.weights_file.size)} of weights.")
+        out.print(f"{output or package} now holds {made.model}: {format_bytes(made.weights_file.size)} of weights.")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inlay.cli.console import err, failing_kindly, progress
-from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.console import err, error_boundary, progress
+from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import bytes_text
+from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -49,30 +49,30 @@ def report(
 
     Example: [bold]inlay report ./package -o report.html[/]
     """
-    with failing_kindly():
-        from inlay.compile.store import is_package
+    with error_boundary():
+        from inlay.package.store import is_package
 
-        lanes = {} if timeline is None else {"lanes": _lanes(timeline)}
+        lanes = {} if timeline is None else {"lanes": _timeline_section(timeline)}
         if is_package(Path(model)):
-            from inlay.insight.report import report_of_package
+            from inlay.insight.report import report_package
 
-            made = report_of_package(Path(model))
+            made = report_package(Path(model))
         else:
-            made = _of_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust))
-        wrote(made | lanes, output)
+            made = _report_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust))
+        write_report(made | lanes, output)
 
 
-def _lanes(file: Path) -> dict[str, Any]:
-    from inlay.streams.picture import section
+def _timeline_section(file: Path) -> dict[str, Any]:
     from inlay.streams.timeline import Timeline
+    from inlay.streams.timeline_svg import section
 
     try:
-        return section(Timeline.parse(file.read_bytes()))
+        return section(Timeline.from_json(file.read_bytes()))
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {one_line(error)}.", "Give a timeline that was saved.") from error
 
 
-def _of_model(
+def _report_model(
     model: str, drift: bool, max_length: int, max_batch: int, configured: tuple[Any, Any], captured: tuple[Any, Any]
 ) -> dict[str, Any]:
     start = time.perf_counter()
@@ -80,18 +80,18 @@ def _of_model(
     spent = {"capture": time.perf_counter() - start}
     files, settings = configured
     with progress(_STEPS | ({"verifying": 40} if drift else {})) as step:
-        from inlay.flow import Options
-        from inlay.insight.report import report_of_program
+        from inlay.flow import BuildOptions
+        from inlay.insight.report import report_program
 
-        options = Options(
+        options = BuildOptions(
             max_length=max_length, max_batch=max_batch, config=tuple(files or ()), settings=tuple(settings or ())
         )
-        return report_of_program(program, options, drift=drift, seconds=spent, on_step=step)
+        return report_program(program, options, drift=drift, seconds=spent, on_step=step)
 
 
-def wrote(facts: Mapping[str, Any], output: Path) -> None:
+def write_report(facts: Mapping[str, Any], output: Path) -> None:
     """Write a page and say so."""
     from inlay.insight.report import write_page
 
     size = write_page(facts, output)
-    err.print(f"wrote {output}, {bytes_text(size)}; open it in a browser", markup=False, soft_wrap=True)
+    err.print(f"wrote {output}, {format_bytes(size)}; open it in a browser", markup=False, soft_wrap=True)

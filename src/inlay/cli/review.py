@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import err, failing_kindly, print_json, progress
-from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.console import err, error_boundary, print_json, progress
+from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.cli.passes import ConfigOption  # noqa: TC001 - typer reads the annotation
 from inlay.errors import ExitCode, UsageError
 
@@ -41,7 +41,7 @@ def review(
         Path | None, typer.Option("--against", metavar="LOCK|PACKAGE", help="How often it matched before.")
     ] = None,
     files: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -51,20 +51,20 @@ def review(
 
     Example: [bold]inlay review match_swiglu --model ./my-model --model other/model[/]
     """
-    with failing_kindly():
-        from inlay.cli.verify import expected_of
+    with error_boundary():
+        from inlay.cli.verify import read_expected_sites
         from inlay.testing.review import review as evaluate
-        from inlay.testing.review.note import markdown
+        from inlay.testing.review.note import render_markdown
 
         cls = _transform(name)
-        locked = expected_of(against) if against is not None else {}
-        programs = {_short(model): read_program(model, dtype, trust) for model in models}
+        locked = read_expected_sites(against) if against is not None else {}
+        programs = {_model_label(model): read_program(model, dtype, trust) for model in models}
         place = folder or Path(f"review-{cls.name}")
         with progress(STEPS) as step:
             done = evaluate(
-                cls, programs, tests=tests or (), config=files or (), folder=place, locked=locked, on_step=step
+                cls, programs, tests=tests or (), config=files or (), folder=place, expected_sites=locked, on_step=step
             )
-        text = markdown(done)
+        text = render_markdown(done)
         (place / "review.md").write_text(text)
         if as_json:
             print_json(done.to_json())
@@ -75,7 +75,7 @@ def review(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _short(model: str) -> str:
+def _model_label(model: str) -> str:
     """What a review calls a model: a file or folder by its last name."""
     return Path(model).name if Path(model).exists() else model
 
@@ -83,11 +83,11 @@ def _short(model: str) -> str:
 def _transform(name: str) -> type[Transform]:
     """A registered transform, or the one that a file registers."""
     from inlay.transforms import registry
-    from inlay.transforms.base import find
+    from inlay.transforms.base import find_transform
 
     file = Path(name)
     if file.suffix != ".py":
-        return find(name)
+        return find_transform(name)
     if not file.is_file():
         raise UsageError(f"There is no file {name}.", "Name a transform, or the file of one.")
     known = set(registry())

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import err, failing_kindly, print_json
+from inlay.cli.console import err, error_boundary, print_json
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from inlay.runtime import Completion, Piece
-    from inlay.runtime.chat import Messages
+    from inlay.runtime import Completion, TokenOutput
+    from inlay.runtime.chat_template import Messages
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Draw the same each time.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is made.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines; not streamed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON; not streamed.")] = False,
 ) -> None:
     """Answer a prompt with a compiled package.
 
@@ -50,16 +50,16 @@ def run(
 
     Example: [bold]inlay run ./package "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --seed 1[/]
     """
-    with failing_kindly():
+    with error_boundary():
         if temperature == 0 and (top_k or top_p != 1 or min_p or seed is not None):
             raise UsageError(
-                "--top-k, --top-p, --min-p and --seed are about chance, of which there is none at temperature 0.",
+                "Sampling options (--top-k, --top-p, --min-p, --seed) have no effect at temperature 0.",
                 "Add --temperature 0.7, or leave them out.",
             )
         if raw and system is not None:
             raise UsageError("--system needs the chat template, which --raw leaves out.", "Leave one of them out.")
         import inlay
-        from inlay.runtime.pieces import collect
+        from inlay.runtime.outputs import collect
 
         sampling = inlay.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         asked: str | Messages = prompt
@@ -78,8 +78,8 @@ def run(
         err.print(made.summary(), markup=False)
 
 
-def _print_stream(pieces: Iterable[Piece]) -> Completion:
-    from inlay.runtime.pieces import collect
+def _print_stream(pieces: Iterable[TokenOutput]) -> Completion:
+    from inlay.runtime.outputs import collect
 
     made = []
     for piece in pieces:

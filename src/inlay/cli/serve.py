@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import err, failing_kindly, out
-from inlay.cli.sizes import bytes_of
+from inlay.cli.console import err, error_boundary, out
+from inlay.cli.sizes import parse_bytes
 from inlay.errors import UsageError
-from inlay.host import peak_memory
+from inlay.machine import peak_memory
 
 if TYPE_CHECKING:
-    from inlay.serve.serving import Serving
+    from inlay.serve.http.server_context import ServerContext
 
 
 def serve(
@@ -70,9 +70,9 @@ def serve(
 
     Example: [bold]inlay serve ./package --host 0.0.0.0 --port 80 --api-key-file keys.txt[/]
     """
-    with failing_kindly():
-        from inlay.serve.keys import read_keys
-        from inlay.serve.settings import Settings, is_loopback, names_of
+    with error_boundary():
+        from inlay.serve.http.api_keys import read_keys
+        from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
 
         keys = read_keys(api_key_file)
         if not keys and not is_loopback(host) and not insecure:
@@ -82,36 +82,36 @@ def serve(
             )
         if kv_replay is not None and kv_events is None:
             raise UsageError("--kv-replay repeats what --kv-events publishes.", "Give both.")
-        names = names_of(host, bool(keys))
-        settings = Settings(
+        names = resolve_allowed_hosts(host, bool(keys))
+        settings = ServerSettings(
             name=name or Path(package).resolve().name,
             keys=tuple(keys),
             max_concurrent=max_concurrent,
             max_prompt=max_prompt,
             max_tokens=max_tokens,
-            max_body=bytes_of(max_body),
+            max_body=parse_bytes(max_body),
             read_seconds=read_seconds,
             write_seconds=write_seconds,
             kv_routes=bool(names) if kv_routes is None else kv_routes,
-            hosts=names,
+            allowed_hosts=names,
         )
-        cache_bytes = None if cache_memory is None else bytes_of(cache_memory)
-        host_bytes = bytes_of(host_cache_memory)
+        cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
+        host_bytes = parse_bytes(host_cache_memory)
         try:
-            from inlay.serve import run
+            from inlay.serve.http import server
         except ImportError as error:
             raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
-        at = run.bind(host, port)
+        at = server.bind(host, port)
         from inlay.runtime.engine import Engine
-        from inlay.runtime.engine import Settings as EngineSettings
+        from inlay.runtime.engine import EngineSettings as EngineSettings
 
-        version = run.fingerprint(package)
+        version = server.fingerprint(package)
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
-        limits = EngineSettings(queue=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
+        limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
         if err.is_terminal:
             err.print("loading and warming up …")
-        run.serve(
+        server.serve(
             Engine.open(package, limits),
             settings,
             at,
@@ -123,13 +123,13 @@ def serve(
         )
 
 
-def _welcome(serving: Serving, url: str) -> None:
+def _welcome(serving: ServerContext, url: str) -> None:
     """Who is here, and what to type."""
     engine, name = serving.engine, serving.settings.name
     key = ' -H "Authorization: Bearer $KEY"' if serving.keys else ""
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     out.print(
-        f"Serving [bold]{name}[/] at [bold]{url}/v1[/]: {engine.slots} slots of {engine.room} tokens,"
+        f"Serving [bold]{name}[/] at [bold]{url}/v1[/]: {engine.slots} slots of {engine.max_seq_len} tokens,"
         f" {engine.memory_bytes / 1e6:.0f} MB for keys and values, {peak_memory() / 1e6:.0f} MB of memory in all.",
         soft_wrap=True,
     )

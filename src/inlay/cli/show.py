@@ -10,8 +10,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from inlay.cli.console import WIDTH, failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.console import WIDTH, error_boundary, out, print_json
+from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import show_pass, steps_up_to
 
@@ -28,7 +28,7 @@ def show(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of the terminal.")
     ] = None,
-    only: Annotated[
+    pass_name: Annotated[
         str | None,
         typer.Option(
             "--pass",
@@ -43,7 +43,7 @@ def show(
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -55,19 +55,19 @@ def show(
 
     Example: [bold]inlay show MODEL --pass my_passes:relu_to_gelu[/]
     """
-    with failing_kindly():
-        if only is not None:
-            steps_up_to(only, files or (), settings or ())  # a mistake is told before the model is captured
+    with error_boundary():
+        if pass_name is not None:
+            steps_up_to(pass_name, files or (), settings or ())  # a mistake is told before the model is captured
             program = read_program(model, dtype, trust)
             steps = steps_up_to(
-                only, files or (), settings or (), model=program.name, architecture=program.facts.architecture
+                pass_name, files or (), settings or (), model=program.name, architecture=program.facts.architecture
             )
             show_pass(program, steps, dump_to, full=full, as_json=as_json)
             return
         program = read_program(model, dtype, trust)
         from inlay.program.fold import fold
-        from inlay.program.folded import dump_folded
-        from inlay.program.text import dump, save, save_text
+        from inlay.program.text.folded_printer import dump_folded
+        from inlay.program.text.printer import dump, save, save_text
 
         folds = fold(program)
         if output is not None:
@@ -84,13 +84,14 @@ def show(
 
 def describe(program: Program, folds: Folds) -> dict[str, Any]:
     """What `inlay show --json` prints."""
-    from inlay.state import remarks_on, under_compilers
+    from inlay.lowering.state.in_place_writes import copy_remarks
+    from inlay.lowering.state.state_copies import find_compiled_copies
 
     return {
         "name": program.name,
         "architecture": program.facts.architecture,
         "nodes": len(program),
-        "facts": {name: {"value": fact.value, "from": fact.origin} for name, fact in program.facts.known()},
+        "facts": {name: {"value": fact.value, "from": fact.origin} for name, fact in program.facts.items()},
         "symbols": {symbol.name: [symbol.low, symbol.high] for symbol in program.symbols.values()},
         "folds": [
             {"times": len(kind), "nodes": kind.size, "first_node": kind.occurrences[0].nodes[0].name}
@@ -105,21 +106,22 @@ def describe(program: Program, folds: Folds) -> dict[str, Any]:
                 "target": row.target,
                 "dtype": row.dtype,
                 "shape": list(row.shape),
-                "alias": {"of": row.alias.of, "why": row.alias.why} if row.alias else None,
+                "alias": {"of": row.alias.binding, "why": row.alias.kind} if row.alias else None,
                 "from": program.tensors[row.name].origin if row.name in program.tensors else None,
             }
             for row in program.bindings
         ],
-        "remarks": [remark.to_json() for remark in remarks_on(under_compilers(program))],
+        "remarks": [remark.to_json() for remark in copy_remarks(find_compiled_copies(program))],
     }
 
 
 def _print_summary(program: Program, folds: Folds) -> None:
+    from inlay.lowering.state.in_place_writes import copy_remarks
+    from inlay.lowering.state.state_copies import find_compiled_copies
     from inlay.program.bindings import Role
-    from inlay.state import remarks_on, under_compilers
 
-    facts = "  ".join(f"{name.replace('_', ' ')} [bold]{fact.value}[/]" for name, fact in program.facts.known())
-    odd = [f"{name}: {fact.origin}" for name, fact in program.facts.known() if "(" in fact.origin]
+    facts = "  ".join(f"{name.replace('_', ' ')} [bold]{fact.value}[/]" for name, fact in program.facts.items())
+    odd = [f"{name}: {fact.origin}" for name, fact in program.facts.items() if "(" in fact.origin]
     out.print(Text.assemble((program.name, "bold"), f"  {program.facts.architecture}  {len(program)} nodes"))
     if facts:
         out.print(facts + (f"  [yellow]{'; '.join(odd)}[/]" if odd else ""))
@@ -127,7 +129,9 @@ def _print_summary(program: Program, folds: Folds) -> None:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for kind in folds.kinds:
-        table.add_row("fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.outputs)} value(s) handed on")
+        table.add_row(
+            "fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.output_positions)} value(s) handed on"
+        )
     for each in folds.deviations:
         table.add_row("deviates", f"{each.nodes[0].name} … {each.nodes[-1].name}: {each.text}")
     counts = program.op_counts()
@@ -135,18 +139,18 @@ def _print_summary(program: Program, folds: Folds) -> None:
     more = f", and {len(counts) - _MOST_OPERATORS} more kinds" if len(counts) > _MOST_OPERATORS else ""
     table.add_row("operators", shown + more)
     for role in (Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
-        if rows := program.bindings.of(role):
+        if rows := program.bindings.with_role(role):
             origins = sorted({program.tensors[row.name].origin.partition("#")[0] for row in rows})
             where = ", ".join(origins[:2]) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
-            values = f", {program.parameters_count():,} values" if role is Role.PARAMETER else ""
+            values = f", {program.parameter_count():,} values" if role is Role.PARAMETER else ""
             table.add_row(f"{role.value}s", Text(f"{len(rows)}{values} from {where}"))
-    for row in (*program.bindings.of(Role.INPUT), *program.bindings.outs):
-        alias = f" in the storage of {row.alias.of} ({row.alias.why})" if row.alias else ""
-        table.add_row(row.role.value, Text(f"{row.name}: {row.text}{alias}"))
-    for remark in remarks_on(under_compilers(program)):
+    for row in (*program.bindings.with_role(Role.INPUT), *program.bindings.outs):
+        alias = f" in the storage of {row.alias.binding} ({row.alias.kind})" if row.alias else ""
+        table.add_row(row.role.value, Text(f"{row.name}: {row.type_text}{alias}"))
+    for remark in copy_remarks(find_compiled_copies(program)):
         table.add_row("copied", Text(f"{remark.nodes[0]}: {remark.reason}"))
     if program.symbols:
-        table.add_row("symbols", ", ".join(f"{symbol.name} {symbol.text}" for symbol in program.symbols.values()))
+        table.add_row("symbols", ", ".join(f"{symbol.name} {symbol.range_text}" for symbol in program.symbols.values()))
     out.print(table)
     out.print()
 

@@ -14,40 +14,40 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Instrument, Step
+    from inlay.transforms.pass_manager import Instrument, TransformStep
 
 
 def steps_up_to(
     name: str, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
-) -> list[Step]:
+) -> list[TransformStep]:
     """The configured transforms up to the one in question, which runs even when it is off by default.
 
     Someone else's pass (`package.module:callable`) runs alone, on the program as it was captured.
     """
-    from inlay.config import resolve
+    from inlay.config import resolve_config
     from inlay.errors import UsageError
-    from inlay.transforms import configure, up_to
-    from inlay.transforms.foreign import foreign, is_foreign
-    from inlay.transforms.pipeline import Step
+    from inlay.integrations.external_pass import is_foreign, load_foreign_pass
+    from inlay.transforms import configure, steps_through
+    from inlay.transforms.pass_manager import TransformStep
 
     if is_foreign(name):
         if files or settings:
             raise UsageError(
                 f"--config and --set are about Inlay's transforms, and {name} runs without them.", "Leave them out."
             )
-        return [Step(name, foreign(name))]
-    resolved = resolve(architecture=architecture, model=model, files=files, settings=settings)
-    return up_to(resolved.aliases.get(name, name), configure(resolved))
+        return [TransformStep(name, load_foreign_pass(name))]
+    resolved = resolve_config(architecture=architecture, model=model, files=files, settings=settings)
+    return steps_through(resolved.aliases.get(name, name), configure(resolved))
 
 
-def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
+def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
     """Run the steps; show what the last one changed, its summary, and why it missed."""
-    from inlay.program.diff import diff
-    from inlay.program.text import dump
+    from inlay.program.text.diff import diff
+    from inlay.program.text.printer import dump
     from inlay.transforms import run
-    from inlay.transforms.instruments import Around, Dump
+    from inlay.transforms.instruments import Dump, TransformSnapshot
 
-    around = Around(steps[-1].key)
+    around = TransformSnapshot(steps[-1].key)
     instruments: list[Instrument] = [around, *([Dump(dump_to)] if dump_to is not None else [])]
     _, records = run(program, steps, instruments)
     record = records[-1]
@@ -66,7 +66,8 @@ def show_pass(program: Program, steps: list[Step], dump_to: Path | None, *, full
         err.print(f"  {remark.reason}", markup=False, soft_wrap=True)
     for remark in record.misses[:5]:
         where = f" ({remark.source})" if remark.source else ""
-        text = f"  {remark.kind.value} {remark.nodes[0]}: {remark.matched} of {remark.of}: {remark.reason}{where}"
+        matched = f"{remark.matched_nodes} of {remark.pattern_nodes}"
+        text = f"  {remark.kind.value} {remark.nodes[0]}: {matched}: {remark.reason}{where}"
         err.print(text, markup=False, soft_wrap=True)
     if len(record.misses) > 5:
         err.print(f"  … and {len(record.misses) - 5} more misses (--json lists them)")

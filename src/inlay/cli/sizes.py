@@ -9,10 +9,10 @@ from inlay.errors import UsageError
 _PREFIXES = "KMGT"
 
 
-def bytes_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes.
 
-    >>> bytes_text(512), bytes_text(2_000_000), bytes_text(5 * 10**9)
+    >>> format_bytes(512), format_bytes(2_000_000), format_bytes(5 * 10**9)
     ('512 B', '2.0 MB', '5.0 GB')
     """
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -21,11 +21,11 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def bytes_of(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Bytes from what people write: GB are thousands, G and GiB are powers of two, as dd and numfmt have it.
 
-    >>> bytes_of("8GB"), bytes_of("500 mb"), bytes_of("512M"), bytes_of("2GiB"), bytes_of("100"), bytes_of("1.5k")
-    (8000000000, 500000000, 536870912, 2147483648, 100, 1536)
+    >>> [parse_bytes(text) for text in ("8GB", "500 mb", "512M", "2GiB", "100", "1.5k")]
+    [8000000000, 500000000, 536870912, 2147483648, 100, 1536]
     """
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*(?:([{_PREFIXES}])(IB|B|)|B|)", text.strip().upper())
     if found is None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from inlay.cli.console import err, failing_kindly, out, print_json, progress
-from inlay.cli.models import DTypeOption, TrustOption, read_program
+from inlay.cli.console import err, error_boundary, out, print_json, progress
+from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def streams(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="For work, schedule, timeline and picture.")
     ] = None,
-    checked: Annotated[
+    schedule: Annotated[
         Path | None,
         typer.Option("--check", metavar="FILE|DIR", help="Only check a schedule; work.json lies beside it. No MODEL."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -47,13 +47,13 @@ def streams(
 
     Example: [bold]inlay streams --check lanes/schedule.json[/]
     """
-    with failing_kindly():
-        if model is not None and checked is None:
+    with error_boundary():
+        if model is not None and schedule is None:
             if output is not None:
                 _make(output)
             fine = _run(read_program(model, dtype, trust), lanes, length, rounds, output, as_json)
-        elif checked is not None and model is None:
-            fine = _check(checked, as_json)
+        elif schedule is not None and model is None:
+            fine = _check(schedule, as_json)
         else:
             raise UsageError("Either MODEL or --check has to be given.", "See `inlay streams --help`.")
         if not fine:
@@ -61,49 +61,54 @@ def streams(
 
 
 def _check(path: Path, as_json: bool) -> bool:
-    from inlay.streams import Schedule, Work, check
+    from inlay.streams import Schedule, WorkGraph, check_schedule
 
     file = path / "schedule.json" if path.is_dir() else path
     try:
         made, work = file.read_bytes(), (file.parent / "work.json").read_bytes()
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Make it with --output.") from error
-    verdict = check(Work.parse(work), Schedule.parse(made))
+    verdict = check_schedule(WorkGraph.from_json(work), Schedule.from_json(made))
     if as_json:
-        print_json({"ok": verdict.ok, "flaws": list(map(str, verdict.flaws)), "races": list(map(str, verdict.races))})
+        print_json({"ok": verdict.ok, "flaws": list(map(str, verdict.errors)), "races": list(map(str, verdict.races))})
     else:
         typer.echo(verdict)
     return verdict.ok
 
 
 def _run(program: Program, lanes: int, length: int, rounds: int, output: Path | None, as_json: bool) -> bool:
-    from inlay.state import in_place, lift_mutated_buffers
-    from inlay.streams import compare, planned
-    from inlay.streams.comparing import files_of
-    from inlay.streams.starting import starting_sizes, starting_values
+    from inlay.lowering.state.buffers import lift_mutated_buffers
+    from inlay.lowering.state.in_place_writes import write_in_place
+    from inlay.streams import compare_lanes, plan_overlap
+    from inlay.streams.overlap_comparison import output_files
 
     names = {number: f"round {number} of {rounds}" for number in range(1, rounds + 1)}
     with progress({"measuring": rounds, "warming": 2} | dict.fromkeys(names.values(), 1)) as step:
         step("measuring operators")
-        program = in_place(lift_mutated_buffers(program)).program
-        sizes = starting_sizes(program, length)
-        given = starting_values(program, sizes)
-        plan = planned(program, given, lanes)
+        program = write_in_place(lift_mutated_buffers(program)).program
+        sizes = choose_sizes(program, length)
+        given = build_inputs(program, sizes)
+        plan = plan_overlap(program, given, lanes)
         step("warming up")
-        compared = compare(
+        compared = compare_lanes(
             plan, given, threads=lanes, rounds=rounds, on_round=lambda number: step(names.get(number, ""))
         )
     if output is not None:
-        files = files_of(plan, compared, f"{program.name}, {compared.lanes}")
+        files = output_files(plan, compared, f"{program.name}, {compared.lanes_name}")
         for name, text in files.items():
             (output / name).write_text(text)
         err.print(f"wrote {', '.join(files)} to {output}", markup=False, soft_wrap=True)
     facts = {
-        **{"model": program.name, "sizes": sizes, "event_seconds": plan.event, "plan": plan.figures()},
-        **{"bit_for_bit": compared.same, "seconds": compared.figures(), "pays": compared.pays, "says": str(compared)},
+        **{"model": program.name, "sizes": sizes, "event_seconds": plan.event_seconds, "plan": plan.metrics()},
+        **{
+            "bit_for_bit": compared.is_identical,
+            "seconds": compared.metrics(),
+            "pays": compared.is_faster,
+            "says": str(compared),
+        },
     }
     print_json(facts) if as_json else _print(facts)
-    return compared.same
+    return compared.is_identical
 
 
 def _make(folder: Path) -> None:
@@ -114,7 +119,7 @@ def _make(folder: Path) -> None:
 
 
 def _print(facts: Mapping[str, Any]) -> None:
-    from inlay.streams.timeline import time_text
+    from inlay.streams.timeline import format_seconds
 
     sizes = ", ".join(f"{name} {size}" for name, size in facts["sizes"].items()) or "of fixed sizes"
     out.print(f"{facts['model']}; inputs: {sizes}\n", markup=False, soft_wrap=True)
@@ -128,7 +133,7 @@ def _print(facts: Mapping[str, Any]) -> None:
     rows = []
     for way, each in facts["seconds"].items():
         *times, over = each.values()
-        rows.append([way, *map(time_text, times), f"{over:.2f}"])
+        rows.append([way, *map(format_seconds, times), f"{over:.2f}"])
     _table(["", *each], rows)
     out.print(f"\n{facts['says']}", soft_wrap=True)
 
@@ -140,3 +145,30 @@ def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     out.print(table, markup=False)
+
+
+def choose_sizes(program: Program, length: int) -> dict[str, int]:
+    """A number for every size that is not fixed: 1 for the batch, `length` for others, or as near as its range allows.
+
+    >>> from types import SimpleNamespace
+    >>> from inlay.program.program import Symbol
+    >>> symbols = {"s0": Symbol("batch", 1, None), "s1": Symbol("length", 1, 64)}
+    >>> choose_sizes(SimpleNamespace(symbols=symbols), 128)
+    {'batch': 1, 'length': 64}
+    """
+    return {
+        each.name: max(each.low, min(1 if each.name == "batch" else length, each.high or length))
+        for each in program.symbols.values()
+    }
+
+
+def build_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Random inputs by name; states begin as the module has them, or as zeros where they are the caller's."""
+    from inlay.insight.interpreter import random_inputs
+
+    given = random_inputs(program, sizes=sizes)
+    for row in program.bindings.state:
+        if row.name in given:
+            held = program.tensors.get(row.name)
+            given[row.name] = given[row.name].zero_() if held is None else held.read()
+    return given

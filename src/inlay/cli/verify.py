@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.console import failing_kindly, out, print_json
-from inlay.cli.models import DTypeOption, ModelArgument, TrustOption, read_program, resolved_for
+from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from inlay.insight.verify import Verdict
+    from inlay.insight.verify import NumericsVerdict
 
 
 def verify(
@@ -29,7 +29,7 @@ def verify(
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -39,14 +39,14 @@ def verify(
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
-    with failing_kindly():
-        from inlay.insight.verify import FAILURES, Verify
+    with error_boundary():
+        from inlay.insight.verify import FAILURES, NumericsCheck
         from inlay.transforms import configure, run
 
-        expected = expected_of(against) if against is not None else {}
+        expected = read_expected_sites(against) if against is not None else {}
         program = read_program(model, dtype, trust)
-        seen = Verify(expected, seed, rounds)
-        run(program, configure(resolved_for(program, files, settings)), [seen])
+        seen = NumericsCheck(expected, seed, rounds)
+        run(program, configure(resolve_config(program, files, settings)), [seen])
         if as_json:
             print_json([verdict.to_json() for verdict in seen.verdicts])
         else:
@@ -55,7 +55,7 @@ def verify(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def expected_of(path: Path) -> dict[str, int]:
+def read_expected_sites(path: Path) -> dict[str, int]:
     """How often transforms matched when a lock or a package was made."""
     from inlay.transforms.lock import read_lock
 
@@ -66,13 +66,13 @@ def expected_of(path: Path) -> dict[str, int]:
     return {key: each.sites for key, each in models[0].transforms.items()}
 
 
-def _print(verdicts: list[Verdict]) -> None:
+def _print(verdicts: list[NumericsVerdict]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("transform", "sites", "change", "difference", "error before", "error after", ""):
         right = column in ("sites", "difference", "error before", "error after")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for each in verdicts:
-        numbers = (f"{value:.1e}" if value else "0" for value in (each.difference, each.before, each.after))
+        numbers = (f"{value:.1e}" if value else "0" for value in (each.difference, each.error_before, each.error_after))
         worst = "; ".join(f"{node.node} {node.error:.1e} ({node.source})" for node in each.worst)
         table.add_row(each.transform, str(each.sites), each.change.value, *numbers, each.reason or worst)
     out.print(table, markup=False)

@@ -1,5 +1,5 @@
 """Configuration: YAML layers resolved into one, with where each value came from."""
 
-from inlay.config.layers import Entry, Kept, Resolved, Setting, resolve
+from inlay.config.layers import ConfigFile, ResolvedConfig, Setting, TransformEntry, resolve_config
 
-__all__ = ["Entry", "Kept", "Resolved", "Setting", "resolve"]
+__all__ = ["ConfigFile", "ResolvedConfig", "Setting", "TransformEntry", "resolve_config"]

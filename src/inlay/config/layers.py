@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inlay.errors import UsageError, nearest, one_line
+from inlay.errors import UsageError, one_line, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ class _Match(BaseModel):
     model: list[str] = Field(default_factory=list)
 
 
-class _File(BaseModel):
+class _ConfigLayer(BaseModel):
     model_config = ConfigDict(extra="forbid")
     match: _Match | None = None
     aliases: dict[str, str] = Field(default_factory=dict)
@@ -39,7 +39,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TransformEntry:
     """One transform in the order of the configuration; `key` is its name, with `#2` when it stands twice."""
 
     key: str
@@ -52,39 +52,43 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """The configuration of one build."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TransformEntry, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     """Another name of a transform → its name."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class ConfigFile:
     """A configuration file whose contents were kept."""
 
     origin: str
     contents: dict[str, Any]
 
     @classmethod
-    def of(cls, file: Path | str) -> Kept:
+    def from_file(cls, file: Path | str) -> ConfigFile:
         """What a file holds now."""
         try:
             text = Path(file).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"The configuration {file} cannot be read: {one_line(error)}.") from error
-        contents = _parsed(text, str(file))
-        _read(contents, str(file))
+        contents = _parse_yaml(text, str(file))
+        _validate(contents, str(file))
         return cls(str(file), contents)
 
 
-def resolve(
-    *, architecture: str = "", model: str = "", files: Sequence[Path | str | Kept] = (), settings: Sequence[str] = ()
-) -> Resolved:
+def resolve_config(
+    *,
+    architecture: str = "",
+    model: str = "",
+    files: Sequence[Path | str | ConfigFile] = (),
+    settings: Sequence[str] = (),
+) -> ResolvedConfig:
     """Put the layers together.
 
-    >>> entries = {entry.key: entry for entry in resolve(settings=["match_rope.enabled=false"]).entries}
+    >>> entries = {entry.key: entry for entry in resolve_config(settings=["match_rope.enabled=false"]).entries}
     >>> entries["match_rope"].options["enabled"]
     Setting(value=False, origin='--set match_rope.enabled=false')
     """
@@ -98,33 +102,38 @@ def resolve(
     for text in settings:
         key, name, value = _parse_setting(text, options, aliases)
         options[key][name] = Setting(value, f"--set {text}")
-    return Resolved(tuple(Entry(key, values) for key, values in options.items()), aliases)
+    return ResolvedConfig(tuple(TransformEntry(key, values) for key, values in options.items()), aliases)
 
 
-def _layers(architecture: str, model: str, files: Iterable[Path | str | Kept]) -> Iterator[tuple[str, _File]]:
+def _layers(
+    architecture: str, model: str, files: Iterable[Path | str | ConfigFile]
+) -> Iterator[tuple[str, _ConfigLayer]]:
     here = resources.files("inlay.config")
-    yield "default.yaml", _read(_parsed(here.joinpath("default.yaml").read_text(), "default.yaml"), "default.yaml")
+    yield (
+        "default.yaml",
+        _validate(_parse_yaml(here.joinpath("default.yaml").read_text(), "default.yaml"), "default.yaml"),
+    )
     for origin, layer in _overlays():
         if layer.match is not None and _applies(layer.match, architecture, model):
             yield origin, layer
     for file in files:
-        kept = file if isinstance(file, Kept) else Kept.of(file)
-        yield kept.origin, _read(kept.contents, kept.origin)
+        kept = file if isinstance(file, ConfigFile) else ConfigFile.from_file(file)
+        yield kept.origin, _validate(kept.contents, kept.origin)
 
 
-def _overlays() -> Iterator[tuple[str, _File]]:
+def _overlays() -> Iterator[tuple[str, _ConfigLayer]]:
     folder = resources.files("inlay.config").joinpath("models")
     for each in sorted(folder.iterdir(), key=lambda each: each.name):
         if each.name.endswith(".yaml"):
             origin = f"models/{each.name}"
-            yield origin, _read(_parsed(each.read_text(), origin), origin)
+            yield origin, _validate(_parse_yaml(each.read_text(), origin), origin)
 
 
 def _applies(match: _Match, architecture: str, model: str) -> bool:
     return architecture in match.architecture or any(fnmatch(model, pattern) for pattern in match.model)
 
 
-def _parsed(text: str, origin: str) -> Any:
+def _parse_yaml(text: str, origin: str) -> Any:
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -133,13 +142,13 @@ def _parsed(text: str, origin: str) -> Any:
         raise UsageError(f"{origin} is not YAML{where}: {getattr(error, 'problem', None) or error}.") from error
 
 
-def _read(contents: Any, origin: str) -> _File:
+def _validate(contents: Any, origin: str) -> _ConfigLayer:
     try:
-        return _File.model_validate(contents)
+        return _ConfigLayer.model_validate(contents)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        hint = nearest(str(first["loc"][-1]), _File.model_fields) if first["type"] == "extra_forbidden" else ""
+        hint = suggest(str(first["loc"][-1]), _ConfigLayer.model_fields) if first["type"] == "extra_forbidden" else ""
         raise UsageError(f"{origin}: {key}: {first['msg'].lower()}.", hint) from error
 
 
@@ -150,17 +159,17 @@ def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) ->
     if not equals or not dot:
         raise UsageError(f"{text!r} is not a setting.", "Write --set TRANSFORM.OPTION=VALUE.")
     if key not in known:
-        raise UsageError(f"--set {text}: the configuration has no transform {key}.", nearest(key, known))
+        raise UsageError(f"--set {text}: the configuration has no transform {key}.", suggest(key, known))
     try:
         return key, name, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UsageError(f"--set {text}: {value!r} is not a YAML value.") from error
 
 
-def overlays_of(name: str) -> dict[str, dict[str, Any]]:
+def find_overlays(name: str) -> dict[str, dict[str, Any]]:
     """The overlays for models that say something about a transform, and what.
 
-    >>> list(overlays_of("match_geglu"))[0]
+    >>> list(find_overlays("match_geglu"))[0]
     'models/gemma.yaml'
     """
     found: dict[str, dict[str, Any]] = {}

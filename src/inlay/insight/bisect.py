@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inlay.errors import TransformError, UsageError
-from inlay.insight.near_misses import unbound
+from inlay.insight.explanation import drop_contract
 from inlay.program.graphs import origin
-from inlay.transforms.pipeline import run
+from inlay.transforms.pass_manager import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Step
+    from inlay.transforms.pass_manager import TransformStep
 
     Oracle = Callable[[Program], bool]
 
@@ -35,17 +35,17 @@ class Culprit:
     transform: str
     site: int | None
     """None for a pass that does not tell its sites: all of it is one."""
-    place: str = ""
+    root: str = ""
     """The node it rewrote, as it was called before."""
 
 
 @dataclass
-class _Chooser:
+class _SiteFilter:
     """Takes the chosen sites of one transform, and remembers what it was asked about."""
 
-    chosen: Collection[str] | None
+    selection: Collection[str] | None
     """Sites by the captured nodes they stand for, which other sites do not change; None: all."""
-    found: dict[str, str] = field(default_factory=dict)
+    output_names: dict[str, str] = field(default_factory=dict)
     """Site → what its output is called in this run."""
     times: Counter[str] = field(default_factory=Counter)
 
@@ -53,30 +53,33 @@ class _Chooser:
         name = origin(output)
         self.times[name] += 1
         site = name if self.times[name] == 1 else f"{name}#{self.times[name]}"
-        self.found[site] = output.name
-        return self.takes(site)
+        self.output_names[site] = output.name
+        return self.includes(site)
 
-    def takes(self, site: str) -> bool:
+    def includes(self, site: str) -> bool:
         """Whether a site is chosen."""
-        return self.chosen is None or site in self.chosen
+        return self.selection is None or site in self.selection
 
 
 @dataclass(frozen=True)
-class _Done:
+class _CachedRun:
     """A transform that was run on some of its sites, and what it made."""
 
     key: str
-    chooser: _Chooser
-    made: Program
+    site_filter: _SiteFilter
+    result: Program
     sites: int
 
-    def same(self, key: str, chosen: Collection[str] | None) -> bool:
+    def is_reusable(self, key: str, chosen: Collection[str] | None) -> bool:
         """Whether it would do the same again with this choice: it was asked of every site it found."""
-        taken = (self.chooser.takes(site) == (chosen is None or site in chosen) for site in self.chooser.found)
+        taken = (
+            self.site_filter.includes(site) == (chosen is None or site in chosen)
+            for site in self.site_filter.output_names
+        )
         return key == self.key and all(taken)
 
 
-_Unit = tuple[str, str]
+_SiteKey = tuple[str, str]
 """A transform and one of its sites; "" for a pass that does not tell them."""
 
 
@@ -85,7 +88,7 @@ class Bisection:
     """Asks an oracle about programs: True is good. `answers` can be saved and given again."""
 
     program: Program
-    steps: Sequence[Step]
+    steps: Sequence[TransformStep]
     oracle: Oracle
     answers: dict[str, bool] = field(default_factory=dict)
     on_run: Callable[[str, bool], None] = lambda text, good: None
@@ -95,21 +98,21 @@ class Bisection:
     def __post_init__(self) -> None:
         """Run everything once, to see which sites there are; asks the oracle nothing."""
         self.steps = [step for step in self.steps if step.transform.options.enabled]
-        self._done: list[_Done] = []
+        self._last_run: list[_CachedRun] = []
         """What the last run did, for the next one that begins alike."""
         _, worked, found = self._run({step.key: None for step in self.steps})
-        self.known: dict[_Unit, Culprit] = {}
+        self.site_index: dict[_SiteKey, Culprit] = {}
         """Every site that may be to blame, in order, by the captured node it stands for."""
         for key, sites in found.items():
             if sites:
-                self.known |= {(key, site): Culprit(key, n, sites[site]) for n, site in enumerate(sites)}
+                self.site_index |= {(key, site): Culprit(key, n, sites[site]) for n, site in enumerate(sites)}
             elif key in worked:
-                self.known[key, ""] = Culprit(key, None)
+                self.site_index[key, ""] = Culprit(key, None)
 
     @property
     def sites(self) -> list[Culprit]:
         """Every site that may be to blame, in order."""
-        return list(self.known.values())
+        return list(self.site_index.values())
 
     def find(self) -> list[Culprit]:
         """One culprit, or those that are wrong only together, in order; none when the result is good.
@@ -117,26 +120,26 @@ class Bisection:
         The shortest beginning that is bad ends with a culprit. If that alone is good, the shortest beginning of the
         rest that is bad together with it ends with another one: two searches by halves for a pair.
         """
-        rest = list(self.known)
-        if self._good(rest):
+        rest = list(self.site_index)
+        if self._is_good(rest):
             return []
-        if not self._good([]):
+        if not self._is_good([]):
             raise UsageError("The model is not good before any transform ran.", "The oracle must accept it.")
-        culprits: list[_Unit] = []
-        kept: list[_Unit] = []
-        while not culprits or self._good(kept):
-            *rest, last = _shortest(rest, self._bad_with(kept))
-            prepared = self._preparing(last, rest, kept)
+        culprits: list[_SiteKey] = []
+        kept: list[_SiteKey] = []
+        while not culprits or self._is_good(kept):
+            *rest, last = _shortest_prefix(rest, self._bad_predicate(kept))
+            prepared = self._find_prerequisites(last, rest, kept)
             culprits = [last, *culprits]
             kept = [*kept, last, *prepared]
             rest = [unit for unit in rest if unit not in prepared]
-        return [self.known[unit] for unit in culprits]
+        return [self.site_index[unit] for unit in culprits]
 
-    def good(self, sites: Collection[Culprit]) -> bool:
+    def is_good(self, sites: Collection[Culprit]) -> bool:
         """Whether the program is good when only these sites are rewritten."""
-        return self._good([unit for unit, culprit in self.known.items() if culprit in sites])
+        return self._is_good([unit for unit, culprit in self.site_index.items() if culprit in sites])
 
-    def text(self, sites: Collection[Culprit]) -> str:
+    def format_sites(self, sites: Collection[Culprit]) -> str:
         """The same sites are the same text, in every process.
 
         Numbers, ends of a range included: `match_rope: 0-3, 7; clean_noops: all`.
@@ -149,8 +152,8 @@ class Bisection:
                 parts.setdefault(culprit.transform, []).append(culprit.site)  # type: ignore[union-attr]
         return "; ".join(f"{key}: {'all' if each is None else _ranges(each)}" for key, each in parts.items())
 
-    def _good(self, units: Sequence[_Unit]) -> bool:
-        text = self.text({self.known[unit] for unit in units})
+    def _is_good(self, units: Sequence[_SiteKey]) -> bool:
+        text = self.format_sites({self.site_index[unit] for unit in units})
         if text not in self.answers:
             self.runs += 1
             try:
@@ -160,21 +163,21 @@ class Bisection:
             self.on_run(text, self.answers[text])
         return self.answers[text]
 
-    def _bad_with(self, kept: Sequence[_Unit]) -> Callable[[Sequence[_Unit]], bool]:
-        return lambda units: not self._good([*units, *kept])
+    def _bad_predicate(self, kept: Sequence[_SiteKey]) -> Callable[[Sequence[_SiteKey]], bool]:
+        return lambda units: not self._is_good([*units, *kept])
 
-    def _found_with(self, kept: Sequence[_Unit], unit: _Unit) -> Callable[[Sequence[_Unit]], bool]:
-        return lambda units: self._finds(unit, [*units, *kept])
+    def _found_predicate(self, kept: Sequence[_SiteKey], unit: _SiteKey) -> Callable[[Sequence[_SiteKey]], bool]:
+        return lambda units: self._is_found(unit, [*units, *kept])
 
-    def _preparing(self, unit: _Unit, rest: list[_Unit], kept: list[_Unit]) -> list[_Unit]:
+    def _find_prerequisites(self, unit: _SiteKey, rest: list[_SiteKey], kept: list[_SiteKey]) -> list[_SiteKey]:
         """Those of the rest without which there is no such site; they are no culprits. Asks the oracle nothing."""
-        needed: list[_Unit] = []
-        while not self._finds(unit, [*kept, *needed]):
-            *rest, last = _shortest(rest, self._found_with([*kept, *needed], unit))
+        needed: list[_SiteKey] = []
+        while not self._is_found(unit, [*kept, *needed]):
+            *rest, last = _shortest_prefix(rest, self._found_predicate([*kept, *needed], unit))
             needed.append(last)
         return needed
 
-    def _finds(self, unit: _Unit, others: Sequence[_Unit]) -> bool:
+    def _is_found(self, unit: _SiteKey, others: Sequence[_SiteKey]) -> bool:
         key, site = unit
         try:
             _, worked, found = self._run(_by_transform([*others, unit]))
@@ -185,35 +188,35 @@ class Bisection:
     def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, str]]]:
         """The program that only these sites make, the transforms that did something, and the sites of each."""
         asked = [step for step in self.steps if step.key in chosen]
-        done: list[_Done] = []
-        for step, before in zip(asked, self._done, strict=False):
-            if not before.same(step.key, chosen[step.key]):
+        done: list[_CachedRun] = []
+        for step, before in zip(asked, self._last_run, strict=False):
+            if not before.is_reusable(step.key, chosen[step.key]):
                 break
             done.append(before)
         for step in asked[len(done) :]:
-            chooser, limited = _Chooser(chosen[step.key]), unbound(step)
-            limited.transform.choose = chooser
-            made, (record,) = run(done[-1].made if done else self.program, [limited])
-            done.append(_Done(step.key, chooser, made, record.sites))
-        self._done = done
+            chooser, limited = _SiteFilter(chosen[step.key]), drop_contract(step)
+            limited.transform.site_filter = chooser
+            made, (record,) = run(done[-1].result if done else self.program, [limited])
+            done.append(_CachedRun(step.key, chooser, made, record.sites))
+        self._last_run = done
         return (
-            done[-1].made if done else self.program,
+            done[-1].result if done else self.program,
             {each.key for each in done if each.sites},
-            {each.key: each.chooser.found for each in done},
+            {each.key: each.site_filter.output_names for each in done},
         )
 
 
-def _by_transform(units: Sequence[_Unit]) -> dict[str, Collection[str] | None]:
+def _by_transform(units: Sequence[_SiteKey]) -> dict[str, Collection[str] | None]:
     chosen: dict[str, Collection[str] | None] = {}
     for key, site in units:
         chosen[key] = {*(chosen.get(key) or ()), site} if site else None
     return chosen
 
 
-def _shortest(units: Sequence[_Unit], holds: Callable[[Sequence[_Unit]], bool]) -> Sequence[_Unit]:
+def _shortest_prefix(units: Sequence[_SiteKey], holds: Callable[[Sequence[_SiteKey]], bool]) -> Sequence[_SiteKey]:
     """The shortest beginning for which it holds, when it does for all and not for none.
 
-    >>> _shortest("abcdefg", lambda some: "c" in some)
+    >>> _shortest_prefix("abcdefg", lambda some: "c" in some)
     'abc'
     """
     low, high = 0, len(units)

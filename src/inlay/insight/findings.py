@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from inlay.program.graphs import MODULE, target_text
-from inlay.rewrite.differences import role
+from inlay.rewrite.differences import code_location
 from inlay.rewrite.near_misses import NearMiss
-from inlay.rewrite.reasons import Reason, reason_of
+from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import fx
 
-    from inlay.rewrite import Miss
+    from inlay.rewrite import Refusal
 
 SUGGESTIONS = {
     Reason.ANOTHER_CONSUMER: "Compute the value again for its other reader, or let that one read the result.",
@@ -28,11 +28,11 @@ SUGGESTIONS = {
     Reason.MISSING: "If it is written so on purpose, add it as another `pattern_…` of the rule.",
     Reason.EXTRA: "Move the extra call before or after the pattern, or add it as another `pattern_…` of the rule.",
     Reason.MUTATION: "Move the write before or after the pattern.",
-    Reason.OVERLAPPED: "Nothing to do: the nodes are part of another site.",
+    Reason.OVERLAP: "Nothing to do: the nodes are part of another site.",
     Reason.REPLACEMENT: "Correct the rule: its replacement, or the fake kernel of the operator it calls.",
     Reason.REFUSED: "",
 }
-_ABOUT_PATTERNS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)
+_PATTERN_REASONS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)
 """What is suggested for these helps only a transform that has patterns."""
 
 
@@ -45,7 +45,7 @@ class Finding:
     reason: str
     node: str
     """The node that differs, in the first of the places."""
-    places: tuple[str, ...]
+    roots: tuple[str, ...]
     """Where the pattern's output would be, one name a place."""
     layers: tuple[int, ...]
     source: str
@@ -58,10 +58,10 @@ class Finding:
     @property
     def text(self) -> str:
         """The finding as a sentence."""
-        total = self.sites + len(self.places)
+        total = self.sites + len(self.roots)
         share = f"{self.sites} of {total} matched; " if self.sites else ""
-        alone = f"{self.places[0]}: " if len(self.places) == 1 else ""
-        where = f"{layers_text(self.layers)}: " if self.layers else alone
+        alone = f"{self.roots[0]}: " if len(self.roots) == 1 else ""
+        where = f"{format_layers(self.layers)}: " if self.layers else alone
         source = f" ({self.source})" if self.source else ""
         return f"{share}{where}{self.matched} of {self.of} nodes: {self.reason}{source}"
 
@@ -70,10 +70,10 @@ class Finding:
         return asdict(self) | {"kind": self.kind.value, "text": self.text}
 
 
-def layers_text(numbers: Sequence[int]) -> str:
+def format_layers(numbers: Sequence[int]) -> str:
     """Numbers of layers as people write them.
 
-    >>> layers_text([3]), layers_text([3, 17]), layers_text([0, 1, 2, 5])
+    >>> format_layers([3]), format_layers([3, 17]), format_layers([0, 1, 2, 5])
     ('layer 3', 'layers 3 and 17', 'layers 0–2 and 5')
     """
     runs: list[list[int]] = []
@@ -94,37 +94,42 @@ def layer_of(node: fx.Node, folds: Callable[[], dict[fx.Node, int]]) -> int | No
 
 
 def fold_misses(
-    transform: str, misses: Iterable[Miss], roots: Iterable[fx.Node], layer: Callable[[fx.Node], int | None]
+    transform: str, misses: Iterable[Refusal], roots: Iterable[fx.Node], layer: Callable[[fx.Node], int | None]
 ) -> list[Finding]:
     """Misses, best first, as findings: those that say the same about the same place of several layers are one.
 
     `roots` are the outputs of the sites that matched.
     """
-    matched = Counter(role(root) for root in roots)
-    groups: dict[Any, list[Miss]] = {}
+    matched = Counter(code_location(root) for root in roots)
+    groups: dict[Any, list[Refusal]] = {}
     for miss in misses:
-        kind = reason_of(miss.reason)
-        key = (kind, role(miss.root), role(miss.node), target_text(miss.node.target), miss.matched, miss.of)
+        key = (
+            miss.kind,
+            code_location(miss.root),
+            code_location(miss.node),
+            target_text(miss.node.target),
+            miss.matched,
+            miss.pattern_nodes,
+        )
         groups.setdefault(key, []).append(miss)
     findings = []
     for (kind, where, *_), group in groups.items():
         first = group[0]
         numbers = {layer(each.root) for each in group}
-        reason = first.reason if kind is not Reason.REFUSED else f"refused: {first.reason}"
         others = len(first.differences) - 1 if isinstance(first, NearMiss) else 0
         findings.append(
             Finding(
                 transform=transform,
                 kind=kind,
-                reason=reason + (f", and {others} more" if others > 0 else ""),
+                reason=first.reason + (f", and {others} more" if others > 0 else ""),
                 node=first.node.name,
-                places=tuple(each.root.name for each in group),
+                roots=tuple(each.root.name for each in group),
                 layers=tuple(sorted(number for number in numbers if number is not None)),
                 source=first.source,
                 matched=first.matched,
-                of=first.of,
+                of=first.pattern_nodes,
                 sites=matched[where],
-                suggestion="" if kind in _ABOUT_PATTERNS and not isinstance(first, NearMiss) else SUGGESTIONS[kind],
+                suggestion="" if kind in _PATTERN_REASONS and not isinstance(first, NearMiss) else SUGGESTIONS[kind],
             )
         )
     return findings

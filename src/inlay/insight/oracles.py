@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import UsageError
-from inlay.insight.running import Runner, random_inputs
+from inlay.insight.interpreter import ProgramInterpreter, random_inputs
 from inlay.insight.verify import is_wrong
-from inlay.program.text import save
+from inlay.program.text.printer import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Oracle = Callable[[Program], bool]
 
 
-def find_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
+def make_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
     """`logits`, `tokens`, or a command that is given a dump of the program and ends with 0 when it is good."""
     if text == "logits":
         return _logits(program, seed)
@@ -36,8 +36,8 @@ def find_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
 
 def _logits(program: Program, seed: int) -> Oracle:
     """Good as long as the error against float64 is what rounding makes it."""
-    runner, inputs = Runner(), random_inputs(program, seed)
-    referee = runner(program, inputs, precise=torch.float64)
+    runner, inputs = ProgramInterpreter(), random_inputs(program, seed)
+    referee = runner(program, inputs, compute_dtype=torch.float64)
     before = runner(program, inputs)
 
     def good(made: Program) -> bool:
@@ -49,24 +49,24 @@ def _logits(program: Program, seed: int) -> Oracle:
 
 def _tokens(program: Program, seed: int) -> Oracle:
     """Good as long as the likeliest token is the same at every position."""
-    runner, inputs = Runner(), random_inputs(program, seed)
-    expected = [_likeliest(each) for each in runner(program, inputs)]
+    runner, inputs = ProgramInterpreter(), random_inputs(program, seed)
+    expected = [_argmax_tokens(each) for each in runner(program, inputs)]
 
     def good(made: Program) -> bool:
         results = _results(runner, made, inputs)
         return results is not None and all(
-            torch.equal(one, _likeliest(two)) for one, two in zip(expected, results, strict=True)
+            torch.equal(one, _argmax_tokens(two)) for one, two in zip(expected, results, strict=True)
         )
 
     return good
 
 
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+def _argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each position, -1 where a logit is not a number."""
     return logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
 
 
-def _results(runner: Runner, made: Program, inputs: dict[str, Any]) -> list[Any] | None:
+def _results(runner: ProgramInterpreter, made: Program, inputs: dict[str, Any]) -> list[Any] | None:
     """None of a program that cannot be run, which is as wrong as can be."""
     try:
         return runner(made, inputs)

@@ -9,12 +9,12 @@ INK, FAINT = "#7a818b", "#7a818b40"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
-def opening(title: str, about: str, width: float, height: float) -> str:
+def header(title: str, description: str, width: float, height: float) -> str:
     """The beginning of a picture; `</svg>` ends it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
         f' height="{height:g}" role="img" font-family="{FONT}" font-size="12" fill="{INK}">\n'
-        f"<title>{escape(title)}</title><desc>{escape(about)}</desc>"
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
     )
 
 

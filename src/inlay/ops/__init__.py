@@ -3,6 +3,6 @@
 Each has a reference in plain torch (its CPU implementation and its decomposition are the same code) and a fake kernel.
 """
 
-from inlay.ops import attention, cached, gated, norm, packed, rope, short_conv
+from inlay.ops import attention, cached_attention, gated_activation, norm, packed_linear, rope, short_conv
 
-__all__ = ["attention", "cached", "gated", "norm", "packed", "rope", "short_conv"]
+__all__ = ["attention", "cached_attention", "gated_activation", "norm", "packed_linear", "rope", "short_conv"]

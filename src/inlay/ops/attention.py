@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inlay.ops.define import canonical
+from inlay.ops.registration import canonical_op
 
 
-@canonical("attention")
+@canonical_op("attention")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -40,18 +40,18 @@ def attention(
             [0.7500, 0.7500]])
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = (_repeated(each, groups) for each in (key, value))
+    key, value = (_repeat_kv(each, groups) for each in (key, value))
     if causal:
-        mask = _causal(query, key, window)
+        mask = _causal_mask(query, key, window)
     if slopes is not None:
-        mask = _plus_slopes(mask, slopes, query, key)
+        mask = _add_alibi_bias(mask, slopes, query, key)
     if zero_rows and not softcap and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores + _added(mask, scores.dtype)
+        scores = scores + _additive_mask(mask, scores.dtype)
     if sinks is None:
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     else:
@@ -59,15 +59,15 @@ def attention(
     return torch.matmul(weights, value)
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What to add to the scores."""
     return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if mask.dtype == torch.bool else mask
 
 
-def _plus_slopes(mask: Tensor | None, slopes: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _add_alibi_bias(mask: Tensor | None, slopes: Tensor, query: Tensor, key: Tensor) -> Tensor:
     positions = torch.arange(key.shape[2], device=key.device)
     bias = (slopes.reshape(1, -1, 1, 1) * positions).to(query.dtype)
-    return bias if mask is None else bias + _added(mask, query.dtype)
+    return bias if mask is None else bias + _additive_mask(mask, query.dtype)
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
 
 
-def _repeated(heads: Tensor, groups: int) -> Tensor:
+def _repeat_kv(heads: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return heads
     batch, count, length, size = heads.shape
     return heads[:, :, None].expand(batch, count, groups, length, size).reshape(batch, count * groups, length, size)
 
 
-def _causal(query: Tensor, key: Tensor, window: int) -> Tensor:
+def _causal_mask(query: Tensor, key: Tensor, window: int) -> Tensor:
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)[None, :]
     seen = columns <= rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inlay.ops.define import canonical
+from inlay.ops.registration import canonical_op
 
 
-@canonical("rms_norm")
+@canonical_op("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
     """`x / rms(x) * (weight + offset)`, computed in float32 at least.
 
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: b
     return (normed * (scale + offset if offset else scale)).to(x.dtype)
 
 
-@canonical("add_rms_norm")
+@canonical_op("add_rms_norm")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inlay.ops.define import canonical
+from inlay.ops.registration import canonical_op
 
 
-@canonical("rope")
+@canonical_op("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x * cos + rotate_half(x) * sin`, the halves of the last axis rotated against each other.
 
@@ -20,7 +20,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + rotated * sin
 
 
-@canonical("rope_interleaved")
+@canonical_op("rope_interleaved")
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x * cos + rotate_pairs(x) * sin`: neighbours of the last axis are rotated against each other.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inlay.ops.define import canonical, on_device
+from inlay.ops.registration import canonical_op, register_kernel
 
 
-@canonical("gated_short_conv")
+@canonical_op("gated_short_conv")
 def gated_short_conv(x: Tensor, weight: Tensor) -> Tensor:
     """`after * conv(before * value)`, each channel by itself, over a few rows back.
 
@@ -25,8 +25,8 @@ def gated_short_conv(x: Tensor, weight: Tensor) -> Tensor:
     return (after * convolved[..., : x.shape[-2]]).transpose(-1, -2).contiguous()
 
 
-@on_device("gated_short_conv", "CUDA")
-def _on_gpu(x: Tensor, weight: Tensor) -> Tensor:
+@register_kernel("gated_short_conv", "CUDA")
+def _gated_short_conv_cuda(x: Tensor, weight: Tensor) -> Tensor:
     """One Triton kernel. Not timed, and not verified on a GPU."""
     from inlay.ops.short_conv_triton import launch
 

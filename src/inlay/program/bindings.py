@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, overload
 
-from inlay.errors import ProgramError, nearest
+from inlay.errors import ProgramError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,13 +27,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Alias:
-    """This output *is* the storage of the binding `of`; `why` says how that is known.
+    """This output *is* the storage of the binding `binding`; `kind` says how that is known.
 
     `mutated` comes from the captured signature: the model wrote to it in place.
     """
 
-    of: str
-    why: str
+    binding: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Binding:
         return bool(self.dtype)
 
     @property
-    def text(self) -> str:
+    def type_text(self) -> str:
         """The type as people write it.
 
-        >>> Binding("x", Role.INPUT, "x", "float32", ("batch", 8)).text
+        >>> Binding("x", Role.INPUT, "x", "float32", ("batch", 8)).type_text
         'f32[batch, 8]'
         """
         return tensor_text(self.dtype, self.shape) if self.is_tensor else "scalar"
@@ -80,7 +81,7 @@ class Binding:
         return math.prod(known) * (int(bits[0]) // 8 if bits else 1)
 
 
-_SHORT = {
+_SHORT_DTYPES = {
     "float64": "f64",
     "float32": "f32",
     "float16": "f16",
@@ -102,7 +103,7 @@ def tensor_text(dtype: str, shape: tuple[int | str, ...]) -> str:
     >>> tensor_text("bfloat16", ("batch", "length", 576))
     'bf16[batch, length, 576]'
     """
-    return f"{_SHORT.get(dtype, dtype)}[{', '.join(map(str, shape))}]"
+    return f"{_SHORT_DTYPES.get(dtype, dtype)}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,13 @@ class Bindings:
     rows: tuple[Binding, ...]
 
     def __post_init__(self) -> None:
-        names = [row.name for row in self.rows]
-        if len(names) != len(set(names)):
-            twice = sorted({name for name in names if names.count(name) > 1})
+        names = Counter(row.name for row in self.rows)
+        if len(names) != len(self.rows):
+            twice = sorted(name for name, count in names.items() if count > 1)
             raise ProgramError(f"The binding table names {', '.join(twice)} more than once.")
         for row in self.rows:
-            if row.alias is not None and row.alias.of not in names:
-                raise ProgramError(f"{row.name} is declared to live in {row.alias.of}, which is no binding.")
+            if row.alias is not None and row.alias.binding not in names:
+                raise ProgramError(f"{row.name} is declared to live in {row.alias.binding}, which is no binding.")
 
     def __iter__(self) -> Iterator[Binding]:
         return iter(self.rows)
@@ -141,9 +142,9 @@ class Bindings:
         for row in self.rows:
             if row.name == key:
                 return row
-        raise ProgramError(f"No binding is called {key}.", nearest(key, (row.name for row in self.rows)))
+        raise ProgramError(f"No binding is called {key}.", suggest(key, (row.name for row in self.rows)))
 
-    def of(self, *roles: Role) -> tuple[Binding, ...]:
+    def with_role(self, *roles: Role) -> tuple[Binding, ...]:
         """The bindings that have one of these roles, in order."""
         return tuple(row for row in self.rows if row.role in roles)
 
@@ -155,14 +156,14 @@ class Bindings:
     @property
     def outs(self) -> tuple[Binding, ...]:
         """What comes out, one per value of the graph's output, in order."""
-        return self.of(Role.OUTPUT)
+        return self.with_role(Role.OUTPUT)
 
-    def alias(self, state: str) -> Alias:
+    def find_alias(self, state: str) -> Alias:
         """How it is known that this state is written to."""
-        return next(row.alias for row in self.outs if row.alias is not None and row.alias.of == state)
+        return next(row.alias for row in self.outs if row.alias is not None and row.alias.binding == state)
 
     @property
     def state(self) -> tuple[Binding, ...]:
         """The bindings whose storage some output writes to."""
-        written = {row.alias.of for row in self.outs if row.alias is not None}
+        written = {row.alias.binding for row in self.outs if row.alias is not None}
         return tuple(row for row in self.ins if row.name in written)

@@ -30,10 +30,10 @@ class Facts:
     vocabulary: Fact | None = None
     max_length: Fact | None = None
 
-    def known(self) -> Iterator[tuple[str, Fact]]:
+    def items(self) -> Iterator[tuple[str, Fact]]:
         """The facts that are known, by name.
 
-        >>> list(Facts(layers=Fact(30, "config")).known())
+        >>> list(Facts(layers=Fact(30, "config")).items())
         [('layers', Fact(value=30, origin='config'))]
         """
         for each in fields(self):
@@ -42,10 +42,10 @@ class Facts:
                 yield each.name, value
 
 
-def agree(config: int | None, graph: int | None) -> Fact | None:
+def reconcile(config: int | None, graph: int | None) -> Fact | None:
     """One fact from two sources. Where they differ, the graph is what will run and both are shown.
 
-    >>> agree(30, 30), agree(None, 4), agree(8, 6)
+    >>> reconcile(30, 30), reconcile(None, 4), reconcile(8, 6)
     (Fact(value=30, origin='config, graph'), Fact(value=4, origin='graph'), Fact(value=6, origin='graph (config: 8)'))
     """
     if config is None:

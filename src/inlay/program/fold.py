@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from inlay.program.gc_pause import pause_gc
 from inlay.program.graphs import MODULE, labels, operands
-from inlay.program.pause import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-LEAST_SAVED = 8
+MIN_SAVED_NODES = 8
 """A repeat that would hide fewer nodes than this is left as it is."""
 _CANDIDATES_PER_LENGTH = 4
-_MOST_FOLDS = 32
-_LONGEST_STRETCH = 1024
+_MAX_FOLDS = 32
+_MAX_STRETCH = 1024
 """Two parts of one layer that are alike for longer than this would be taken for two layers."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
-_SHARED_START = 0.2
-_LEAST_SHARED = 4
+_MIN_PREFIX_SHARE = 0.2
+_MIN_PREFIX_NODES = 4
 """How much of a period, as a share and in nodes, must recur inside it before it is taken for several layers."""
 
 
@@ -57,11 +57,11 @@ class Occurrence:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class BlockKind:
     """A block and everywhere it stands. All occurrences compute the same function of their inputs."""
 
     occurrences: tuple[Occurrence, ...]
-    shown: int = 0
+    shown_index: int = 0
     """Which occurrence stands for all of them in text."""
     name: str = ""
     """What its function is called in text; by default a letter in program order."""
@@ -72,7 +72,7 @@ class Kind:
     @property
     def example(self) -> Occurrence:
         """The occurrence that stands for all of them in text."""
-        return self.occurrences[self.shown]
+        return self.occurrences[self.shown_index]
 
     @property
     def size(self) -> int:
@@ -80,7 +80,7 @@ class Kind:
         return len(self.occurrences[0].nodes)
 
     @cached_property
-    def outputs(self) -> tuple[int, ...]:
+    def output_positions(self) -> tuple[int, ...]:
         """Positions in the block of the values that any occurrence hands on."""
         read: set[int] = set()
         for each in self.occurrences:
@@ -90,20 +90,20 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
-class Deviation:
+class BlockDeviation:
     """A stretch that is almost a block: most of its operators, but not all or not wired alike."""
 
     start: int
     nodes: tuple[fx.Node, ...]
-    kind: Kind
+    kind: BlockKind
     extra: Counter[str]
-    lacking: Counter[str]
+    missing: Counter[str]
 
     @property
     def text(self) -> str:
         """What differs, in a few words."""
         parts = [f"+ {count} {name}" for name, count in self.extra.items()]
-        parts += [f"- {count} {name}" for name, count in self.lacking.items()]
+        parts += [f"- {count} {name}" for name, count in self.missing.items()]
         return ", ".join(parts) or "same operators, wired differently"
 
 
@@ -112,11 +112,11 @@ class Folds:
     """The folds of one graph, in program order, and what almost folded."""
 
     graph: fx.Graph
-    kinds: tuple[Kind, ...]
-    deviations: tuple[Deviation, ...]
+    kinds: tuple[BlockKind, ...]
+    deviations: tuple[BlockDeviation, ...]
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """How many layer-like blocks there are: occurrences of the main kinds, deviating ones included."""
         if not self.kinds:
             return 0
@@ -125,11 +125,11 @@ class Folds:
         return sum(map(len, mains)) + sum(1 for each in self.deviations if each.kind in mains)
 
     @property
-    def covered(self) -> int:
+    def covered_node_count(self) -> int:
         """Number of nodes that stand in some occurrence."""
         return sum(kind.size * len(kind) for kind in self.kinds)
 
-    def in_order(self) -> Iterator[tuple[Kind, int, Occurrence]]:
+    def iter_occurrences(self) -> Iterator[tuple[BlockKind, int, Occurrence]]:
         """Every occurrence in program order: its kind, which of the kind it is, and where it stands."""
         found = [(kind, index, each) for kind in self.kinds for index, each in enumerate(kind.occurrences)]
         yield from sorted(found, key=lambda item: item[2].start)
@@ -137,42 +137,44 @@ class Folds:
     @cached_property
     def layer_of(self) -> dict[fx.Node, int]:
         """Node → number of the block it stands in, counted over all kinds and deviations in program order."""
-        stretches = [(each.start, each.nodes) for _, _, each in self.in_order()]
+        stretches = [(each.start, each.nodes) for _, _, each in self.iter_occurrences()]
         stretches += [(each.start, each.nodes) for each in self.deviations]
         return {node: number for number, (_, nodes) in enumerate(sorted(stretches)) for node in nodes}
 
 
-def fold(program: Program, *, most: bool = False) -> Folds:
+def fold(program: Program, *, maximize_blocks: bool = False) -> Folds:
     """Find the repeated blocks of a program (of its outermost graph).
 
-    Blocks begin where the model's own do, as readers expect; with `most`, where that gives most of them.
+    Blocks begin where the model's own do, as readers expect; with `maximize_blocks`, where that gives most of them.
     """
-    return fold_graph(program.graph, labels(program.graph, program.types), most=most)
+    return fold_graph(program.graph, labels(program.graph, program.types), maximize_blocks=maximize_blocks)
 
 
-@collector_paused()
-def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable], *, most: bool = False) -> Folds:
+@pause_gc()
+def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable], *, maximize_blocks: bool = False) -> Folds:
     """Find the repeated blocks of a graph whose nodes have these labels."""
     signer = Signer(graph, node_labels)
-    nodes, string = signer.nodes, signer.string
-    crossing, boundary = _crossing(nodes), _boundary(nodes)
+    nodes, string = signer.nodes, signer.label_ids
+    crossing, boundary = _live_tensor_counts(nodes), _boundary(nodes)
     groups: dict[Hashable, list[Occurrence]] = {}
     known: set[bytes] = set()
     free = string.copy()
-    for _ in range(_MOST_FOLDS):
+    for _ in range(_MAX_FOLDS):
         run = _best_run(free)
         if run is None:
             break
         start, end, period = run
-        stretches = _cut(string, crossing, boundary, start, end, period, known, most)
+        stretches = _cut(string, crossing, boundary, start, end, period, known, maximize_blocks)
         for begin, stop in stretches:
             known.add(string[begin:stop].tobytes())
             occurrence, signature = signer.sign(begin, stop)
             groups.setdefault(signature, []).append(occurrence)
         _blank(free, stretches[0][0], stretches[-1][1])
-    kinds = [Kind(tuple(sorted(group, key=lambda each: each.start))) for group in groups.values() if len(group) > 1]
+    kinds = [
+        BlockKind(tuple(sorted(group, key=lambda each: each.start))) for group in groups.values() if len(group) > 1
+    ]
     kinds.sort(key=lambda kind: kind.occurrences[0].start)
-    return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, signer.keep, kinds)))
+    return Folds(graph, tuple(kinds), tuple(_deviations(nodes, node_labels, signer.graph_indices, kinds)))
 
 
 def size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -195,7 +197,7 @@ def _blank(string: npt.NDArray[np.int64], start: int, stop: int) -> None:
     string[start:stop] = -1 - np.arange(start, stop)
 
 
-def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
+def _live_tensor_counts(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
     """How many tensors are alive at the cut before each node."""
     place = {node: index for index, node in enumerate(nodes)}
     change = np.zeros(len(nodes) + 2, dtype=np.int64)
@@ -210,16 +212,16 @@ def _crossing(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
 
 def _boundary(nodes: list[fx.Node]) -> npt.NDArray[np.bool_]:
     """Whether a node comes from another layer's module than the one before it, going by the first index in its path."""
-    owners = [numbered(str(node.meta.get(MODULE, ""))) for node in nodes]
+    owners = [layer_path(str(node.meta.get(MODULE, ""))) for node in nodes]
     differs = [bool(two) and one != two for one, two in pairwise(owners)]
     return np.array([True, *differs, True], dtype=np.bool_)
 
 
-def numbered(path: str) -> str:
+def layer_path(path: str) -> str:
     """A module path up to its first index: the layer it belongs to, or nothing.
 
-    >>> numbered("model.layers.3.mlp"), numbered("model.norm")
-    ('model.layers.3', '')
+    >>> layer_path("model.layer_count.3.mlp"), layer_path("model.norm")
+    ('model.layer_count.3', '')
     """
     parts = path.split(".")
     place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
@@ -229,7 +231,7 @@ def numbered(path: str) -> str:
 def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
     """The tandem repeat that covers most: start, end, period."""
     best: tuple[int, int, int] | None = None
-    best_saved = float(LEAST_SAVED)
+    best_saved = float(MIN_SAVED_NODES)
     for period in sorted(_candidate_periods(string)):
         for start, end in _runs(string, period):
             # A larger period must save clearly more than a smaller one: two layers are not one.
@@ -241,7 +243,7 @@ def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
 def _candidate_periods(string: npt.NDArray[np.int64]) -> set[int]:
     """Distances at which equal stretches lie apart, the most frequent ones for stretches of 1, 2, 4, 8, … nodes."""
     ranks, length, periods = np.unique(string, return_inverse=True)[1].reshape(-1), 1, set[int]()
-    while length <= min(len(string) // 2, _LONGEST_STRETCH):
+    while length <= min(len(string) // 2, _MAX_STRETCH):
         order = np.argsort(ranks, kind="stable")
         same = ranks[order][1:] == ranks[order][:-1]
         gaps = (order[1:] - order[:-1])[same]
@@ -304,7 +306,9 @@ def _inner_cuts(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64]) -
         phases = [range(at, end + 1, period) for at in range(start, start + period)]
         cuts.update(min(phases, key=lambda row: _peak(crossing, row)))
     for at in np.flatnonzero(block == block[0]):
-        if at > 0 and _shared_start(block[at:], block) >= max(_SHARED_START * len(block), _LEAST_SHARED):
+        if at > 0 and _common_prefix_length(block[at:], block) >= max(
+            _MIN_PREFIX_SHARE * len(block), _MIN_PREFIX_NODES
+        ):
             cuts.add(int(at))
     allowed = sorted(at for at in cuts if at < len(block) and crossing[at] <= crossing[0])
     return _split_known(block, crossing, allowed)
@@ -323,7 +327,7 @@ def _split_known(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], 
             for start, stop in pieces
             for other, end in pieces
             if end - other < stop - start
-            and _shared_start(block[start:stop], block[other:end]) == end - other
+            and _common_prefix_length(block[start:stop], block[other:end]) == end - other
             and crossing[start + end - other] <= crossing[0]
         }
         if new <= set(cuts):
@@ -331,7 +335,7 @@ def _split_known(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], 
         cuts = sorted({*cuts, min(new - set(cuts))})
 
 
-def _shared_start(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
+def _common_prefix_length(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
     """How many labels two stretches have in common from their starts."""
     length = min(len(left), len(right))
     differs = np.flatnonzero(left[:length] != right[:length])
@@ -345,10 +349,12 @@ class Signer:
     def __init__(self, graph: fx.Graph, node_labels: Sequence[Hashable]) -> None:
         every = list(graph.nodes)
         outside = size_arithmetic(every)
-        self.keep = [index for index, node in enumerate(every) if node not in outside]
-        self.nodes = [every[index] for index in self.keep]
+        self.graph_indices = [index for index, node in enumerate(every) if node not in outside]
+        self.nodes = [every[index] for index in self.graph_indices]
         ids: dict[Hashable, int] = {}
-        self.string = np.array([ids.setdefault(node_labels[index], len(ids)) for index in self.keep], dtype=np.int64)
+        self.label_ids = np.array(
+            [ids.setdefault(node_labels[index], len(ids)) for index in self.graph_indices], dtype=np.int64
+        )
         self.place = {node: index for index, node in enumerate(self.nodes)}
 
     def sign(self, start: int, stop: int) -> tuple[Occurrence, Hashable]:
@@ -360,13 +366,13 @@ class Signer:
             for operand in operands(node):
                 place = self.place.get(operand, -1)
                 wiring.append(place - start if place >= start else -1 - inputs.setdefault(operand, len(inputs)))
-        signature = (self.string[start:stop].tobytes(), tuple(wiring))
+        signature = (self.label_ids[start:stop].tobytes(), tuple(wiring))
         return Occurrence(start, nodes, tuple(inputs)), signature
 
 
 def _deviations(
-    nodes: list[fx.Node], node_labels: Sequence[Any], keep: list[int], kinds: list[Kind]
-) -> Iterator[Deviation]:
+    nodes: list[fx.Node], node_labels: Sequence[Any], keep: list[int], kinds: list[BlockKind]
+) -> Iterator[BlockDeviation]:
     """Stretches beside the blocks that hold most of a block's operators."""
     if not kinds:
         return
@@ -384,7 +390,7 @@ def _deviations(
             found = Counter(node_labels[keep[index]] for index in range(begin, end))
             if sum((template & found).values()) * 2 > main.size:
                 extra, lacking = found - template, template - found
-                yield Deviation(begin, tuple(nodes[begin:end]), main, _by_operator(extra), _by_operator(lacking))
+                yield BlockDeviation(begin, tuple(nodes[begin:end]), main, _by_operator(extra), _by_operator(lacking))
             start, stop = (start, begin) if start == 0 else (end, stop)
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from inlay.program.bindings import tensor_text
-from inlay.program.pause import collector_paused
+from inlay.program.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-TOLD_BY_OFFSET = (
+AS_STRIDED_OPS = (
     *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default, torch.ops.aten.as_strided_scatter.default),
 )
 """Operators that say where in memory each element lies, whatever the strides of their operand are."""
@@ -92,10 +92,10 @@ def target_text(target: Any) -> str:
     return f"{'operator' if module == '_operator' else module}.{getattr(target, '__qualname__', repr(target))}"
 
 
-def mutates(node: fx.Node) -> bool:
+def is_mutation(node: fx.Node) -> bool:
     """Whether a call writes to one of its operands.
 
-    >>> mutates(fx.Graph().call_function(torch.ops.aten.add_.Tensor, (1, 2)))
+    >>> is_mutation(fx.Graph().call_function(torch.ops.aten.add_.Tensor, (1, 2)))
     True
     """
     schema = getattr(node.target, "_schema", None)
@@ -111,11 +111,11 @@ def sizes(value: torch.Tensor) -> list[str]:
     return [str(size) for size in value.shape]
 
 
-def written_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
+def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     """The first call after `first` and before `last` that writes in place, whatever it writes to."""
     at = first.next
     while at is not last and at.op != "root":
-        if mutates(at):
+        if is_mutation(at):
             return at
         at = at.next
     return None
@@ -174,12 +174,12 @@ def is_returned(node: fx.Node) -> bool:
     return False
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that a call writes to.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
-    >>> written(graph.call_function(torch.ops.aten.add_.Tensor, (x, 1)))
+    >>> written_operands(graph.call_function(torch.ops.aten.add_.Tensor, (x, 1)))
     [x]
     """
     schema = getattr(node.target, "_schema", None)
@@ -192,12 +192,12 @@ def written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def owner(node: fx.Node) -> fx.Node:
+def view_base(node: fx.Node) -> fx.Node:
     """The node whose storage a value lives in: what a view is a view of.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
-    >>> owner(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
+    >>> view_base(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
     x
     """
     while operands(node):
@@ -222,7 +222,7 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
     return Counter(dict(counts.most_common()))
 
 
-class Types:
+class TypeFormatter:
     """Node types as text, with the symbols of the program under their user-facing names.
 
     Sizes repeat thousands of times in a graph and printing a symbolic one is slow, hence the memory.
@@ -273,7 +273,7 @@ class Types:
         return repr(value)
 
 
-def labels(graph: fx.Graph, types: Types) -> list[tuple[Any, ...]]:
+def labels(graph: fx.Graph, types: TypeFormatter) -> list[tuple[Any, ...]]:
     """What each node is, without saying which nodes it reads: operator, constants, types.
 
     Two nodes that do the same work at the same place of two layers have equal labels.
@@ -322,7 +322,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-@collector_paused()
+@pause_gc()
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of `graph` and of its nested graphs, names kept; node values and weights are shared, not copied.
 
@@ -339,7 +339,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node, copied in mapping.items():
         if copied.name != node.name:
             copied.name = node.name  # fx renames what would hide a builtin, such as an argument called `input`
-    adopt(new, {target: _copy_module(module) for target, module in subgraphs(graph)})
+    attach_subgraphs(new, {target: _copy_module(module) for target, module in subgraphs(graph)})
     return new
 
 
@@ -351,7 +351,7 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def adopt(graph: fx.Graph, children: Mapping[str, fx.GraphModule]) -> None:
+def attach_subgraphs(graph: fx.Graph, children: Mapping[str, fx.GraphModule]) -> None:
     """Make `children` the nested graphs of `graph`.
 
     The owner is a bare module: making the outer graph a GraphModule would generate its whole code each time.

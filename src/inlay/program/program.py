@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from inlay.program.bindings import Bindings, Role
-from inlay.program.graphs import Types, all_nodes, copy_graph, op_counts
+from inlay.program.graphs import TypeFormatter, all_nodes, copy_graph, op_counts
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -31,17 +31,17 @@ class Symbol:
     """The size at capture: types are computed with it again when a dump is read."""
 
     @property
-    def text(self) -> str:
+    def range_text(self) -> str:
         """The range.
 
-        >>> Symbol("batch", 1, None).text, Symbol("length", 1, 8192).text
+        >>> Symbol("batch", 1, None).range_text, Symbol("length", 1, 8192).range_text
         ('1 … ∞', '1 … 8192')
         """
         return f"{self.low} … {'∞' if self.high is None else self.high}"
 
 
 @dataclass(frozen=True)
-class Calling:
+class CallSpec:
     """How flat bindings map to what the model's `forward` takes and returns (pytree specs)."""
 
     in_spec: Any
@@ -64,12 +64,12 @@ class Program:
     """Binding name → where its value comes from, for every parameter, buffer and constant."""
     symbols: Mapping[str, Symbol]
     """Symbol in the graph's shapes (`s72`) → its name for people and its range."""
-    calling: Calling
+    call_spec: CallSpec
     facts: Facts
-    types: Types = field(init=False, repr=False)
+    types: TypeFormatter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "types", Types({raw: symbol.name for raw, symbol in self.symbols.items()}))
+        object.__setattr__(self, "types", TypeFormatter({raw: symbol.name for raw, symbol in self.symbols.items()}))
 
     def __repr__(self) -> str:
         return f"<Program {self.name}: {len(self)} nodes, {len(self.bindings)} bindings>"
@@ -85,13 +85,13 @@ class Program:
         """How often each operator is called, nested graphs included."""
         return op_counts(self.graph)
 
-    def parameters_count(self) -> int:
+    def parameter_count(self) -> int:
         """Number of trained values, tied weights counted once."""
-        return sum(_numel(row.shape) for row in self.bindings.of(Role.PARAMETER))
+        return sum(_numel(row.shape) for row in self.bindings.with_role(Role.PARAMETER))
 
     def to_exported(self) -> ExportedProgram:
         """An ExportedProgram with the weights bound: for running eagerly, saving and compiling."""
-        from inlay.program.exported import to_exported
+        from inlay.program.exported_program import to_exported
 
         return to_exported(self)
 

@@ -33,9 +33,9 @@ class Remark:
     nodes: tuple[str, ...] = ()
     source: str = ""
     layer: int | None = None
-    matched: int = 0
+    matched_nodes: int = 0
     """How many nodes of the pattern were found."""
-    of: int = 0
+    pattern_nodes: int = 0
     """How many nodes the pattern has."""
 
     def to_json(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from inlay.errors import ProgramError, one_line
 from inlay.program.program import Symbol
-from inlay.program.sizes import any_size
+from inlay.program.size_specialization import size_oblivious
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,32 +54,32 @@ def symbolic_sizes() -> Iterator[None]:
     """
     token = _QUIET.set(True)
     try:
-        with any_size(), enable_python_dispatcher():
+        with size_oblivious(), enable_python_dispatcher():
             yield
     finally:
         _QUIET.reset(token)
 
 
-def is_known(condition: Any) -> bool:
+def is_statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds whatever they are; asking adds no assumption."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
-def depends_on_data(size: Any) -> bool:
+def is_data_dependent(size: Any) -> bool:
     """Whether a size is computed from numbers that are read from tensors when the program runs."""
     return bool(free_unbacked_symbols(size))
 
 
-def same_number(one: Any, two: Any) -> bool:
+def is_same_size(one: Any, two: Any) -> bool:
     """Whether two sizes are the same whatever the symbols are; one that no input has may be any.
 
     Asking adds no assumption.
     """
     if isinstance(one, int) and isinstance(two, int):
         return one == two
-    if str(one) == str(two) or depends_on_data((one, two)):
+    if str(one) == str(two) or is_data_dependent((one, two)):
         return True
-    return is_known(one == two)
+    return is_statically_true(one == two)
 
 
 class FakeValues:
@@ -100,25 +100,25 @@ class FakeValues:
             self.symbols[str(raw)] = symbol
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> FakeValues:
+    def from_graph(cls, graph: fx.Graph) -> FakeValues:
         """Computes on with the values a graph's placeholders have: their sizes stay the symbols they are."""
-        return cls.with_values(node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+        return cls.from_values(node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
 
     @classmethod
-    def with_values(cls, values: Iterable[Any]) -> FakeValues:
+    def from_values(cls, values: Iterable[Any]) -> FakeValues:
         """Computes on with these values."""
         made = cls([])
         made.mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), made.mode)
         return made
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Within this context torch computes with fake values, and sizes stay symbols."""
         with enable_python_dispatcher(), self.mode:
             yield
 
     @contextmanager
-    def assuming_nothing(self) -> Iterator[None]:
+    def forbid_guards(self) -> Iterator[None]:
         """Within this context a call that would add an assumption about a size raises instead."""
         env = self.mode.shape_env
         assert env is not None
@@ -158,14 +158,14 @@ class FakeValues:
             if node.op == "placeholder":
                 node.meta["val"] = next(given)
             elif node.op == "call_function":
-                node.meta["val"] = self.value(node)
+                node.meta["val"] = self.compute_value(node)
             elif node.op == "output":
-                result = fx.map_arg(node.args[0], _held)
+                result = fx.map_arg(node.args[0], _node_value)
         return result
 
-    def value(self, node: fx.Node) -> Any:
+    def compute_value(self, node: fx.Node) -> Any:
         """What a call gives, computed from the values its operands have."""
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _held)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _node_value)
         self._propagate_nested(args)
         target: Any = node.target
         try:
@@ -183,7 +183,7 @@ class FakeValues:
                 self.propagate(module.graph, operands[:count])
 
 
-def _held(node: fx.Node) -> Any:
+def _node_value(node: fx.Node) -> Any:
     if node.op == "get_attr" and "val" not in node.meta:  # a nested graph; other attributes are tensors
         owner = node.graph.owning_module
         assert owner is not None
@@ -191,6 +191,6 @@ def _held(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def symbols_of(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:
+def parse_symbols(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:
     """The table of a dump as symbols."""
     return [Symbol(name, low, high, example) for name, (low, high, example) in names.items()]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from inlay.errors import ModelError, ProgramError, nearest
+from inlay.errors import ModelError, ProgramError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ class TensorRef(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class InMemory:
+class InMemoryTensor:
     """A tensor that exists nowhere else: a non-persistent buffer, a constant, a user's own module.
 
     >>> import torch
-    >>> InMemory(torch.ones(2)).read()
+    >>> InMemoryTensor(torch.ones(2)).read()
     tensor([1., 1.])
     """
 
@@ -46,7 +46,7 @@ class InMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Absent:
+class MissingTensor:
     """A tensor of a model that was captured from its configuration alone."""
 
     name: str
@@ -63,10 +63,10 @@ class Absent:
 
 
 @dataclass(frozen=True, eq=False)
-class Cast:
+class CastTensor:
     """A tensor in another number format.
 
-    >>> Cast(InMemory(torch.ones(2)), torch.float16).read().dtype
+    >>> CastTensor(InMemoryTensor(torch.ones(2)), torch.float16).read().dtype
     torch.float16
     """
 
@@ -78,16 +78,16 @@ class Cast:
         return f"{self.source.origin} via {str(self.dtype).removeprefix('torch.')}"
 
     @property
-    def quantised(self) -> Blocks | None:
+    def quantized_blocks(self) -> QuantizedBlocks | None:
         """The blocks behind it: what is stored has no number format of torch."""
-        return quantised(self.source)
+        return quantized_blocks(self.source)
 
     def read(self) -> torch.Tensor:
         return self.source.read().to(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class QuantizedBlocks:
     """A tensor as a checkpoint stores it quantised."""
 
     format: str
@@ -96,13 +96,13 @@ class Blocks:
     """The bytes, `[rows, bytes a row]`, rows in the order that the parameter has them."""
 
 
-def quantised(ref: TensorRef) -> Blocks | None:
+def quantized_blocks(ref: TensorRef) -> QuantizedBlocks | None:
     """What a reference has stored, if that is quantised and each row of the parameter is one stored row.
 
-    >>> quantised(InMemory(torch.ones(2))) is None
+    >>> quantized_blocks(InMemoryTensor(torch.ones(2))) is None
     True
     """
-    found: Blocks | None = getattr(ref, "quantised", None)
+    found: QuantizedBlocks | None = getattr(ref, "quantized_blocks", None)
     return found
 
 
@@ -111,7 +111,7 @@ class WeightMap:
     """How a weight is made of weights."""
 
     make: Callable[..., torch.Tensor]
-    takes: str = ""
+    block_format: str = ""
     """The format of the stored blocks that it takes, as bytes; empty: it takes values."""
 
 
@@ -127,16 +127,16 @@ def weight_maps(names: str) -> list[WeightMap]:
     """The maps of these names, one after the other: `concat+transpose`."""
     for name in names.split("+"):
         if name not in WEIGHT_MAPS:
-            raise ProgramError(f"There is no weight map {name}.", nearest(name, WEIGHT_MAPS))
+            raise ProgramError(f"There is no weight map {name}.", suggest(name, WEIGHT_MAPS))
     return [WEIGHT_MAPS[name] for name in names.split("+")]
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
+class DerivedTensor:
     """A tensor that a transform makes of weights of the model: which ones, by the names users know, and how.
 
-    >>> one, two = InMemory(torch.ones(1)), InMemory(torch.zeros(1))
-    >>> Derived({"a": one, "b": two}, "concat").read()
+    >>> one, two = InMemoryTensor(torch.ones(1)), InMemoryTensor(torch.zeros(1))
+    >>> DerivedTensor({"a": one, "b": two}, "concat").read()
     tensor([1., 0.])
     """
 
@@ -150,10 +150,10 @@ class Derived:
 
     def readers(self) -> list[Callable[[], torch.Tensor]]:
         """How to read each source: its values, or its blocks when a map takes those. Other blocks are an error."""
-        takes = next((each.takes for each in weight_maps(self.map) if each.takes), "")
+        takes = next((each.block_format for each in weight_maps(self.map) if each.block_format), "")
         if not takes:
             return [ref.read for ref in self.sources.values()]
-        found = {name: quantised(ref) for name, ref in self.sources.items()}
+        found = {name: quantized_blocks(ref) for name, ref in self.sources.items()}
         for name, blocks in found.items():
             if blocks is None or blocks.format != takes:
                 stored = "in another form" if blocks is None else f"as {blocks.format}"

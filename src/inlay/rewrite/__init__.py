@@ -1,6 +1,7 @@
-"""Pattern → site → near miss → replacement."""
+"""Pattern → match → refusal or replacement."""
 
-from inlay.rewrite.engine import Outcome, rewrite
-from inlay.rewrite.rule import Miss, Rule, Site
+from inlay.rewrite.reasons import Reason
+from inlay.rewrite.rewriter import Rewriter
+from inlay.rewrite.rule import Match, Refusal, Refused, Rule
 
-__all__ = ["Miss", "Outcome", "Rule", "Site", "rewrite"]
+__all__ = ["Match", "Reason", "Refusal", "Refused", "Rewriter", "Rule"]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.program.graphs import all_graphs, operands, target_text
-from inlay.rewrite.aligner import MOST_DIFFERENCES, Aligner, standing
-from inlay.rewrite.differences import Difference, Partial, children, role
-from inlay.rewrite.engine import alternatives_for, settle
-from inlay.rewrite.reasons import Reason, reason_of
-from inlay.rewrite.rule import Miss
-from inlay.rewrite.trees import PATTERNS, Call, Tree
+from inlay.rewrite.differences import PartialMatch, PatternDifference, children, code_location
+from inlay.rewrite.partial_match import MAX_DIFFERENCES, Aligner, value_signature
+from inlay.rewrite.pattern_search import find_matches, trace_alternatives
+from inlay.rewrite.pattern_trees import PATTERNS, PatternCall, PatternTree
+from inlay.rewrite.reasons import Reason
+from inlay.rewrite.rule import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -22,71 +22,87 @@ if TYPE_CHECKING:
     from torch import fx
 
     from inlay.program.program import Program
-    from inlay.rewrite.rule import Alternative, Rule, Site
+    from inlay.rewrite.rule import Alternative, Match, Rule
 
-_MOST_ANCHORS = 400
+_MAX_ANCHORS = 400
 """A call that stands more often than this beside the sites says nothing about where to look."""
-_MOST_USERS = 16
-_EVERYWHERE = ("add", "mul", "sub", "div", "view", "slice", "transpose", "clone", "_to_copy", "expand", "unsqueeze")
-_ALWAYS_TOLD = 0.5
-_REFUSED_COST = 0.25
+_MAX_USERS = 16
+_COMMON_OPERATORS = (
+    "add",
+    "mul",
+    "sub",
+    "div",
+    "view",
+    "slice",
+    "transpose",
+    "clone",
+    "_to_copy",
+    "expand",
+    "unsqueeze",
+)
+_REPORT_SIMILARITY = 0.5
+_REFUSAL_COST = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class NearMiss(Miss):
+class NearMiss(Refusal):
     """A place that is almost a site: everything that differs, the first first."""
 
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PatternDifference, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
     """The nodes of the program that the pattern was laid over."""
     cost: float = 0.0
-    covered: int = 0
+    num_covered_nodes: int = 0
     """How many nodes of the program it accounts for, those that differ included."""
-    alike: float = 0.0
+    similarity: float = 0.0
     """How much of it stands where, in other layers, sites stand: 0 to 1."""
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class NearMissReport:
     """What a rule matches in a program, and what it almost matches, best first."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[Match, ...]
     misses: tuple[NearMiss, ...]
 
 
-def near_misses(program: Program, rule: Rule) -> Search:
+def find_near_misses(program: Program, rule: Rule) -> NearMissReport:
     """Every place that starts like a rule and is none of its sites; `program` stays as it is."""
-    alternatives = alternatives_for(program, rule)
-    sites: list[Site] = []
+    alternatives = trace_alternatives(program, rule)
+    sites: list[Match] = []
     found: list[NearMiss] = []
     for _, graph in all_graphs(program.graph):
-        accepted, misses = settle(program, graph, rule, alternatives)
-        places = _Places(graph, rule, alternatives, accepted)
-        refused = [miss for each in misses if each.refused for miss in places.refused(each)]
-        found += _apart([*refused, *places.misses()])
-        found += [miss for each in misses if reason_of(each.reason) is Reason.OVERLAPPED for miss in places.lost(each)]
-        found += places.taken()
-        sites += [site for site, _ in accepted]
-    return Search(tuple(sites), tuple(sorted(found, key=_rank)))
+        accepted, misses = find_matches(program, graph, rule, alternatives)
+        places = _NearMissFinder(graph, rule, alternatives, accepted)
+        refused = [miss for each in misses if not each.is_mismatch for miss in places.explain_refusal(each)]
+        found += _drop_overlapping([*refused, *places.find_misses()])
+        found += [miss for each in misses if each.kind is Reason.OVERLAP for miss in places.explain_overlap(each)]
+        found += places.find_already_rewritten()
+        sites += accepted
+    return NearMissReport(tuple(sites), tuple(sorted(found, key=_rank)))
 
 
 def _rank(miss: NearMiss) -> tuple[float, ...]:
-    overlapped = reason_of(miss.reason) is Reason.OVERLAPPED
-    return (overlapped, -round(miss.alike, 1), miss.cost / max(miss.of, 1), -miss.matched)
+    return (
+        miss.kind is Reason.OVERLAP,
+        -round(miss.similarity, 1),
+        miss.cost / max(miss.pattern_nodes, 1),
+        -miss.matched,
+    )
 
 
-def _apart(misses: Sequence[NearMiss]) -> list[NearMiss]:
+def _drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
     """One miss a place: of those that share nodes, the one that explains most for least."""
     taken: set[fx.Node] = set()
     kept = []
-    for miss in sorted(misses, key=lambda each: (each.cost - each.alike / 2, -each.covered)):
+    for miss in sorted(misses, key=lambda each: (each.cost - each.similarity / 2, -each.num_covered_nodes)):
         if not taken.intersection(miss.nodes):
             taken.update(miss.nodes)
             kept.append(miss)
     return kept
 
 
-class _Places:
+class _NearMissFinder:
     """The places of one graph where a pattern may be laid over."""
 
     def __init__(
@@ -94,103 +110,110 @@ class _Places:
         graph: fx.Graph,
         rule: Rule,
         alternatives: list[Alternative],
-        accepted: list[tuple[Site, Alternative]],
+        accepted: list[Match],
     ) -> None:
         self.graph, self.rule = graph, rule
-        self.sites = [site for site, _ in accepted]
-        self.claimed = {node for site in self.sites for node in site.nodes}
-        self.roles = {role(node) for node in self.claimed}
-        self.outputs = {role(site.outputs[0]): len(site.nodes) for site in self.sites}
-        trees: dict[Tree, Alternative] = {}
+        self.sites = accepted
+        self.site_nodes = {node for site in self.sites for node in site.nodes}
+        self.site_locations = {code_location(node) for node in self.site_nodes}
+        self.site_sizes = {code_location(site.outputs[0]): len(site.nodes) for site in self.sites}
+        trees: dict[PatternTree, Alternative] = {}
         for alternative in alternatives:
             trees.setdefault(PATTERNS.get(alternative.function, alternative.example), alternative)
         # Written the way that matches elsewhere in this program is the likelier way to be meant here.
-        used = Counter(PATTERNS.get(each.function, each.example) for _, each in accepted)
+        matched = [each.alternative for each in accepted if each.alternative is not None]
+        used = Counter(PATTERNS.get(each.function, each.example) for each in matched)
         self.trees = sorted(trees.items(), key=lambda pair: -used[pair[0]])
-        self.usual: dict[str, set[Any]] = {}
+        self.site_values: dict[str, set[Any]] = {}
         for site in self.sites:
             for name, value in site.values.items():
-                self.usual.setdefault(name, set()).add(standing(value))
+                self.site_values.setdefault(name, set()).add(value_signature(value))
 
-    def misses(self) -> Iterator[NearMiss]:
+    def find_misses(self) -> Iterator[NearMiss]:
         """The best explanation for each place that may have been meant."""
         best: dict[fx.Node, NearMiss] = {}
         for tree, alternative in self.trees:
-            aligner = self._aligner(tree, alternative, self.claimed)
+            aligner = self._aligner(tree, alternative, self.site_nodes)
             for root in self._roots(tree):
-                partial = aligner.best(root)
+                partial = aligner.best_match(root)
                 if partial is None or not partial.differences:
                     continue
                 miss = self._miss(tree, root, partial)
-                if self._worth_telling(miss) and (root not in best or miss.cost < best[root].cost):
+                if self._is_relevant(miss) and (root not in best or miss.cost < best[root].cost):
                     best[root] = miss
         yield from best.values()
 
-    def _aligner(self, tree: Tree, alternative: Alternative, claimed: Collection[fx.Node] = ()) -> Aligner:
+    def _aligner(self, tree: PatternTree, alternative: Alternative, claimed: Collection[fx.Node] = ()) -> Aligner:
         def at_home(node: fx.Node) -> bool:
-            return role(node) in self.roles
+            return code_location(node) in self.site_locations
 
-        return Aligner(tree, alternative.example, self.rule.loose, self.usual, at_home, claimed)
+        return Aligner(tree, alternative.example, self.rule.ignored_args, self.site_values, at_home, claimed)
 
-    def taken(self) -> Iterator[NearMiss]:
+    def find_already_rewritten(self) -> Iterator[NearMiss]:
         """Where sites stand in other layers, and here another transform was first."""
         for node in self.graph.nodes:
-            of = self.outputs.get(role(node))
-            if of is not None and node not in self.claimed and target_text(node.target).startswith("inlay."):
-                reason = f"overlapped by an earlier transform, which made it {target_text(node.target)}"
-                difference = Difference(Reason.OVERLAPPED, reason, node)
-                yield NearMiss(node, node, reason, 0, of, differences=(difference,), nodes=(node,), cost=1.0, alike=1.0)
+            of = self.site_sizes.get(code_location(node))
+            if of is not None and node not in self.site_nodes and target_text(node.target).startswith("inlay."):
+                text = f"an earlier transform, which made it {target_text(node.target)}"
+                difference = PatternDifference(Reason.OVERLAP, text, node)
+                yield NearMiss(
+                    *(node, node, Reason.OVERLAP, text, 0, of, True),
+                    differences=(difference,),
+                    nodes=(node,),
+                    cost=1.0,
+                    similarity=1.0,
+                )
 
-    def _worth_telling(self, miss: NearMiss) -> bool:
-        if not miss.nodes or any(node in self.claimed for node in miss.nodes):
+    def _is_relevant(self, miss: NearMiss) -> bool:
+        if not miss.nodes or any(node in self.site_nodes for node in miss.nodes):
             return False
-        if miss.alike >= _ALWAYS_TOLD:
+        if miss.similarity >= _REPORT_SIMILARITY:
             return True
-        telling = any(not _is_everywhere(node) for node in miss.nodes)
-        return 2 * miss.matched >= miss.of and (telling or miss.matched > 2)
+        telling = any(not _is_common_operator(node) for node in miss.nodes)
+        return 2 * miss.matched >= miss.pattern_nodes and (telling or miss.matched > 2)
 
-    def _miss(self, tree: Tree, root: fx.Node, partial: Partial) -> NearMiss:
+    def _miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
         first = min(partial.differences, key=lambda each: each.node)
         nodes = tuple(sorted(partial.nodes.values()))
         return NearMiss(
-            *(root, first.node, first.reason, len(nodes), tree.calls),
+            *(root, first.node, first.kind, first.text, len(nodes), tree.num_calls, True),
             differences=partial.differences,
             nodes=nodes,
-            covered=len(nodes) + len(partial.beside),
+            num_covered_nodes=len(nodes) + len(partial.extra_nodes),
             cost=partial.cost,
-            alike=self._alike(root, [*nodes, *partial.beside]),
+            similarity=self._similarity(root, [*nodes, *partial.extra_nodes]),
         )
 
-    def _alike(self, root: fx.Node, nodes: Sequence[fx.Node]) -> float:
+    def _similarity(self, root: fx.Node, nodes: Sequence[fx.Node]) -> float:
         """How much stands where sites stand elsewhere; that the output does counts as much as all the rest."""
-        share = sum(role(node) in self.roles for node in nodes) / max(len(nodes), 1)
-        return (share + (role(root) in self.outputs)) / 2
+        share = sum(code_location(node) in self.site_locations for node in nodes) / max(len(nodes), 1)
+        return (share + (code_location(root) in self.site_sizes)) / 2
 
-    def refused(self, miss: Miss) -> Iterator[NearMiss]:
+    def explain_refusal(self, miss: Refusal) -> Iterator[NearMiss]:
         """A place where everything matched and a check said no: the operand that is odd is to blame.
 
         Not told is a place that matched only because a number stood for a tensor: that is a difference like others.
         """
-        ways = [self._aligner(tree, each).best(miss.root) for tree, each in self.trees]
+        ways = [self._aligner(tree, each).best_match(miss.root) for tree, each in self.trees]
         exact = next((way for way in ways if way is not None and not way.differences), None)
         if exact is None and any(way is not None for way in ways):
             return
         nodes = tuple(sorted(exact.nodes.values())) if exact else (miss.root,)
-        node = (self._odd_operand(miss, exact) if exact else None) or miss.node
+        node = (self._differing_operand(miss, exact) if exact else None) or miss.node
         yield NearMiss(
-            *(miss.root, node, miss.reason, miss.matched, miss.of, miss.refused),
-            differences=(Difference(reason_of(miss.reason), miss.reason, node),),
+            *(miss.root, node, miss.kind, miss.text, miss.matched, miss.pattern_nodes, miss.is_mismatch),
+            differences=(PatternDifference(miss.kind, miss.text, node),),
             nodes=nodes,
-            covered=len(nodes),
-            cost=_REFUSED_COST,
-            alike=self._alike(miss.root, nodes),
+            num_covered_nodes=len(nodes),
+            cost=_REFUSAL_COST,
+            similarity=self._similarity(miss.root, nodes),
         )
 
-    def lost(self, miss: Miss) -> Iterator[NearMiss]:
+    def explain_overlap(self, miss: Refusal) -> Iterator[NearMiss]:
         """A place that matched and gave way to another site; told unless that site is the same place, and more."""
-        yield from (each for each in self.refused(miss) if not self.claimed.issuperset(each.nodes))
+        yield from (each for each in self.explain_refusal(miss) if not self.site_nodes.issuperset(each.nodes))
 
-    def _odd_operand(self, miss: Miss, partial: Partial) -> fx.Node | None:
+    def _differing_operand(self, miss: Refusal, partial: PartialMatch) -> fx.Node | None:
         """The operand whose type is another than at the most similar site; none if the check named a node inside."""
         inputs = {name: value for name, value in partial.values.items() if hasattr(value, "meta")}
         if miss.node is not miss.root and miss.node not in inputs.values():
@@ -198,49 +221,49 @@ class _Places:
         odd = [
             [value for name, value in inputs.items() if (other := site.node(name)) and _type(value) != _type(other)]
             for site in self.sites
-            if role(site.outputs[0]) == role(miss.root)
+            if code_location(site.outputs[0]) == code_location(miss.root)
         ]
         fewest = min((each for each in odd if each), key=len, default=[])
         return fewest[0] if fewest else None
 
-    def _roots(self, tree: Tree) -> list[fx.Node]:
+    def _roots(self, tree: PatternTree) -> list[fx.Node]:
         """Nodes that may be the pattern's output, found from the calls of it that stand outside the sites."""
         free: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.claimed:
+            if node.op == "call_function" and node not in self.site_nodes:
                 free.setdefault(node.target, []).append(node)
         readers = _readers(tree)
         roots: set[fx.Node] = set()
         for call in readers:
             standing = free.get(call.target, [])
-            if len(standing) > _MOST_ANCHORS:
-                standing = [node for node in standing if role(node) in self.roles]
+            if len(standing) > _MAX_ANCHORS:
+                standing = [node for node in standing if code_location(node) in self.site_locations]
             for node in standing:
-                roots |= _climb(tree, readers, call, node)
+                roots |= _find_roots_above(tree, readers, call, node)
         calls = Counter(call.target for call in readers)
-        free_roots = (root for root in roots if root.op == "call_function" and root not in self.claimed)
-        return sorted(root for root in free_roots if self._may_be(root, calls, _height(tree)))
+        free_roots = (root for root in roots if root.op == "call_function" and root not in self.site_nodes)
+        return sorted(root for root in free_roots if self._is_plausible_root(root, calls, _height(tree)))
 
-    def _may_be(self, root: fx.Node, calls: Counter[Any], height: int) -> bool:
+    def _is_plausible_root(self, root: fx.Node, calls: Counter[Any], height: int) -> bool:
         """Whether enough of the pattern's calls stand near above `root` for a few differences to explain the rest."""
         near, reached = {root}, {root}
         for _ in range(height + 1):
             reached = {each for node in reached for each in operands(node) if each.op == "call_function"} - near
             near |= reached
-        there: Counter[Any] = Counter(node.target for node in near if node not in self.claimed)
+        there: Counter[Any] = Counter(node.target for node in near if node not in self.site_nodes)
         wanted = calls.total()
-        return (there & calls).total() >= max(wanted - MOST_DIFFERENCES, wanted / 2)
+        return (there & calls).total() >= max(wanted - MAX_DIFFERENCES, wanted / 2)
 
 
-def _readers(tree: Tree) -> dict[Call, list[Call]]:
+def _readers(tree: PatternTree) -> dict[PatternCall, list[PatternCall]]:
     """Call of a pattern → the calls that read it."""
-    readers: dict[Call, list[Call]] = {}
+    readers: dict[PatternCall, list[PatternCall]] = {}
     todo = list(tree.outputs)
     while todo:
         call = todo.pop()
         readers.setdefault(call, [])
         for child in children(call):
-            if isinstance(child, Call):
+            if isinstance(child, PatternCall):
                 if child not in readers:
                     todo.append(child)
                 if call not in readers.setdefault(child, []):
@@ -248,18 +271,22 @@ def _readers(tree: Tree) -> dict[Call, list[Call]]:
     return readers
 
 
-def _height(tree: Tree) -> int:
-    heights: dict[Call, int] = {}
+def _height(tree: PatternTree) -> int:
+    heights: dict[PatternCall, int] = {}
 
-    def height(call: Call) -> int:
+    def height(call: PatternCall) -> int:
         if call not in heights:
-            heights[call] = 1 + max((height(each) for each in children(call) if isinstance(each, Call)), default=0)
+            heights[call] = 1 + max(
+                (height(each) for each in children(call) if isinstance(each, PatternCall)), default=0
+            )
         return heights[call]
 
     return max(height(output) for output in tree.outputs)
 
 
-def _climb(tree: Tree, readers: dict[Call, list[Call]], call: Call, node: fx.Node) -> set[fx.Node]:
+def _find_roots_above(
+    tree: PatternTree, readers: dict[PatternCall, list[PatternCall]], call: PatternCall, node: fx.Node
+) -> set[fx.Node]:
     """From a node that is this call, to where the pattern's output would be, one difference on the way allowed."""
     roots: set[fx.Node] = set()
     seen = set()
@@ -273,7 +300,7 @@ def _climb(tree: Tree, readers: dict[Call, list[Call]], call: Call, node: fx.Nod
         if standing_for is tree.outputs[0]:
             roots.add(at)
             continue
-        users = list(at.users) if len(at.users) <= _MOST_USERS else []
+        users = list(at.users) if len(at.users) <= _MAX_USERS else []
         for reader in readers[standing_for]:
             for user in users:
                 if user.target is reader.target:
@@ -285,8 +312,8 @@ def _climb(tree: Tree, readers: dict[Call, list[Call]], call: Call, node: fx.Nod
     return roots
 
 
-def _is_everywhere(node: fx.Node) -> bool:
-    return target_text(node.target).split(".")[1] in _EVERYWHERE
+def _is_common_operator(node: fx.Node) -> bool:
+    return target_text(node.target).split(".")[1] in _COMMON_OPERATORS
 
 
 def _type(node: fx.Node) -> str:

@@ -14,31 +14,50 @@ from inlay.program.graphs import SOURCE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from inlay.program.program import Program
+    from inlay.rewrite.reasons import Reason
+    from inlay.rewrite.replacement import ReplacementCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Patterns are traced in these: a model in half precision casts where one in full precision does not."""
 
 
-class Refusal(Exception):  # noqa: N818 - a refusal is a result, not an error
-    """A check said no."""
+class Refused(Exception):  # noqa: N818 - a result, not an error
+    """A condition of a match does not hold: it is left alone, and the driver makes a `Refusal` of it."""
 
-    def __init__(self, reason: str, node: fx.Node | None) -> None:
-        super().__init__(reason)
-        self.reason, self.node = reason, node
+    def __init__(self, kind: Reason, text: str, node: fx.Node | None = None) -> None:
+        super().__init__(kind.sentence(text))
+        self.kind, self.text, self.node = kind, text, node
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
-    """A place where a pattern matched."""
+class Match:
+    """A place that a transform may rewrite."""
 
-    program: Program
-    graph: fx.Graph
-    values: Mapping[str, Any]
-    """Argument of the pattern → node or number."""
     nodes: tuple[fx.Node, ...]
     """All matched nodes, in program order."""
     outputs: tuple[fx.Node, ...]
+    """Those that are read elsewhere; the first is what the match is told by."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What was found: argument of a pattern → node or number."""
+    alternative: Alternative | None = None
+    """The pattern that matched, where the transform has patterns."""
+    replacements: ReplacementCache | None = None
+    """What the rule puts in its place."""
+
+    @classmethod
+    def at(cls, root: fx.Node, *others: fx.Node, **values: Any) -> Match:
+        """A match that is told by `root`, of this and the other nodes."""
+        return cls(tuple(sorted((root, *others))), (root,), values)
+
+    @property
+    def root(self) -> fx.Node:
+        """The node that the match is told by."""
+        return self.outputs[0]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph it stands in: the program's own, or a nested one."""
+        return self.root.graph
 
     def value(self, name: str) -> Any:
         """The fake tensor (or number) that an argument of the pattern stands for."""
@@ -50,22 +69,35 @@ class Site:
         held = self.values.get(name)
         return held if isinstance(held, fx.Node) else None
 
-    def require(self, condition: bool, reason: str, node: fx.Node | None = None) -> None:
-        """State a condition; where it does not hold, the site is left alone and the reason is kept."""
+    def require(self, condition: bool, kind: Reason, text: str, node: fx.Node | None = None) -> None:
+        """State a condition; where it does not hold, the match is left alone and the reason is kept."""
         if not condition:
-            raise Refusal(reason, node or self.outputs[0])
+            raise Refused(kind, text, node or self.root)
+
+    def refusal(self, refused: Refused) -> Refusal:
+        """This match, which was refused."""
+        size = len(self.nodes)
+        return Refusal(self.root, refused.node or self.root, refused.kind, refused.text, size, size)
 
 
 @dataclass(frozen=True, eq=False)
-class Miss:
-    """A place that starts like a pattern and fails: how much matched and what differs first."""
+class Refusal:
+    """A place that starts like a match and is left alone: how much of it matched, and what differs first."""
 
     root: fx.Node
     node: fx.Node
-    reason: str
-    matched: int
-    of: int
-    refused: bool = False
+    """The node to look at."""
+    kind: Reason
+    text: str
+    matched: int = 1
+    pattern_nodes: int = 1
+    is_mismatch: bool = False
+    """Whether the pattern did not match; otherwise it did, and a condition refused it."""
+
+    @property
+    def reason(self) -> str:
+        """The kind and the text as one sentence."""
+        return self.kind.sentence(self.text)
 
     @property
     def source(self) -> str:
@@ -79,7 +111,7 @@ class Alternative:
 
     function: Callable[..., Any]
     example: Mapping[str, Any]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    replacement_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the replacement that follow from which alternative matched."""
 
 
@@ -92,23 +124,19 @@ class Rule:
     """
 
     name = ""
-    loose: frozenset[str] = frozenset()
+    ignored_args: frozenset[str] = frozenset()
     """Arguments that are not compared, such as the `size` of views; `check` must then make sure of them."""
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         """Arguments to trace the patterns with, by name; a pattern takes those it names."""
         raise NotImplementedError
 
-    def fixed(self, pattern: str) -> Mapping[str, Any]:
+    def replacement_args(self, pattern: str) -> Mapping[str, Any]:
         """Arguments of the replacement that follow from which pattern matched."""
         return {}
 
-    def takes(self, output: fx.Node) -> bool:
-        """Whether to rewrite the site that was just found, told by its first output."""
-        return True
-
-    def check(self, site: Site) -> None:
-        """Refuse a site with `site.require(condition, reason)`."""
+    def check(self, match: Match) -> None:
+        """Refuse a match with `match.require(condition, Reason.SHAPE, text)`."""
 
     def replacement(self, **values: Any) -> Any:
         """What to put in place of the pattern: plain torch or inlay operators."""
@@ -122,4 +150,4 @@ class Rule:
             for dtype in DTYPES:
                 if dtype in dtypes:
                     example = {key: value for key, value in self.examples(dtype).items() if key in wanted}
-                    yield Alternative(function, example, self.fixed(name))
+                    yield Alternative(function, example, self.replacement_args(name))

@@ -20,37 +20,38 @@ import numpy as np
 import torch
 
 from inlay.errors import InlayError, ProgramError, UsageError, one_line
-from inlay.runtime.kv.events import Log
-from inlay.runtime.kv.manager import Manager
-from inlay.runtime.kv.memory import Memory, bytes_per_token
-from inlay.runtime.pieces import Finish, Piece
-from inlay.runtime.prefixes import Prefixes, Sequence
-from inlay.runtime.request import Answer, Closed, Full
-from inlay.runtime.schedule import Ask, Limits, Running, schedule
-from inlay.runtime.writing import Writer
+from inlay.program.decoder import SIGNATURE
+from inlay.runtime.generation_state import GenerationState
+from inlay.runtime.kv.block_manager import BlockManager
+from inlay.runtime.kv.events import EventLog
+from inlay.runtime.kv.memory import KVMemory, bytes_per_token
+from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
+from inlay.runtime.outputs import FinishReason, TokenOutput
+from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
+from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence as Several
 
-    from inlay.compile.execute import Executable
+    from inlay.lowering.executable import Executable
     from inlay.runtime.request import Request
-    from inlay.runtime.text import Text
+    from inlay.runtime.text_codec import TextCodec
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """How much an engine may take, and how it shares its time."""
 
     slots: int | None = None
     """Sequences at once; by default as many as the package has room for."""
-    queue: int = 64
+    max_waiting: int = 64
     """Requests that may wait for a slot."""
-    chunk: int = 64
+    max_prefill_tokens: int = 64
     """Tokens of prompts that are read in one step while others wait for their next token."""
-    alone: int = 512
+    max_prefill_only_tokens: int = 512
     """The same when nobody waits."""
-    block: int = 32
+    block_size: int = 32
     """Tokens in a block of the cache."""
     cache_bytes: int | None = None
     """Memory for blocks; by default as much as the slots take. 0: nothing is kept."""
@@ -69,50 +70,58 @@ class Observer(Protocol):
 class Engine:
     """Answers requests on a package, in a thread of its own."""
 
-    def __init__(self, package: Executable, text: Text, settings: Settings | None = None) -> None:
+    def __init__(self, package: Executable, text: TextCodec, settings: EngineSettings | None = None) -> None:
         self.text = text
-        self.settings = settings = settings or Settings()
+        self.settings = settings = settings or EngineSettings()
         states = package.bindings.state
         if not states or package.initial:
             raise UsageError("This package has no cache that can be served.", "Build it from a language model.")
         count, _, room, _ = (int(size) for size in states[0].shape)
-        self.slots, self.room = min(settings.slots or count, count), room
-        per_block = bytes_per_token(states) * settings.block
-        slot_bytes = per_block * room // settings.block
+        self.slots, self.max_seq_len = min(settings.slots or count, count), room
+        per_block = bytes_per_token(states) * settings.block_size
+        slot_bytes = per_block * room // settings.block_size
         cache_bytes = slot_bytes * self.slots if settings.cache_bytes is None else settings.cache_bytes
         places = (cache_bytes // per_block, settings.host_bytes // per_block)
         self.memory_bytes = slot_bytes * self.slots + sum(places) * per_block
-        self.log = Log()
-        self.cache = Manager(places if places[1] else places[:1], settings.block, self.log.add) if places[0] else None
-        self._memory = Memory(states, settings.block, places if places[0] else (), self.slots)
-        self._populating = self._memory.populate()
+        self.event_log = EventLog()
+        self.cache = (
+            BlockManager(places if places[1] else places[:1], settings.block_size, self.event_log.add)
+            if places[0]
+            else None
+        )
+        self._memory = KVMemory(states, settings.block_size, places if places[0] else (), self.slots)
+        self._populate_thread = self._memory.populate()
         self._counts: Counter[str] = Counter()
-        self._prefixes = Prefixes(self.cache, self._memory, self._counts, answers=not package.has_phases)
+        self._prefix_cache = PrefixCache(
+            self.cache, self._memory, self._counts, can_store_generated=not package.has_decode_buckets
+        )
         self._package = package
         fixed = {
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
-        self._limits = Limits(self.slots, settings.chunk, settings.alone, batches)
-        self._waiting: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
-        self._out: dict[asyncio.AbstractEventLoop | None, list[tuple[Answer, Piece | InlayError]]] = defaultdict(list)
+        self._limits = Limits(self.slots, settings.max_prefill_tokens, settings.max_prefill_only_tokens, batches)
+        self._waiting: dict[int, SequenceState] = {}
+        self._running: dict[int, SequenceState] = {}
+        self._outputs: dict[asyncio.AbstractEventLoop | None, list[tuple[RequestHandle, TokenOutput | InlayError]]] = (
+            defaultdict(list)
+        )
         self._observers: list[Observer] = []
         self._changed = threading.Condition()
-        self._next, self._closing, self._stop, self._forget = 0, False, False, False
-        self._ended, self._pace = monotonic(), 1.0
+        self._next, self._closing, self._stop, self._must_clear = 0, False, False, False
+        self._last_finish_time, self._pace = monotonic(), 1.0
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def open(cls, package: Path | str, settings: Settings | None = None) -> Engine:
+    def open(cls, package: Path | str, settings: EngineSettings | None = None) -> Engine:
         """An engine on the package in a folder."""
-        from inlay.compile.load import load_package
-        from inlay.runtime.text import Text
+        from inlay.package.loader import load_package
+        from inlay.runtime.text_codec import TextCodec
 
         loaded = load_package(package)
-        return cls(loaded, Text.load(Path(loaded.folder, "tokenizer")), settings)
+        return cls(loaded, TextCodec.load(Path(loaded.folder, "tokenizer")), settings)
 
-    def watch(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Tell somebody how long things take."""
         self._observers.append(observer)
 
@@ -124,16 +133,16 @@ class Engine:
         atexit.register(self.close)  # a thread that is in native code when the interpreter goes takes the process along
         ready.result()
 
-    def submit(self, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> Answer:
+    def submit(self, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> RequestHandle:
         """Take a request, or say at once that it cannot be taken. Pieces come to `loop` where one is given."""
         with self._changed:
             if self._closing:
-                raise Closed
-            if len(self._waiting) + len(self._running) >= self.slots + self.settings.queue:
-                self._counts["refused"] += 1
-                raise Full(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
-            answer = Answer(self._next, request, loop)
-            self._waiting[answer.id] = Sequence(answer, Writer(request, self.text, self.room))
+                raise EngineClosedError
+            if len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting:
+                self._counts["rejected"] += 1
+                raise QueueFullError(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
+            answer = RequestHandle(self._next, request, loop)
+            self._waiting[answer.id] = SequenceState(answer, GenerationState(request, self.text, self.max_seq_len))
             self._next += 1
             self._counts["accepted"] += 1
             self._changed.notify_all()
@@ -154,52 +163,56 @@ class Engine:
             self._thread.join()
             atexit.unregister(self.close)
         for sequence in [*self._waiting.values(), *self._running.values()]:
-            self._break_off(sequence, Finish.CANCELLED)
-        self._hand_out()
+            self._abort(sequence, FinishReason.CANCELLED)
+        self._deliver()
 
     def clear_cache(self) -> None:
         """Forget all blocks that no sequence relies on."""
         with self._changed:
-            self._forget = True
+            self._must_clear = True
             self._changed.notify_all()
 
     def counts(self) -> dict[str, float]:
         """How much was done since the start, and how things stand."""
         running = list(self._running.values())
-        reading = sum(bool(each.left) for each in running)
-        now = {"waiting": len(self._waiting), "reading": reading, "answering": len(running) - reading}
-        fixed = {"slots": self.slots, "memory_bytes": self.memory_bytes, "blocks": 0, "blocks_held": 0}
+        reading = sum(bool(each.prefill_tokens_left) for each in running)
+        now = {
+            "waiting_requests": len(self._waiting),
+            "prefill_sequences": reading,
+            "decode_sequences": len(running) - reading,
+        }
+        fixed = {"slots": self.slots, "kv_memory_bytes": self.memory_bytes, "blocks": 0, "blocks_used": 0}
         if self.cache is not None:
-            fixed |= {"blocks": sum(self.cache.places), "blocks_held": len(self.cache)}
-        zero = dict.fromkeys(_COUNTED, 0)
-        return {**zero, **self._counts, **now, **fixed, "events": self.log.next}
+            fixed |= {"blocks": sum(self.cache.capacities), "blocks_used": len(self.cache)}
+        zero = dict.fromkeys(_COUNTERS, 0)
+        return {**zero, **self._counts, **now, **fixed, "events": self.event_log.next}
 
     def step(self) -> bool:
         """One step; whether there was anything to do."""
         started = monotonic()
-        self._let_go(started)
+        self._abort_expired(started)
         free = len(self._running) < self.slots
         with self._changed:
             waiting = [
-                Ask(each.answer.id, each.answer.id, each.answer.request.priority, each.answer.request.owner)
+                WaitingRequest(each.handle.id, each.handle.id, each.handle.request.priority, each.handle.request.owner)
                 for each in self._waiting.values()
             ]
         running = [
-            Running(
-                *(each.answer.id, each.answer.id, each.slot, each.left),
-                *(each.answer.request.priority, each.answer.request.owner),
+            RunningSequence(
+                *(each.handle.id, each.handle.id, each.slot, each.prefill_tokens_left),
+                *(each.handle.request.priority, each.handle.request.owner),
             )
             for each in self._running.values()
         ]
         plan = schedule(waiting if free else (), running, self._limits)
-        for number, slot in plan.join:
-            self._join(number, slot, started)
-        answering = [self._running[number] for number in plan.answer]
+        for number, slot in plan.admit:
+            self._admit(number, slot, started)
+        answering = [self._running[number] for number in plan.decode]
         if answering:
-            self._answer(answering, plan.padding)
-        for number, count in plan.read:
-            self._read(self._running[number], count)
-        if not (plan.join or plan.answer or plan.read):
+            self._decode(answering, plan.padding)
+        for number, count in plan.prefill:
+            self._prefill(self._running[number], count)
+        if not (plan.admit or plan.decode or plan.prefill):
             return False
         self._counts["steps"] += 1
         seconds = monotonic() - started
@@ -217,7 +230,7 @@ class Engine:
             return
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._stop or self._forget)
+                self._changed.wait_for(lambda: self._waiting or self._running or self._stop or self._must_clear)
                 if self._stop:
                     return
             try:
@@ -227,160 +240,167 @@ class Engine:
                 told = ProgramError(f"A step failed: {one_line(error)}.")
                 for sequence in list(self._running.values()):
                     self._fail(sequence, told)
-                self._hand_out()
+                self._deliver()
 
     def _warm_up(self) -> None:
         """A chunk of a prompt and a token for every slot, on full slots: beyond the length of every sequence."""
-        if self._populating is not None:
-            self._populating.join()
-        chunk = min(self.settings.chunk, self.room)
+        if self._populate_thread is not None:
+            self._populate_thread.join()
+        chunk = min(self.settings.max_prefill_tokens, self.max_seq_len)
         for batch, length, prompt in ((1, chunk, True), (self.slots, 1, False)):
-            given = {"input_ids": _numbers([[0] * length] * batch), "slots": torch.arange(batch)}
-            lengths = torch.full((batch,), self.room - length)
-            self._package({**self._memory.state, **given, "lengths": lengths}, prompt=prompt)
+            given = {SIGNATURE.tokens: _numbers([[0] * length] * batch), SIGNATURE.slots: torch.arange(batch)}
+            lengths = torch.full((batch,), self.max_seq_len - length)
+            self._package({**self._memory.state, **given, SIGNATURE.lengths: lengths}, is_prefill=prompt)
 
-    def _let_go(self, now: float) -> None:
+    def _abort_expired(self, now: float) -> None:
         """End what nobody wants or what took too long."""
-        if self._forget and self.cache is not None:
+        if self._must_clear and self.cache is not None:
             self.cache.clear()
-        self._forget = False
+        self._must_clear = False
         for sequence in [*self._running.values(), *self._waiting.values()]:
-            deadline = sequence.answer.deadline
-            if sequence.answer.cancelled:
-                self._break_off(sequence, Finish.CANCELLED)
+            deadline = sequence.handle.deadline
+            if sequence.handle.is_cancelled:
+                self._abort(sequence, FinishReason.CANCELLED)
             elif deadline is not None and now > deadline:
-                self._break_off(sequence, Finish.TIMEOUT)
-        self._hand_out()
+                self._abort(sequence, FinishReason.TIMEOUT)
+        self._deliver()
 
-    def _join(self, number: int, slot: int, now: float) -> None:
+    def _admit(self, number: int, slot: int, now: float) -> None:
         with self._changed:
             sequence = self._running[number] = self._waiting.pop(number)
         sequence.slot = slot
-        self._observe("queue_seconds", now - sequence.answer.asked)
+        self._observe("queue_seconds", now - sequence.handle.arrival_time)
 
-    def _answer(self, sequences: Several[Sequence], padding: Several[int]) -> None:
+    def _decode(self, sequences: Several[SequenceState], padding: Several[int]) -> None:
         """The next token of all that answer."""
-        tokens = [[each.writer.history[-1]] for each in sequences] + [[0]] * len(padding)
-        slots, rows = [each.slot for each in sequences], [each.rows for each in sequences]
-        self._counts["padded_rows"] += len(padding)
+        tokens = [[each.generation.history[-1]] for each in sequences] + [[0]] * len(padding)
+        slots, rows = [each.slot for each in sequences], [each.computed_tokens for each in sequences]
+        self._counts["padding_rows"] += len(padding)
         self._observe("batch", len(sequences))
         scores = self._call(sequences, tokens, [*slots, *padding], rows + [0] * len(padding), prompt=False)
         if scores is not None:
-            self._take(sequences, scores, 1)
+            self._sample(sequences, scores, 1)
 
-    def _read(self, sequence: Sequence, count: int) -> None:
+    def _prefill(self, sequence: SequenceState, count: int) -> None:
         """The next part of a prompt; the first token, when that was the last part."""
-        if not sequence.looked:
-            self._prefixes.reuse(sequence)
-        prompt = sequence.answer.request.prompt
-        part = prompt[sequence.rows : sequence.rows + count]
-        scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.rows], prompt=True)
+        if not sequence.has_lookup:
+            self._prefix_cache.reuse(sequence)
+        prompt = sequence.handle.request.prompt
+        part = prompt[sequence.computed_tokens : sequence.computed_tokens + count]
+        scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.computed_tokens], prompt=True)
         if scores is not None:
-            self._counts["tokens_in"] += len(part)
-            if sequence.left == len(part):
-                self._take([sequence], scores, len(part))
+            self._counts["prompt_tokens"] += len(part)
+            if sequence.prefill_tokens_left == len(part):
+                self._sample([sequence], scores, len(part))
             else:
-                sequence.rows += len(part)
-                self._prefixes.keep(sequence)
+                sequence.computed_tokens += len(part)
+                self._prefix_cache.store(sequence)
 
     def _call(
-        self, sequences: Several[Sequence], tokens: list[list[int]], slots: list[int], rows: list[int], *, prompt: bool
+        self,
+        sequences: Several[SequenceState],
+        tokens: list[list[int]],
+        slots: list[int],
+        rows: list[int],
+        *,
+        prompt: bool,
     ) -> torch.Tensor | None:
         """Scores after the last token of each; None if the package failed, which those sequences are told."""
-        given = {"input_ids": _numbers(tokens), "slots": _numbers(slots), "lengths": _numbers(rows)}
+        given = {SIGNATURE.tokens: _numbers(tokens), SIGNATURE.slots: _numbers(slots)}
+        given[SIGNATURE.lengths] = _numbers(rows)
         started = monotonic()
         try:
-            results = self._package({**self._memory.state, **given}, prompt=prompt)
+            results = self._package({**self._memory.state, **given}, is_prefill=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
             told = error if isinstance(error, InlayError) else ProgramError(f"The package failed: {one_line(error)}.")
             for sequence in sequences:
                 self._fail(sequence, told)
-            self._hand_out()
+            self._deliver()
             return None
         self._counts["call_microseconds"] += round((monotonic() - started) * 1e6)
         self._counts["calls"] += 1
         self._counts["rows"] += len(tokens) * len(tokens[0])
-        scores: torch.Tensor = results["logits"][: len(sequences), -1]
+        scores: torch.Tensor = results[SIGNATURE.logits][: len(sequences), -1]
         return scores.float()
 
-    def _take(self, sequences: Several[Sequence], scores: torch.Tensor, rows: int) -> None:
+    def _sample(self, sequences: Several[SequenceState], scores: torch.Tensor, rows: int) -> None:
         """Draw a token for each, and hand it out."""
         numbers = scores.numpy()
         likeliest = numbers.argmax(-1).tolist()
         now = monotonic()
         for place, (sequence, best) in enumerate(zip(sequences, likeliest, strict=True)):
-            writer = sequence.writer
-            sequence.rows += rows
+            writer = sequence.generation
+            sequence.computed_tokens += rows
             try:
                 if not math.isfinite(numbers[place, best]):
                     raise ProgramError(
                         "The program returned logits that are not numbers.",
                         "Its weights are damaged, or their number format is too narrow: build it again in float32.",
                     )
-                token = best if writer.likely else writer.draw(scores[place])
-                likelihood = writer.likelihood(scores[place], token) if writer.request.logprobs is not None else None
+                token = best if writer.is_plain_greedy else writer.sample(scores[place])
+                likelihood = writer.logprobs(scores[place], token) if writer.request.logprobs is not None else None
                 text, finish = writer.add(token)
             except InlayError as error:
                 self._fail(sequence, error)
                 continue
-            self._out[sequence.answer.loop].append(
-                (sequence.answer, Piece(text, token, now - sequence.answer.asked, finish, likelihood))
+            self._outputs[sequence.handle.loop].append(
+                (sequence.handle, TokenOutput(text, token, now - sequence.handle.arrival_time, finish, likelihood))
             )
-            first = sequence.told == sequence.answer.asked
-            self._observe("first_token_seconds" if first else "between_tokens_seconds", now - sequence.told)
-            sequence.told = now
-            self._counts["tokens_out"] += 1
+            first = sequence.last_token_time == sequence.handle.arrival_time
+            self._observe("first_token_seconds" if first else "inter_token_seconds", now - sequence.last_token_time)
+            sequence.last_token_time = now
+            self._counts["generation_tokens"] += 1
             if finish:
-                self._leave(sequence, finish)
-        self._hand_out()
+                self._finish(sequence, finish)
+        self._deliver()
         for sequence in sequences:
-            self._prefixes.keep(sequence)
-            if sequence.answer.id not in self._running:
-                self._prefixes.drop(sequence)
+            self._prefix_cache.store(sequence)
+            if sequence.handle.id not in self._running:
+                self._prefix_cache.release(sequence)
 
-    def _break_off(self, sequence: Sequence, finish: Finish) -> None:
-        token = sequence.writer.history[-1]
-        piece = Piece(sequence.writer.rest(), token, monotonic() - sequence.answer.asked, finish)
-        self._out[sequence.answer.loop].append((sequence.answer, piece))
-        self._leave(sequence, finish)
-        self._prefixes.drop(sequence)
+    def _abort(self, sequence: SequenceState, finish: FinishReason) -> None:
+        token = sequence.generation.history[-1]
+        piece = TokenOutput(sequence.generation.flush(), token, monotonic() - sequence.handle.arrival_time, finish)
+        self._outputs[sequence.handle.loop].append((sequence.handle, piece))
+        self._finish(sequence, finish)
+        self._prefix_cache.release(sequence)
 
-    def _fail(self, sequence: Sequence, error: InlayError) -> None:
-        self._out[sequence.answer.loop].append((sequence.answer, error))
-        self._leave(sequence, "failed")
-        self._prefixes.drop(sequence)
+    def _fail(self, sequence: SequenceState, error: InlayError) -> None:
+        self._outputs[sequence.handle.loop].append((sequence.handle, error))
+        self._finish(sequence, "failed")
+        self._prefix_cache.release(sequence)
 
-    def _leave(self, sequence: Sequence, how: str) -> None:
+    def _finish(self, sequence: SequenceState, how: str) -> None:
         """It needs its slot no longer."""
-        self._counts[f"ended.{how}"] += 1
+        self._counts[f"finished.{how}"] += 1
         now = monotonic()
-        self._pace += 0.1 * (min(now - self._ended, 10.0) - self._pace)
-        self._ended = now
+        self._pace += 0.1 * (min(now - self._last_finish_time, 10.0) - self._pace)
+        self._last_finish_time = now
         with self._changed:
-            self._waiting.pop(sequence.answer.id, None)
-            self._running.pop(sequence.answer.id, None)
+            self._waiting.pop(sequence.handle.id, None)
+            self._running.pop(sequence.handle.id, None)
             self._changed.notify_all()
 
-    def _hand_out(self) -> None:
+    def _deliver(self) -> None:
         """Give all that was made to those who asked: at once to threads, by one call to each event loop."""
-        for loop, made in self._out.items():
+        for loop, made in self._outputs.items():
             if loop is None:
                 _put(made)
             elif not loop.is_closed():
                 loop.call_soon_threadsafe(_put, made)
-        self._out.clear()
+        self._outputs.clear()
 
     def _observe(self, name: str, value: float) -> None:
         for observer in self._observers:
             observer.observe(name, value)
 
 
-_COUNTED = (
-    *("accepted", "refused", "steps", "step_microseconds", "calls", "call_microseconds", "rows", "padded_rows"),
-    *("tokens_in", "tokens_out", "cached_tokens", "hits", "misses"),
-    *("fallback.call_failed", "fallback.step_failed", "fallback.read_from_second_level", "fallback.cache_full"),
-    *(f"ended.{finish}" for finish in (*Finish, "failed")),
+_COUNTERS = (
+    *("accepted", "rejected", "steps", "step_microseconds", "calls", "call_microseconds", "rows", "padding_rows"),
+    *("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_cache_hits", "prefix_cache_misses"),
+    *("fallback.call_failed", "fallback.step_failed", "fallback.promote_failed", "fallback.cache_full"),
+    *(f"finished.{finish}" for finish in (*FinishReason, "failed")),
 )
 """What is counted, so that it is there before it happens."""
 
@@ -390,9 +410,9 @@ def _numbers(values: list[int] | list[list[int]]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
-def _put(made: list[tuple[Answer, Piece | InlayError]]) -> None:
+def _put(made: list[tuple[RequestHandle, TokenOutput | InlayError]]) -> None:
     for answer, what in made:
-        if isinstance(what, Piece):
+        if isinstance(what, TokenOutput):
             answer.put([what])
         else:
             answer.put([], what)

@@ -13,7 +13,7 @@ from inlay.errors import ProgramError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COLDEST = 0.01
+MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0: below it float32 overflows, and the draw is greedy anyway."""
 
 
@@ -21,7 +21,7 @@ COLDEST = 0.01
 class Sampling:
     """How the next token is chosen. By default the likeliest is taken (temperature 0).
 
-    >>> Sampling(temperature=0.7, top_p=0.9, seed=1).greedy
+    >>> Sampling(temperature=0.7, top_p=0.9, seed=1).is_greedy
     False
     >>> Sampling(top_p=1.5)
     Traceback (most recent call last):
@@ -37,8 +37,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check(
-            self.temperature == 0 or COLDEST <= self.temperature < float("inf"),
-            f"temperature is {self.temperature}, but must be 0 or at least {COLDEST}.",
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+            f"temperature is {self.temperature}, but must be 0 or at least {MIN_TEMPERATURE}.",
             "0 takes the likeliest token.",
         )
         _check(self.top_k >= 0, f"top_k is {self.top_k}, but must not be negative.", "0 keeps every token.")
@@ -58,7 +58,7 @@ class Sampling:
         )
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
@@ -72,10 +72,10 @@ class Sampling:
         return generator
 
 
-def draw(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> int:
+def sample(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> int:
     """The next token after `history` (the prompt and what was generated), given its logits.
 
-    >>> draw(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())
+    >>> sample(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())
     1
     """
     if not torch.isfinite(logits.max()):
@@ -83,8 +83,8 @@ def draw(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, gener
             "The program returned logits that are not numbers.",
             "Its weights are damaged, or their number format is too narrow: build it again in float32.",
         )
-    if sampling.greedy:
-        return int(_penalised(logits, history, sampling.repetition_penalty).argmax())
+    if sampling.is_greedy:
+        return int(_penalize(logits, history, sampling.repetition_penalty).argmax())
     weights = probabilities(logits, history, sampling)
     return int(torch.multinomial(weights, 1, generator=generator))
 
@@ -95,19 +95,19 @@ def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampli
     >>> probabilities(torch.tensor([1.0, 3.0, 3.0]), [], Sampling(temperature=1, top_k=2))
     tensor([0.0000, 0.5000, 0.5000])
     """
-    scores = _penalised(logits, history, sampling.repetition_penalty) / sampling.temperature
+    scores = _penalize(logits, history, sampling.repetition_penalty) / sampling.temperature
     if sampling.top_k:
         kept = torch.topk(scores, min(sampling.top_k, len(scores))).values
-        scores = _without(scores, scores < kept[-1])
+        scores = _mask_out(scores, scores < kept[-1])
     if sampling.top_p < 1:
-        scores = _without(scores, _beyond(scores, sampling.top_p))
+        scores = _mask_out(scores, _top_p_mask(scores, sampling.top_p))
     if sampling.min_p:
         likely = scores.softmax(-1)
-        scores = _without(scores, likely < sampling.min_p * likely.max())
+        scores = _mask_out(scores, likely < sampling.min_p * likely.max())
     return scores.softmax(-1)
 
 
-def _penalised(logits: torch.Tensor, history: Sequence[int], penalty: float) -> torch.Tensor:
+def _penalize(logits: torch.Tensor, history: Sequence[int], penalty: float) -> torch.Tensor:
     """Logits with those of tokens already seen made smaller, each once however often it was seen."""
     if penalty == 1:
         return logits
@@ -117,7 +117,7 @@ def _penalised(logits: torch.Tensor, history: Sequence[int], penalty: float) -> 
     return logits.scatter(0, seen, torch.where(values < 0, values * penalty, values / penalty))
 
 
-def _beyond(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+def _top_p_mask(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Where the unlikeliest tokens are that make up no more than 1 - top_p; of equals, the first are cut first.
 
     numpy, which sorts values without positions, is ten times faster than torch, and this is done for every token.
@@ -132,7 +132,7 @@ def _beyond(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return beyond
 
 
-def _without(scores: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
+def _mask_out(scores: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(cut, -float("inf"))
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from inlay.errors import UsageError
+from inlay.program.decoder import SIGNATURE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from inlay.compile.execute import Executable
+    from inlay.lowering.executable import Executable
 
 
 class Session:
@@ -34,7 +35,7 @@ class Session:
             raise UsageError(
                 f"{batch} sequences were asked for, and the package has {slots} slots.", "Build with --max-batch."
             )
-        self.batch, self.room = batch, int(room)
+        self.batch, self.max_seq_len = batch, int(room)
         self._slots = torch.arange(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int64)
         self._busy = threading.Lock()
@@ -46,35 +47,42 @@ class Session:
 
     def restart(self, *sequences: int) -> None:
         """Begin these sequences again, or all of them. Takes no time: nothing is cleared."""
-        with self._alone():
+        with self._exclusive():
             self._lengths = self._lengths.clone()
             self._lengths[list(sequences) if sequences else slice(None)] = 0
 
-    def advance(self, tokens: torch.Tensor | Sequence[Sequence[int]], *, prompt: bool | None = None) -> torch.Tensor:
+    def advance(
+        self, tokens: torch.Tensor | Sequence[Sequence[int]], *, is_prefill: bool | None = None
+    ) -> torch.Tensor:
         """Append as many tokens to every sequence; the scores after the last of them, f32[batch, vocabulary].
 
-        `prompt`: they are a part of a prompt, which is computed alike however it is cut. By default several tokens are,
-        and those that sequences begin with.
+        `is_prefill`: they are a part of a prompt, which is computed alike however it is cut. By default several tokens
+        are, and those that sequences begin with.
         """
         given = torch.as_tensor(tokens, dtype=torch.int64).contiguous()
         if given.dim() != 2 or given.shape[0] != self.batch or not given.shape[1]:
             raise UsageError(f"Tokens must be [{self.batch}, length], and are {list(given.shape)}.")
-        with self._alone():
+        with self._exclusive():
             longest = max(self.lengths) + given.shape[1]
-            if longest > self.room:
+            if longest > self.max_seq_len:
                 raise UsageError(
-                    f"A sequence would grow to {longest} tokens, and there is room for {self.room}.",
+                    f"A sequence would grow to {longest} tokens, and there is room for {self.max_seq_len}.",
                     "Build with a larger --max-length, or begin again.",
                 )
-            given_all = {**self._state, "input_ids": given, "slots": self._slots, "lengths": self._lengths}
+            given_all = {
+                **self._state,
+                SIGNATURE.tokens: given,
+                SIGNATURE.slots: self._slots,
+                SIGNATURE.lengths: self._lengths,
+            }
             begins = given.shape[1] > 1 or not any(self.lengths)
-            results = self._run(given_all, prompt=begins if prompt is None else prompt)
+            results = self._run(given_all, is_prefill=begins if is_prefill is None else is_prefill)
             self._lengths = self._lengths + given.shape[1]
-        scores: torch.Tensor = results["logits"][:, -1]
+        scores: torch.Tensor = results[SIGNATURE.logits][:, -1]
         return scores.float()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise UsageError("Another thread is using this session.", "Open one session for each thread.")
         try:
@@ -83,12 +91,12 @@ class Session:
             self._busy.release()
 
 
-class OneSequence:
+class SequenceSession:
     """A session of one sequence, as generating text wants it. For one thread at a time, as sessions are."""
 
     def __init__(self, executable: Executable) -> None:
         self._session = Session(executable)
-        self.room = self._session.room
+        self.max_seq_len = self._session.max_seq_len
 
     @property
     def length(self) -> int:

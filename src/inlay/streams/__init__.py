@@ -1,61 +1,57 @@
 """Overlap that is planned, verified, run and seen: work, schedules of it over lanes, races, timelines."""
 
-from inlay.streams.bound import Bound, bound_program, bound_steps
-from inlay.streams.capture import Captured, Replays
-from inlay.streams.checking import check
-from inlay.streams.comparing import Compared, Planned, compare, planned
-from inlay.streams.devices import Streams
-from inlay.streams.execute import Overlapped, open_lanes, run
-from inlay.streams.from_program import work_of_plan, work_of_program
-from inlay.streams.lanes import Lanes
-from inlay.streams.measuring import measured_calls, measured_event, measured_steps
-from inlay.streams.pieces import grouped, joined
-from inlay.streams.planning import edges_across, predicted, reduced, schedule
-from inlay.streams.races import Conflict, Fault, Flaw, Race, Verdict
-from inlay.streams.schedules import Event, Schedule, differences, in_order
-from inlay.streams.timeline import Ran, Timeline
-from inlay.streams.work import Life, Storage, Task, Work
+from inlay.streams.access_sets import build_work
+from inlay.streams.bound_work import BoundWork, bind_program
+from inlay.streams.device_streams import DeviceStreams
+from inlay.streams.executor import ScheduledExecution, open_executor, run_schedule
+from inlay.streams.graph_replay import CapturedStep, GraphReplayer
+from inlay.streams.list_scheduler import cross_lane_edges, plan_schedule, predict_times, reduce_events
+from inlay.streams.overlap_comparison import OverlapComparison, OverlapPlan, compare_lanes, plan_overlap
+from inlay.streams.race_check import check_schedule
+from inlay.streams.schedule import Event, Schedule, serial_schedule
+from inlay.streams.schedule_errors import ConflictKind, Race, ScheduleCheck, ScheduleError, ScheduleErrorKind
+from inlay.streams.task_grouping import group_tasks, merge_between_events
+from inlay.streams.timeline import TaskRun, Timeline
+from inlay.streams.timing import measure_calls, measure_event
+from inlay.streams.work_graph import Lifetime, Storage, Task, WorkGraph
+from inlay.streams.worker_threads import WorkerThreads
 
 __all__ = [
-    "Bound",
-    "Captured",
-    "Compared",
-    "Conflict",
+    "BoundWork",
+    "CapturedStep",
+    "ConflictKind",
+    "DeviceStreams",
     "Event",
-    "Fault",
-    "Flaw",
-    "Lanes",
-    "Life",
-    "Overlapped",
-    "Planned",
+    "GraphReplayer",
+    "Lifetime",
+    "OverlapComparison",
+    "OverlapPlan",
     "Race",
-    "Ran",
-    "Replays",
     "Schedule",
+    "ScheduleCheck",
+    "ScheduleError",
+    "ScheduleErrorKind",
+    "ScheduledExecution",
     "Storage",
-    "Streams",
     "Task",
+    "TaskRun",
     "Timeline",
-    "Verdict",
-    "Work",
-    "bound_program",
-    "bound_steps",
-    "check",
-    "compare",
-    "differences",
-    "edges_across",
-    "grouped",
-    "in_order",
-    "joined",
-    "measured_calls",
-    "measured_event",
-    "measured_steps",
-    "open_lanes",
-    "planned",
-    "predicted",
-    "reduced",
-    "run",
-    "schedule",
-    "work_of_plan",
-    "work_of_program",
+    "WorkGraph",
+    "WorkerThreads",
+    "bind_program",
+    "build_work",
+    "check_schedule",
+    "compare_lanes",
+    "cross_lane_edges",
+    "group_tasks",
+    "measure_calls",
+    "measure_event",
+    "merge_between_events",
+    "open_executor",
+    "plan_overlap",
+    "plan_schedule",
+    "predict_times",
+    "reduce_events",
+    "run_schedule",
+    "serial_schedule",
 ]

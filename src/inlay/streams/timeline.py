@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from inlay.streams.saved import dumped, loaded
-from inlay.streams.schedules import Event  # noqa: TC001 - `loaded` reads the annotations
+from inlay.streams.schedule import Event  # noqa: TC001 - `load_json` reads the annotations
+from inlay.streams.work_graph import dump_json, load_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from inlay.streams.course import Span
+    from inlay.streams.executable_schedule import TaskSpan
 
 
 @dataclass(frozen=True)
-class Ran:
+class TaskRun:
     """A task as it was run; seconds from the beginning of the run.
 
     The lane asked for it when it was done with the task before; until it began the lane waited for events.
@@ -25,7 +25,7 @@ class Ran:
 
     task: str
     lane: int
-    asked: float
+    wait_begin: float
     begin: float
     end: float
 
@@ -35,66 +35,66 @@ class Ran:
         return self.end - self.begin
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """How long its lane waited for it."""
-        return self.begin - self.asked
+        return self.begin - self.wait_begin
 
 
 @dataclass(frozen=True)
 class Timeline:
     """One run of a schedule.
 
-    >>> spans = [[Ran("a", 0, 0.0, 0.0, 3.0)], [Ran("b", 1, 0.0, 0.0, 2.0), Ran("c", 1, 2.0, 3.0, 4.0)]]
-    >>> timeline = Timeline(tuple(ran for lane in spans for ran in lane), (Event("a", "c"),))
+    >>> spans = [[TaskRun("a", 0, 0.0, 0.0, 3.0)], [TaskRun("b", 1, 0.0, 0.0, 2.0), TaskRun("c", 1, 2.0, 3.0, 4.0)]]
+    >>> timeline = Timeline(tuple(runs for lane in spans for runs in lane), (Event("a", "c"),))
     >>> print(timeline)
     4.000 s; 50 % of the time two lanes or more ran; 1.000 s lost waiting
-    >>> timeline.critical
+    >>> timeline.critical_path
     ('a', 'c')
     """
 
-    ran: tuple[Ran, ...]
+    runs: tuple[TaskRun, ...]
     events: tuple[Event, ...] = ()
 
     @classmethod
-    def of(cls, lanes: Sequence[Sequence[Span]], events: tuple[Event, ...]) -> Timeline:
+    def from_spans(cls, lanes: Sequence[Sequence[TaskSpan]], events: tuple[Event, ...]) -> Timeline:
         """From what lanes noted. The run begins when the first lane asks for its first task."""
         spans = [span for lane in lanes for span in lane]
-        zero = min((span.asked for span in spans), default=0)
+        zero = min((span.wait_begin for span in spans), default=0)
         ran = [
-            Ran(span.task, span.lane, *((each - zero) / 1e9 for each in (span.asked, span.begin, span.end)))
+            TaskRun(span.task, span.lane, *((each - zero) / 1e9 for each in (span.wait_begin, span.begin, span.end)))
             for span in spans
         ]
         return cls(tuple(ran), events)
 
     @cached_property
-    def by_task(self) -> Mapping[str, Ran]:
+    def by_task(self) -> Mapping[str, TaskRun]:
         """What was run, by task."""
-        return {each.task: each for each in self.ran}
+        return {each.task: each for each in self.runs}
 
     @property
-    def lanes(self) -> int:
+    def lane_count(self) -> int:
         """How many lanes ran something."""
-        return 1 + max((each.lane for each in self.ran), default=-1)
+        return 1 + max((each.lane for each in self.runs), default=-1)
 
     @property
     def seconds(self) -> float:
         """From the beginning to the end of the last task."""
-        return max((each.end for each in self.ran), default=0.0)
+        return max((each.end for each in self.runs), default=0.0)
 
     @property
-    def busy(self) -> float:
+    def busy_seconds(self) -> float:
         """Seconds of all tasks together."""
-        return sum(each.seconds for each in self.ran)
+        return sum(each.seconds for each in self.runs)
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds that lanes waited for events, together. A lane that has nothing left to do does not wait."""
-        return sum(each.waited for each in self.ran)
+        return sum(each.wait_seconds for each in self.runs)
 
     @property
-    def overlap(self) -> float:
+    def overlap_share(self) -> float:
         """The share of the time in which two lanes or more ran: 0 where nothing overlapped, 1 where all did."""
-        edges = sorted([(each.begin, 1) for each in self.ran] + [(each.end, -1) for each in self.ran])
+        edges = sorted([(each.begin, 1) for each in self.runs] + [(each.end, -1) for each in self.runs])
         together, running, since = 0.0, 0, 0.0
         for time, change in edges:
             if running > 1:
@@ -103,21 +103,21 @@ class Timeline:
         return together / self.seconds if self.seconds else 0.0
 
     @cached_property
-    def critical(self) -> tuple[str, ...]:
+    def critical_path(self) -> tuple[str, ...]:
         """The tasks that the end waited for: from the last one back, always to what it had to wait for longest."""
         before = self._before()
         found = []
-        at = max(self.ran, key=lambda each: each.end, default=None)
+        at = max(self.runs, key=lambda each: each.end, default=None)
         while at is not None:
             found.append(at.task)
             at = max(before[at.task], key=lambda each: each.end, default=None)
         return tuple(reversed(found))
 
-    def _before(self) -> dict[str, list[Ran]]:
+    def _before(self) -> dict[str, list[TaskRun]]:
         """For each task the one before it in its lane, and those it waited for."""
-        found: dict[str, list[Ran]] = {each.task: [] for each in self.ran}
-        last: dict[int, Ran] = {}
-        for each in sorted(self.ran, key=lambda each: each.begin):
+        found: dict[str, list[TaskRun]] = {each.task: [] for each in self.runs}
+        last: dict[int, TaskRun] = {}
+        for each in sorted(self.runs, key=lambda each: each.begin):
             if each.lane in last:
                 found[each.task].append(last[each.lane])
             last[each.lane] = each
@@ -126,30 +126,30 @@ class Timeline:
         return found
 
     def __str__(self) -> str:
-        share = f"{100 * self.overlap:.0f} % of the time two lanes or more ran"
-        return f"{time_text(self.seconds)}; {share}; {time_text(self.waited)} lost waiting"
+        share = f"{100 * self.overlap_share:.0f} % of the time two lanes or more ran"
+        return f"{format_seconds(self.seconds)}; {share}; {format_seconds(self.wait_seconds)} lost waiting"
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """The timeline as JSON."""
-        return dumped(asdict(self))
+        return dump_json(asdict(self))
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Timeline:
+    def from_json(cls, text: str | bytes) -> Timeline:
         """A timeline from its JSON."""
-        return loaded(cls, text)
+        return load_json(cls, text)
 
     def trace(self) -> str:
         """The timeline as Perfetto and chrome://tracing read it: JSON, times in microseconds."""
-        return json.dumps({"traceEvents": list(self._traced()), "displayTimeUnit": "ns"}, ensure_ascii=False)
+        return json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ns"}, ensure_ascii=False)
 
-    def _traced(self) -> Iterator[dict[str, Any]]:
-        critical = set(self.critical)
-        for lane in range(self.lanes):
+    def _trace_events(self) -> Iterator[dict[str, Any]]:
+        critical = set(self.critical_path)
+        for lane in range(self.lane_count):
             yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": f"lane {lane}"}}
-        for each in self.ran:
+        for each in self.runs:
             place = {"pid": 0, "tid": each.lane}
             if any(event.before == each.task for event in self.events):
-                yield place | _slice("wait", "wait", each.asked, each.begin, {"for": each.task})
+                yield place | _slice("wait", "wait", each.wait_begin, each.begin, {"for": each.task})
             yield place | _slice(each.task, "task", each.begin, each.end, {"critical": each.task in critical})
         for number, event in enumerate(self.events):
             after, before = self.by_task[event.after], self.by_task[event.before]
@@ -162,10 +162,10 @@ def _slice(name: str, kind: str, begin: float, end: float, args: dict[str, Any])
     return {"ph": "X", "name": name, "cat": kind, "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args}
 
 
-def time_text(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time as people read it.
 
-    >>> time_text(0.0123), time_text(4.2e-6), time_text(3)
+    >>> format_seconds(0.0123), format_seconds(4.2e-6), format_seconds(3)
     ('12.300 ms', '4.2 µs', '3.000 s')
     """
     if seconds >= 1:

@@ -4,20 +4,20 @@ Transforms fire where they should, not where they must not, and keep the numbers
 compiler: docs/stages.md says which check is for which.
 """
 
-from inlay.testing.caching import RoundTrip, cache_round_trip
-from inlay.testing.code import Generated, generated_code
-from inlay.testing.graphs import post_grad_graphs
-from inlay.testing.in_place import MeasuredStep, assert_in_place
-from inlay.testing.models import Checked, check_model
-from inlay.testing.recompiles import Compiles, assert_no_recompiles
+from inlay.testing.compile_cache import RoundTrip, cache_round_trip
+from inlay.testing.in_place_check import StateTraffic, assert_in_place
+from inlay.testing.inductor_code import GeneratedCode, generated_code
+from inlay.testing.model_check import ModelCheck, check_model
+from inlay.testing.post_grad_graphs import post_grad_graphs
+from inlay.testing.recompiles import CompileCounts, assert_no_recompiles
 from inlay.testing.rewrites import assert_rewrites, assert_untouched, op_counts, program_of
 
 __all__ = [
-    "Checked",
-    "Compiles",
-    "Generated",
-    "MeasuredStep",
+    "CompileCounts",
+    "GeneratedCode",
+    "ModelCheck",
     "RoundTrip",
+    "StateTraffic",
     "assert_in_place",
     "assert_no_recompiles",
     "assert_rewrites",

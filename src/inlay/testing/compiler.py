@@ -27,24 +27,24 @@ _CACHES = {"inductor": "fxgraph_cache_", "aot_autograd": "autograd_cache_"}
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompiledFrame:
     """A frame of Python that Dynamo compiled."""
 
     frame: str
     """Which code it is, counted from the last reset."""
     name: str
-    place: str
+    location: str
     """`file.py:line` of the function."""
     reason: str
     """The guards that failed, where the code had been compiled before; empty the first time."""
-    gave_up: bool = False
+    has_hit_limit: bool = False
     """Compiled too often already: from now on what no compiled code serves runs eagerly, and nobody is told."""
 
 
 @contextmanager
-def compiles() -> Iterator[list[Compile]]:
+def record_compiles() -> Iterator[list[CompiledFrame]]:
     """Fills the list with what was compiled within the context, when it ends."""
-    made: list[Compile] = []
+    made: list[CompiledFrame] = []
     dynamo.set_compilation_metrics_limit(_MANY)
     before = len(dynamo.get_compilation_metrics())
     try:
@@ -54,9 +54,9 @@ def compiles() -> Iterator[list[Compile]]:
             frame, why = str(each.compile_id).partition("/")[0], (each.fail_reason or "").partition("\n")[0]
             if each.co_name is not None:  # a backward pass that is compiled later has no frame
                 place = f"{each.co_filename}:{each.co_firstlineno}"
-                made.append(Compile(frame, each.co_name, place, (each.recompile_reason or "").strip()))
+                made.append(CompiledFrame(frame, each.co_name, place, (each.recompile_reason or "").strip()))
             elif _LIMIT in why:
-                made.append(Compile(frame, f"frame {frame}", "", why, gave_up=True))
+                made.append(CompiledFrame(frame, f"frame {frame}", "", why, has_hit_limit=True))
         dynamo.set_compilation_metrics_limit(dynamo.DEFAULT_COMPILATION_METRICS_LIMIT)
 
 
@@ -74,21 +74,21 @@ def is_compiled(function: Any) -> bool:
 
 
 @contextmanager
-def without_caches() -> Iterator[None]:
+def disable_caches() -> Iterator[None]:
     """Everything is compiled: a graph that comes out of a cache passes through no stage."""
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
+def use_eager_random() -> Iterator[None]:
     """Compiled code draws the numbers that eager code draws."""
     with inductor_config.patch(fallback_random=True):
         yield
 
 
 @contextmanager
-def graphs_to_lower() -> Iterator[list[fx.Graph]]:
+def record_post_grad_graphs() -> Iterator[list[fx.Graph]]:
     """Collects every graph that Inductor makes code of, as it is after the last of the post-grad passes."""
     from torch._inductor import compile_fx
 
@@ -110,7 +110,7 @@ def graphs_to_lower() -> Iterator[list[fx.Graph]]:
         yield made
 
 
-def sources_of(call: Callable[[], Any]) -> list[str]:
+def collect_sources(call: Callable[[], Any]) -> list[str]:
     """Run `call` from a reset compiler; the text of every file that Inductor writes."""
     from torch._inductor.utils import run_and_get_code
 

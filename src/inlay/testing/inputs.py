@@ -16,10 +16,10 @@ Inputs: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | torch.Tensor
 Model: TypeAlias = Callable[..., Any]
 
 
-def sets_of(inputs: Inputs | list[Inputs]) -> list[Inputs]:
+def as_input_sets(inputs: Inputs | list[Inputs]) -> list[Inputs]:
     """One set of inputs, or a list of them, as a list.
 
-    >>> sets_of((1, 2)), sets_of([(1,), {"x": 2}])
+    >>> as_input_sets((1, 2)), as_input_sets([(1,), {"x": 2}])
     ([(1, 2)], [(1,), {'x': 2}])
     """
     sets = inputs if isinstance(inputs, list) else [inputs]
@@ -41,7 +41,7 @@ def call(model: Model, inputs: Inputs) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
-def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+def copy_inputs(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     """The same values in memory of their own; floating point values in another dtype if one is given."""
 
     def converted(value: Any) -> Any:
@@ -59,12 +59,12 @@ def refuse_compiled(model: Model) -> None:
         raise UsageError("The model is compiled already.", "Give the model itself, and what compiles it as backend.")
 
 
-def fresh(model: Model) -> Model:
+def copy_model(model: Model) -> Model:
     """The model with state of its own, so that the caller's stays as it is; what is compiled already is not copied."""
     return model if is_compiled(model) else copy.deepcopy(model)
 
 
-def compiled(
+def compile_model(
     model: Model, backend: str | Callable[..., Any], options: Mapping[str, Any] | None, dynamic: bool | None
 ) -> Model:
     """What `torch.compile` makes of the model; itself if that is what it is."""

@@ -10,15 +10,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from inlay.capture import Example, capture
 from inlay.errors import one_line
-from inlay.insight.running import laid_out, misstated, other_sizes, random_inputs
+from inlay.insight.interpreter import find_type_mismatches, match_layout, other_sizes, random_inputs
 from inlay.program.bindings import Role
-from inlay.program.diff import diff
 from inlay.program.graphs import MODULE, SOURCE, all_nodes
 from inlay.program.program import Program
-from inlay.program.text import dump
-from inlay.rewrite.reasons import Reason, reason_of
-from inlay.transforms.base import Applied, Numerics, Transform, find
-from inlay.transforms.pipeline import check_metadata
+from inlay.program.text.diff import diff
+from inlay.program.text.printer import dump
+from inlay.rewrite.reasons import Reason
+from inlay.transforms.base import Numerics, Transform, TransformResult, find_transform
+from inlay.transforms.pass_manager import check_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 _ROUNDS = 3
 
 
-class _Calls(torch.nn.Module):
+class _FunctionModule(torch.nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -40,7 +40,7 @@ def program_of(
     model: torch.nn.Module | Callable[..., Any] | Program,
     args: Sequence[Any],
     axes: Mapping[str, Mapping[int, str]] | None = None,
-    after: Sequence[str] = (),
+    prerequisites: Sequence[str] = (),
 ) -> Program:
     """Capture a module or a plain function, and run the named transforms on it; a program is taken as it is.
 
@@ -49,12 +49,12 @@ def program_of(
     """
     if isinstance(model, Program):
         return model
-    module = model if isinstance(model, torch.nn.Module) else _Calls(model)
+    module = model if isinstance(model, torch.nn.Module) else _FunctionModule(model)
     if axes and module is not model:
         module.forward = model  # axes are told by the names of the function's arguments
     program = capture(Example(module, tuple(args), axes=axes or {}))
-    for name in after:
-        program = find(name)().apply(program.copy()).program
+    for name in prerequisites:
+        program = find_transform(name)().apply(program.copy()).program
     return program
 
 
@@ -71,7 +71,7 @@ def assert_rewrites(
     args: Sequence[Any],
     sites: int,
     axes: Mapping[str, Mapping[int, str]] | None = None,
-    after: Sequence[str] = (),
+    prerequisites: Sequence[str] = (),
 ) -> Program:
     """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
 
@@ -85,12 +85,12 @@ def assert_rewrites(
     >>> two = [torch.ones(3), torch.ones(3)]
     >>> program = assert_rewrites(lambda g, u: silu(g) * u, "match_swiglu", args=two, sites=1)
     """
-    program = program_of(before, args, axes, after)
+    program = program_of(before, args, axes, prerequisites)
     applied = _apply(program, transform)
     assert applied.sites == sites, (
         f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no miss'}"
     )
-    faulty = [miss.reason for miss in applied.misses if reason_of(miss.reason) is Reason.REPLACEMENT]
+    faulty = [miss.reason for miss in applied.misses if miss.kind is Reason.REPLACEMENT]
     assert not faulty, faulty[0]
     bare = program.copy()
     for node in all_nodes(bare.graph):
@@ -99,7 +99,7 @@ def assert_rewrites(
     if expected is not None:
         found = diff(program_of(expected, args, axes), applied.program)
         rows = "\n".join(f"{row.left!r} ≠ {row.right!r}" for row in found.hunks(0))
-        assert found.equal, f"expected ≠ result:\n{rows}"
+        assert found.is_equal, f"expected ≠ result:\n{rows}"
     if not _instance(transform).adds_inputs:
         _assert_same_numbers(program, applied.program, args, _numerics(transform))
     return applied.program
@@ -111,24 +111,24 @@ def assert_untouched(
     *,
     args: Sequence[Any],
     axes: Mapping[str, Mapping[int, str]] | None = None,
-    after: Sequence[str] = (),
+    prerequisites: Sequence[str] = (),
 ) -> None:
     """The transform must not fire here, and must not change anything."""
-    program = program_of(before, args, axes, after)
+    program = program_of(before, args, axes, prerequisites)
     applied = _apply(program, transform)
-    assert applied.sites == 0, f"{applied.sites} sites where none must be: {applied.places}"
+    assert applied.sites == 0, f"{applied.sites} sites where none must be: {applied.matched_roots}"
     assert dump(applied.program) == dump(program), "nothing matched, yet the program changed"
 
 
 def _instance(transform: str | Transform) -> Transform:
-    return find(transform)() if isinstance(transform, str) else transform
+    return find_transform(transform)() if isinstance(transform, str) else transform
 
 
 def _numerics(transform: str | Transform) -> Numerics:
     return _instance(transform).numerics
 
 
-def _apply(program: Program, transform: str | Transform) -> Applied:
+def _apply(program: Program, transform: str | Transform) -> TransformResult:
     applied = _instance(transform).apply(program.copy())
     check_metadata(applied.program, program)
     return applied
@@ -143,7 +143,7 @@ def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], n
             try:
                 one = tree_leaves(runs[0](*pairs[0]))
             except Exception:
-                if what in _CLAIMED:
+                if what in _SIZE_CASES:
                     continue  # the program itself does not take them
                 raise
             try:
@@ -158,7 +158,7 @@ def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], n
             assert same, f"{what}: an input is changed by the call"
 
 
-_CLAIMED = ("the smallest sizes", "larger sizes")
+_SIZE_CASES = ("the smallest sizes", "larger sizes")
 
 
 def _inputs(program: Program, args: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -167,11 +167,11 @@ def _inputs(program: Program, args: Sequence[Any]) -> Iterator[tuple[str, list[A
     for _ in range(_ROUNDS):
         yield "random numbers", [_random_like(arg, generator) for arg in args]
     yield "large numbers", [_random_like(arg, generator, 100.0) for arg in args]
-    yield "zeros", [_sprinkled(_random_like(arg, generator), generator, (0.0, -0.0)) for arg in args]
+    yield "zeros", [_insert_numbers(_random_like(arg, generator), generator, (0.0, -0.0)) for arg in args]
     spec = tree_flatten(list(args))[1]
-    for what, sizes in zip(_CLAIMED, other_sizes(program), strict=False):
+    for what, sizes in zip(_SIZE_CASES, other_sizes(program), strict=False):
         made = random_inputs(program, sizes=sizes)
-        yield what, tree_unflatten([made[row.name] for row in program.bindings.of(Role.INPUT)], spec)
+        yield what, tree_unflatten([made[row.name] for row in program.bindings.with_role(Role.INPUT)], spec)
 
 
 def _assert_close(left: Any, right: Any, noise: Any, numerics: Numerics, what: str) -> None:
@@ -196,14 +196,14 @@ def _noise(run: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Any
     generator, moved = torch.Generator().manual_seed(1), [torch.zeros(()) for _ in results]
     for _ in range(4):
         with torch.no_grad():
-            near = tree_leaves(run(*[_nudged(each, generator) for each in _copies(inputs)]))
+            near = tree_leaves(run(*[_perturb(each, generator) for each in _copies(inputs)]))
         for place, (one, two) in enumerate(zip(results, near, strict=True)):
             if isinstance(one, torch.Tensor) and one.is_floating_point():
                 moved[place] = torch.maximum(moved[place], (one - two).abs().nan_to_num(0.0, 0.0))
     return [8 * each for each in moved]
 
 
-def _nudged(value: Any, generator: torch.Generator) -> Any:
+def _perturb(value: Any, generator: torch.Generator) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     steps = torch.randint(-2, 3, value.shape, generator=generator)
@@ -212,9 +212,10 @@ def _nudged(value: Any, generator: torch.Generator) -> Any:
 
 def _assert_types_are_true(before: Program, after: Program, inputs: Sequence[Any]) -> None:
     """Fake kernels are held against the real ones: new values must be what their nodes state."""
-    names = [row.name for row in before.bindings.of(Role.INPUT)]
+    names = [row.name for row in before.bindings.with_role(Role.INPUT)]
     was, now = (
-        misstated(each, dict(zip(names, tree_leaves(_copies(inputs)), strict=True))) for each in (before, after)
+        find_type_mismatches(each, dict(zip(names, tree_leaves(_copies(inputs)), strict=True)))
+        for each in (before, after)
     )
     wrong = [text for name, text in now.items() if name not in was]
     assert not wrong, f"a fake kernel is wrong: {wrong[0]}"
@@ -224,10 +225,10 @@ def _random_like(arg: Any, generator: torch.Generator, scale: float = 1.0) -> An
     if not isinstance(arg, torch.Tensor) or not arg.is_floating_point():
         return arg
     numbers = torch.randn(arg.shape, generator=generator, dtype=torch.float64) * scale
-    return laid_out(numbers.to(arg.dtype), arg)
+    return match_layout(numbers.to(arg.dtype), arg)
 
 
-def _sprinkled(value: Any, generator: torch.Generator, numbers: Sequence[float]) -> Any:
+def _insert_numbers(value: Any, generator: torch.Generator, numbers: Sequence[float]) -> Any:
     """Some of the numbers are these instead."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value

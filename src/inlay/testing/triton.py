@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def interpreted(code: str, beside: str | Path) -> str:
+def run_interpreted(code: str, module_path: str | Path) -> str:
     """Run Python with every Triton kernel in it interpreted on CPU tensors; what it printed.
 
-    It is a process of its own, because Triton decides when it is imported. Modules beside the file `beside` can be
+    It is a process of its own, because Triton decides when it is imported. Modules beside the file `module_path` can be
     imported. A failure in it is an AssertionError here.
     """
-    paths = [str(Path(beside).parent), *filter(None, sys.path)]
+    paths = [str(Path(module_path).parent), *filter(None, sys.path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", dedent(code)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -27,7 +27,7 @@ def interpreted(code: str, beside: str | Path) -> str:
     return run.stdout
 
 
-def compiled_for(capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any]) -> str:
+def compile_to_ptx(capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any]) -> str:
     """The PTX of a kernel for an NVIDIA GPU of this compute capability (80, 90), without one; machine code is made too.
 
     `signature` says what each argument is (`*fp32`, `i32`, `constexpr`), `constants` the values of the last.

@@ -1,25 +1,34 @@
-"""Transforms: registered by name, configured by YAML, run by a small pipeline."""
+"""Transforms: registered by name, configured by YAML, run by a small pass manager."""
 
-from inlay.transforms.base import Applied, Case, Numerics, Options, Rewrite, Stage, Transform, registry, transform
-from inlay.transforms.foreign import ForeignPass, foreign
-from inlay.transforms.pipeline import Record, configure, run, up_to
-from inlay.transforms.plain import graph_pass
+from inlay.transforms.base import (
+    Case,
+    LocalTransform,
+    Numerics,
+    PatternTransform,
+    ProgramTransform,
+    Stage,
+    Transform,
+    TransformOptions,
+    TransformResult,
+    registry,
+    transform,
+)
+from inlay.transforms.pass_manager import TransformRecord, configure, run, steps_through
 
 __all__ = [
-    "Applied",
     "Case",
-    "ForeignPass",
+    "LocalTransform",
     "Numerics",
-    "Options",
-    "Record",
-    "Rewrite",
+    "PatternTransform",
+    "ProgramTransform",
     "Stage",
     "Transform",
+    "TransformOptions",
+    "TransformRecord",
+    "TransformResult",
     "configure",
-    "foreign",
-    "graph_pass",
     "registry",
     "run",
+    "steps_through",
     "transform",
-    "up_to",
 ]

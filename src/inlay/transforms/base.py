@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from inlay.errors import UsageError, nearest
-from inlay.rewrite import Miss, Rule, rewrite
+from inlay.errors import ProgramError, UsageError, suggest
+from inlay.program.graphs import all_graphs
+from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
+from inlay.rewrite.pattern_search import find_matches, trace_alternatives
+from inlay.rewrite.replacement import ReplacementCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import fx
 
     from inlay.program.program import Program
+    from inlay.rewrite.rewriter import RewriteListener
 
 
 class Stage(StrEnum):
@@ -43,7 +47,7 @@ class Numerics(StrEnum):
     APPROXIMATE = "approximate"
 
 
-class Options(BaseModel):
+class TransformOptions(BaseModel):
     """Options that every transform has. `expect` states how many sites there must be, as a number, as an expression of
     the model's facts (`2 * layers + 1`), or `any`, which needs a `reason`."""
 
@@ -54,15 +58,15 @@ class Options(BaseModel):
 
 
 @dataclass
-class Applied:
+class TransformResult:
     """What a transform made of a program."""
 
     program: Program
     sites: int
-    places: list[str] = field(default_factory=list)
+    matched_roots: list[str] = field(default_factory=list)
     """Name of the first output of each site, as it was before."""
-    misses: list[Miss] = field(default_factory=list)
-    counted: bool = True
+    misses: list[Refusal] = field(default_factory=list)
+    has_site_count: bool = True
     """Whether `sites` are sites. Someone else's pass may give no count: then they are the calls that it changed."""
     notes: list[str] = field(default_factory=list)
     """What is worth knowing beside: they become remarks of the kind `analysis`."""
@@ -75,14 +79,15 @@ class Case:
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    after: tuple[str, ...] = ()
+    prerequisites: tuple[str, ...] = ()
     """Transforms that run first."""
     axes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     """Axes of any size, by the function's own names of its arguments: `{"x": {0: "batch"}}`."""
 
 
 class Transform(ABC):
-    """Program → Program. Subclass it, decorate with `@transform`, put the file into `library/`."""
+    """Program → Program. Subclass `PatternTransform`, `LocalTransform` or `ProgramTransform`, decorate with
+    `@transform`, and put the file into `library/`."""
 
     name: ClassVar[str] = ""
     stage: ClassVar[Stage]
@@ -92,29 +97,31 @@ class Transform(ABC):
     adds_inputs: ClassVar[bool] = False
     """The result has inputs that the program did not have: no generic test can call both and compare, and the transform
     must be compared by a test of its own."""
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[TransformOptions]] = TransformOptions
 
     def __init__(self, options: Any = None) -> None:
-        self.options = options if options is not None else self.Options()
-        self.choose: Callable[[fx.Node], bool] | None = None
+        self.options: Any = options if options is not None else self.Options()
+        self.site_filter: Callable[[fx.Node], bool] | None = None
         """Which sites to rewrite, told by their first output; None: all."""
+        self.listeners: list[RewriteListener] = []
+        """Who is told of every change to the graph."""
 
-    def takes(self, output: fx.Node) -> bool:
+    def is_selected(self, output: fx.Node) -> bool:
         """Whether to rewrite the site that was just found: always, unless a bisection leaves some out."""
-        return self.choose is None or self.choose(output)
+        return self.site_filter is None or self.site_filter(output)
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         """At least one place where the transform fires."""
         return []
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         """At least three places that look like it and must be left alone."""
         return []
 
     @abstractmethod
-    def apply(self, program: Program) -> Applied:
+    def apply(self, program: Program) -> TransformResult:
         """Work on `program`, which is a copy, and hand it or another one on."""
 
     @classmethod
@@ -123,13 +130,106 @@ class Transform(ABC):
         return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
-class Rewrite(Transform, Rule):
+class ProgramTransform(Transform):
+    """A transform that plans over the whole program, and then rewrites each match through the rewriter."""
+
+    is_atomic: ClassVar[bool] = False
+    """All matches are rewritten or none: one that is refused refuses all, and none is left out on its own."""
+
+    @abstractmethod
+    def plan(self, program: Program) -> Iterable[Match | Refusal]:
+        """Every place to rewrite and every place to leave alone. The program stays as it is."""
+
+    @abstractmethod
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        """Rewrite one match. Raise `Refused` before anything was replaced to leave it alone after all."""
+
+    def prepare(self, rewriter: Rewriter) -> None:
+        """What is done to the program before it is planned over."""
+
+    def clean_up(self, rewriter: Rewriter) -> None:
+        """What is done after all matches were rewritten."""
+
+    def notes(self, matches: Sequence[Match]) -> list[str]:
+        """What is worth knowing about the matches that were rewritten."""
+        return []
+
+    def apply(self, program: Program) -> TransformResult:
+        before = program.copy() if self.is_atomic else program
+        rewriter = Rewriter(program, self.listeners)
+        applied, rewritten = TransformResult(program, 0), list[Match]()
+        self.prepare(rewriter)
+        rewriter.commit()
+        for found in self._places(rewriter):
+            if isinstance(found, Refusal):
+                applied.misses.append(found)
+            elif any(map(rewriter.is_erased, found.nodes)):
+                size, text = len(found.nodes), "another match, which was rewritten before it"
+                applied.misses.append(
+                    Refusal(found.root, found.root, Reason.OVERLAP, text, size, size, is_mismatch=True)
+                )
+            elif self.is_atomic or self.is_selected(found.root):
+                root = found.root.name
+                try:
+                    self.rewrite(found, rewriter)
+                except Refused as refused:
+                    if self.is_atomic:
+                        return TransformResult(before, 0, misses=[*applied.misses, found.refusal(refused)])
+                    rewriter.rollback()
+                    applied.misses.append(found.refusal(refused))
+                    continue
+                rewriter.commit()
+                applied.matched_roots.append(root)
+                rewritten.append(found)
+        try:
+            if rewritten:
+                self.clean_up(rewriter)
+            applied.program, applied.sites = rewriter.finish(), len(rewritten)
+        except ProgramError as error:
+            if not self.is_atomic:
+                raise
+            last = rewritten[-1].refusal(Refused(Reason.SHAPE, error.problem))
+            return TransformResult(before, 0, misses=[*applied.misses, last])
+        applied.notes = self.notes(rewritten)
+        return applied
+
+    def _places(self, rewriter: Rewriter) -> Iterable[Match | Refusal]:
+        return list(self.plan(rewriter.program))
+
+
+class LocalTransform(ProgramTransform):
+    """A transform that looks at one node at a time. It sees what it made of the nodes before."""
+
+    @abstractmethod
+    def match(self, node: fx.Node) -> Match | Refusal | None:
+        """Whether a node is to be rewritten, or why not; None: it does not start like a match."""
+
+    def plan(self, program: Program) -> Iterator[Match | Refusal]:
+        """What is found in the program as it is; to `apply` it, each match is rewritten before the next node."""
+        return self._places(Rewriter(program))
+
+    def _places(self, rewriter: Rewriter) -> Iterator[Match | Refusal]:
+        for _, graph in all_graphs(rewriter.program.graph):
+            for node in list(graph.nodes):
+                found = None if rewriter.is_erased(node) else self.match(node)
+                if found is not None:
+                    yield found
+
+
+class PatternTransform(ProgramTransform, Rule):
     """A transform made of `pattern`, `check` and `replacement`."""
 
-    def apply(self, program: Program) -> Applied:
-        outcome = rewrite(program, self)
-        places = [site.outputs[0].name for site in outcome.sites]
-        return Applied(program, len(outcome.sites), places, outcome.misses)
+    def plan(self, program: Program) -> Iterator[Match | Refusal]:
+        alternatives = trace_alternatives(program, self)
+        replacements = ReplacementCache(program, self)
+        for _, graph in all_graphs(program.graph):
+            matches, refusals = find_matches(program, graph, self, alternatives, replacements)
+            yield from refusals
+            yield from matches
+
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        assert match.replacements is not None
+        match.replacements.insert(match, rewriter)
 
 
 _REGISTRY: dict[str, type[Transform]] = {}
@@ -164,9 +264,9 @@ def _load() -> None:
         point.load()
 
 
-def find(name: str) -> type[Transform]:
+def find_transform(name: str) -> type[Transform]:
     """The transform of this name."""
     known = registry()
     if name not in known:
-        raise UsageError(f"There is no transform {name}.", nearest(name, known) or "`inlay passes` lists them.")
+        raise UsageError(f"There is no transform {name}.", suggest(name, known) or "`inlay passes` lists them.")
     return known[name]

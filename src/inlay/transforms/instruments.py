@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inlay.errors import UsageError
-from inlay.program.folded import dump_folded
-from inlay.program.text import save, save_text
+from inlay.program.text.folded_printer import dump_folded
+from inlay.program.text.printer import save, save_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program.program import Program
     from inlay.transforms.base import Transform
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pass_manager import TransformRecord
 
 
 @dataclass
@@ -34,17 +34,17 @@ class Dump:
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"{self.folder} is a file.", "Name a folder for the dumps.")
 
-    def before(self, step: Transform, program: Program) -> None:
+    def before(self, transform: Transform, program: Program) -> None:
         """The first program is dumped as it came."""
         if self.count == 0:
             self._write("capture", "program", program)
 
-    def after(self, step: Transform, program: Program, record: Record) -> None:
+    def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
         """Dump what ran; say of the rest why it did not."""
         entry: dict[str, object] = {"transform": record.key, "stage": record.stage, "status": record.status}
         if record.status == "ran" and record.sites:
             entry["file"] = self._write(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
-            entry["matches" if record.counted else "changed_nodes"] = record.sites
+            entry["matches" if record.has_site_count else "changed_nodes"] = record.sites
         elif record.status == "ran":
             entry["why"] = record.misses[0].reason if record.misses else "nothing in the program starts like it"
         else:
@@ -61,18 +61,18 @@ class Dump:
 
 
 @dataclass
-class Around:
+class TransformSnapshot:
     """Keeps the program before and after one transform, for showing what it did."""
 
     key: str
     pair: tuple[Program, Program] | None = None
     _before: Program | None = None
 
-    def before(self, step: Transform, program: Program) -> None:
+    def before(self, transform: Transform, program: Program) -> None:
         """Remember what goes in."""
         self._before = program
 
-    def after(self, step: Transform, program: Program, record: Record) -> None:
+    def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
         """Keep the pair when it is the transform in question."""
         if record.key == self.key and self._before is not None:
             self.pair = (self._before, program)

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inlay import host
-from inlay.config import Kept
+from inlay import machine
+from inlay.config import ConfigFile
 from inlay.errors import UsageError
-from inlay.program.text import dump
+from inlay.program.text.printer import dump
+from inlay.rewrite import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from inlay.config import Resolved
+    from inlay.config import ResolvedConfig
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pass_manager import TransformRecord
 
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 _PACKAGES = ("inlay", "torch", "transformers")
 _HEADER = "# Written by `inlay lock`; `inlay check --lock FILE` compares. Review changes of it like code.\n"
 
@@ -52,7 +53,7 @@ class LockedModel(BaseModel):
     transforms: dict[str, LockedTransform]
 
 
-class Made(BaseModel):
+class LockOptions(BaseModel):
     """The options a lock was written with: a check uses them again."""
 
     model_config = ConfigDict(extra="forbid")
@@ -62,15 +63,15 @@ class Made(BaseModel):
     dtype: str = ""
 
     @classmethod
-    def of(cls, files: Sequence[Path], settings: Sequence[str], dtype: str) -> Made:
+    def from_files(cls, files: Sequence[Path], settings: Sequence[str], dtype: str) -> LockOptions:
         """The options of now."""
-        kept = [Kept.of(file) for file in files]
+        kept = [ConfigFile.from_file(file) for file in files]
         return cls(config={each.origin: each.contents for each in kept}, settings=list(settings), dtype=dtype)
 
     @property
-    def files(self) -> list[Kept]:
+    def files(self) -> list[ConfigFile]:
         """The configuration files as they were."""
-        return [Kept(name, contents) for name, contents in self.config.items()]
+        return [ConfigFile(name, contents) for name, contents in self.config.items()]
 
     def arguments(self) -> list[str]:
         """The options as words of a command."""
@@ -78,22 +79,24 @@ class Made(BaseModel):
         words += [word for each in self.settings for word in ("--set", each)]
         return words + (["--dtype", self.dtype] if self.dtype else [])
 
-    def changes(self) -> Iterator[Difference]:
+    def changes(self) -> Iterator[LockDifference]:
         """The configuration files that are not any more what they were."""
         for name, contents in self.config.items():
             if not Path(name).exists():
-                yield Difference(name, "The file is not here; it is checked with what is locked of it.", fails=False)
-            elif Kept.of(name).contents != contents:
-                yield Difference(name, "The file changed since it was locked; it is checked with what is locked of it.")
+                yield LockDifference(name, "The file is missing; its locked contents are used.", fails=False)
+            elif ConfigFile.from_file(name).contents != contents:
+                yield LockDifference(
+                    name, "The file changed since it was locked; it is checked with what is locked of it."
+                )
 
 
 class Lock(BaseModel):
     """A lock file."""
 
     model_config = ConfigDict(extra="forbid")
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     versions: dict[str, str] = Field(default_factory=dict)
-    made: Made = Field(default_factory=Made)
+    options: LockOptions = Field(default_factory=LockOptions)
     models: list[LockedModel]
 
     def text(self) -> str:
@@ -103,10 +106,12 @@ class Lock(BaseModel):
 
 def versions() -> dict[str, str]:
     """What may change how a model is captured and matched."""
-    return {name: found for name in _PACKAGES if (found := host.version(name))}
+    return {name: found for name in _PACKAGES if (found := machine.package_version(name))}
 
 
-def locked(name: str, program: Program, resolved: Resolved, records: Sequence[Record]) -> LockedModel:
+def lock_model(
+    name: str, program: Program, resolved: ResolvedConfig, records: Sequence[TransformRecord]
+) -> LockedModel:
     """The entry of one model, from the program as it was captured and what the transforms did."""
     settings = sorted(
         f"{entry.key}.{option}={setting.value}"
@@ -120,15 +125,15 @@ def locked(name: str, program: Program, resolved: Resolved, records: Sequence[Re
         program=_short_hash(dump(program).partition("\n")[2]),
         configuration=_short_hash("\n".join(settings)),
         transforms={
-            record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_kinds(record).items())))
+            record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_miss_counts(record).items())))
             for record in records
             if record.status == "ran"
         },
     )
 
 
-def _kinds(record: Record) -> Counter[str]:
-    return Counter(remark.reason.partition(":")[0] for remark in record.misses)
+def _miss_counts(record: TransformRecord) -> Counter[str]:
+    return Counter(Reason.parse(remark.reason)[0].value for remark in record.misses)
 
 
 def _short_hash(text: str) -> str:
@@ -142,22 +147,22 @@ def read_lock(file: Path) -> Lock:
     except OSError as error:
         raise UsageError(f"{file} cannot be read.", "Write one with `inlay lock MODEL -o matches.lock`.") from error
     except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is no lock of format {FORMAT}.", "Write it again with `inlay lock`.") from error
+        raise UsageError(f"{file} is not a lock of format {FORMAT}.", "Write it again with `inlay lock`.") from error
 
 
 @dataclass(frozen=True)
-class Difference:
+class LockDifference:
     """One thing that is not as it was locked. What only informs is no failure."""
 
     model: str
     """The model, or the configuration file."""
-    sentence: str
+    message: str
     fails: bool = True
     transform: str = ""
 
     def annotation(self, file: Path) -> str:
         """The same for GitHub Actions."""
-        text = self.sentence.replace("%", "%25").replace("\n", "%0A")
+        text = self.message.replace("%", "%25").replace("\n", "%0A")
         return f"::{'error' if self.fails else 'notice'} file={file},title=inlay check: {self.model}::{text}"
 
 
@@ -165,7 +170,7 @@ class Difference:
 class Comparison:
     """What a check found."""
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[LockDifference] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -173,31 +178,31 @@ class Comparison:
         return not any(each.fails for each in self.differences)
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Output JSON."""
         return {"holds": self.holds, "differences": [vars(each) for each in self.differences]}
 
 
-def compare(old: LockedModel, new: LockedModel, why: Callable[[str], str]) -> Iterator[Difference]:
-    """What became different for one model, most important first. `why` says of a transform what it does not match."""
+def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -> Iterator[LockDifference]:
+    """What changed for one model, most important first. `explain` says what a transform does not match."""
     for key in dict.fromkeys((*old.transforms, *new.transforms)):
         before, after = old.transforms.get(key), new.transforms.get(key)
         if before is None or after is None:
             what = "did not run when the lock was written" if before is None else "does not run any more"
-            yield Difference(old.model, f"{key} {what}.", transform=key)
+            yield LockDifference(old.model, f"{key} {what}.", transform=key)
         elif before.sites != after.sites:
-            reason = f": {text}" if (text := why(key)) else ""
-            yield Difference(
+            reason = f": {text}" if (text := explain(key)) else ""
+            yield LockDifference(
                 old.model, f"{key} matched {after.sites} sites, and {before.sites} are locked{reason}.", transform=key
             )
         elif before.misses != after.misses:
-            yield Difference(
+            yield LockDifference(
                 old.model, f"{key} misses for other reasons: {_reasons(after)}, not {_reasons(before)}.", False, key
             )
     if old.configuration != new.configuration:
-        yield Difference(old.model, "The configuration is another one.", fails=False)
+        yield LockDifference(old.model, "The configuration is another one.", fails=False)
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
-        yield Difference(old.model, f"The captured program is another one ({nodes}).", fails=False)
+        yield LockDifference(old.model, f"The captured program is another one ({nodes}).", fails=False)
 
 
 def _reasons(locked: LockedTransform) -> str:

@@ -12,47 +12,47 @@ from typing import TYPE_CHECKING, Any
 
 from torch._logging import _internal
 
-from inlay.program.folded import dump_folded
+from inlay.program.text.folded_printer import dump_folded
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
     from inlay.transforms.base import Transform
-    from inlay.transforms.pipeline import Record
+    from inlay.transforms.pass_manager import TransformRecord
 
 
-def tracing() -> list[Trace]:
+def trace_instruments() -> list[StructuredTrace]:
     """The observer to run transforms with, if a trace is being written."""
     handler: Any = _internal.LOG_TRACE_HANDLER
-    return [Trace()] if handler is not None and handler.root_dir is not None else []
+    return [StructuredTrace()] if handler is not None and handler.root_dir is not None else []
 
 
 @dataclass
-class Trace:
+class StructuredTrace:
     """Emits the program before the first transform and after each that changed it.
 
     The first lines of an artifact say what the transform did, and those before it that changed nothing.
     """
 
     count: int = 0
-    said: list[str] = field(default_factory=list)
+    header_lines: list[str] = field(default_factory=list)
 
-    def before(self, step: Transform, program: Program) -> None:
+    def before(self, transform: Transform, program: Program) -> None:
         """The first program is emitted as it came."""
         if self.count == 0:
             self._emit("capture", "program", program)
 
-    def after(self, step: Transform, program: Program, record: Record) -> None:
+    def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
         """Emit what became of the program."""
         misses = f" misses={len(record.misses)}" if record.misses else ""
-        self.said.append(f"# {record.summary}{misses}\n")
+        self.header_lines.append(f"# {record.summary}{misses}\n")
         if record.status == "ran" and record.sites:
             self._emit(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
 
     def _emit(self, stage: str, key: str, program: Program) -> None:
-        text = "".join(self.said) + dump_folded(program)
+        text = "".join(self.header_lines) + dump_folded(program)
         emit(f"inlay_{self.count:03d}_{stage}_{key}", text)
         self.count += 1
-        self.said.clear()
+        self.header_lines.clear()
 
 
 def emit(name: str, payload: str) -> None:

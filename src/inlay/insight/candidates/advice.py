@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from inlay.insight.candidates.work import FUSIBLE, Work, work_of
-from inlay.ops.catalog import Entry, lookup
+from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, op_kind
+from inlay.ops.catalog import KernelEntry, lookup
 from inlay.transforms import registry
 
 if TYPE_CHECKING:
-    from inlay.insight.candidates.region import Region
+    from inlay.insight.candidates.region import FusionRegion
 
 _CODE = "inlay.testing.generated_code shows"
 
@@ -28,7 +28,7 @@ class Recommendation(StrEnum):
 class Advice:
     """What the catalog knows, what to do, and what speaks for and against it."""
 
-    found: tuple[Entry, ...]
+    kernels: tuple[KernelEntry, ...]
     recommendation: Recommendation
     strengths: str
     weaknesses: str
@@ -37,28 +37,28 @@ class Advice:
     @property
     def lookup(self) -> str:
         """`found` or `not_found`."""
-        return "found" if self.found else "not_found"
+        return "found" if self.kernels else "not_found"
 
     @property
     def evidence(self) -> str:
         """Path and symbol of the kernel to look at first, or what was looked through."""
-        if not self.found:
+        if not self.kernels:
             return "inlay/ops/catalog:lookup (ATen, oneDNN, quantized, inlay, Inductor, packages, upstream)"
-        first = self.found[0]
-        also = ", ".join(entry.name for entry in self.found[1:4])
+        first = self.kernels[0]
+        also = ", ".join(entry.name for entry in self.kernels[1:4])
         return first.evidence + (f"; also {also}" if also else "")
 
 
-def advise(region: Region, dtype: str) -> Advice:
+def advise(region: FusionRegion, dtype: str) -> Advice:
     """What to do about a region of this dtype."""
-    found = tuple(lookup(region.computes, dtype))
+    found = tuple(lookup(region.catalog_keys, dtype))
     if not found:
         return _nothing(region)
     first = found[0]
-    if first.usable(dtype):
+    if first.is_usable(dtype):
         return _use(found)
     strength = f"{first.name} computes it: nobody need write it"
-    if first.here:
+    if first.is_available:
         weakness = f"it works in {' and '.join(first.dtypes)}, and this is {dtype} ({first.conditions})"
         settle = f"a build in {first.dtypes[0]} settles it: {_CODE} whether it is called"
     else:
@@ -67,7 +67,7 @@ def advise(region: Region, dtype: str) -> Advice:
     return Advice(found, Recommendation.DEFER, strength, weakness, f"not measured; {settle}")
 
 
-def _use(found: tuple[Entry, ...]) -> Advice:
+def _use(found: tuple[KernelEntry, ...]) -> Advice:
     first = found[0]
     if first.transform and first.transform in registry():
         cls = registry()[first.transform]
@@ -87,14 +87,14 @@ def _use(found: tuple[Entry, ...]) -> Advice:
     return Advice(found, Recommendation.USE_EXISTING, how, weakness, risk)
 
 
-def _nothing(region: Region) -> Advice:
+def _nothing(region: FusionRegion) -> Advice:
     parts = [entry for node in region.kernels for entry in lookup([f"{node.target}".split(".")[1]])]
     partly = f"; {parts[0].name} computes a part of it ({parts[0].conditions})" if parts else ""
-    works = {work_of(node) for node in region.kernels}
-    if works == {Work.COPY}:
+    works = {op_kind(node) for node in region.kernels}
+    if works == {OpKind.COPY}:
         settle = f"one dump of the compiled code settles it: {_CODE} whether the copy is still there"
         return Advice((), Recommendation.DEFER, "views cost nothing", "its reader must take strides", settle)
-    if works <= FUSIBLE and region.computes[-1] != "mixed reductions":
+    if works <= FUSIBLE and region.catalog_keys[-1] != "mixed reductions":
         return Advice(
             (),
             Recommendation.TRITON,
@@ -105,7 +105,7 @@ def _nothing(region: Region) -> Advice:
     if works <= FUSIBLE:
         settle = f"compile it alone: {_CODE} whether Inductor makes one kernel of it"
         return Advice((), Recommendation.DEFER, "Inductor may fuse it", "reductions over different rows", settle)
-    heavy = "attention" if Work.ATTENTION in works else "a GEMM"
+    heavy = "attention" if OpKind.ATTENTION in works else "a GEMM"
     return Advice(
         (),
         Recommendation.DEFER,

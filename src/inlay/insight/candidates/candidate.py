@@ -1,4 +1,8 @@
-"""Candidates: repeated regions that could be one kernel each, what that would save, and who computes it already."""
+"""Known shapes: every transform that puts one call in the place of several describes a kernel.
+
+All of them run on a copy, switched on or not. What each would take in is a region; the program that comes out is where
+the search for unknown shapes goes on, so that nothing is found twice.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,105 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
+from inlay.config import resolve_config
 from inlay.insight.candidates.advice import Advice, advise
-from inlay.insight.candidates.chains import chains
-from inlay.insight.candidates.known import known_regions
-from inlay.insight.candidates.neighbours import around_attention, epilogues, shared_inputs
-from inlay.insight.candidates.pattern import pattern_text
-from inlay.insight.candidates.region import PREFILL, Region, Saved, Sizes, saved
-from inlay.insight.candidates.work import FUSIBLE, work_of
+from inlay.insight.candidates.chains import find_chains
+from inlay.insight.candidates.neighbours import find_attention_prologues, find_epilogues, find_shared_inputs
+from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, is_kernel, op_kind, op_name
+from inlay.insight.candidates.pattern import format_pattern
+from inlay.insight.candidates.region import PREFILL_ROWS, ConcreteSizes, FusionRegion, Savings, estimate_savings
 from inlay.insight.findings import layer_of
 from inlay.program.fold import fold
-from inlay.program.graphs import SOURCE, all_graphs, operands, target_text
+from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands, target_text
+from inlay.transforms import Stage, configure, registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from inlay.insight.candidates.measure import Measured
+    from inlay.insight.candidates.measurement import Measurement
     from inlay.program.program import Program
+    from inlay.transforms import Transform, TransformResult
 
-LAUNCH = 64 << 10
+
+_STAGES = (Stage.CLEAN, Stage.CANONICALIZE, Stage.FUSE)
+_FAMILIES = {
+    OpKind.REDUCTION: "norm chain",
+    OpKind.POINTWISE: "elementwise chain",
+    OpKind.ROTATION: "elementwise chain",
+    OpKind.STENCIL: "elementwise chain",
+    OpKind.ATTENTION: "attention neighbours",
+}
+
+
+def find_known_regions(program: Program) -> tuple[Program, list[FusionRegion], dict[str, frozenset[str]]]:
+    """The program with every known shape replaced, the regions that were, and what became what.
+
+    The last is the name of a call that is new → the names of the program's own calls it stands for.
+    """
+    regions: list[FusionRegion] = []
+    stands_for: dict[str, frozenset[str]] = {}
+    for step in _steps():
+        applied = step.apply(program.copy())
+        if not applied.sites:
+            continue
+        if step.stage is Stage.CLEAN:
+            program = applied.program
+            continue
+        found = _regions(step, program, applied, stands_for)
+        if found:
+            program = applied.program
+            regions += found
+    return program, regions, stands_for
+
+
+def _steps() -> Sequence[Transform]:
+    """One of each transform, in the order of a build; those that the configuration does not name come last."""
+    steps = [type(step.transform) for step in configure(resolve_config())]
+    steps += [cls for cls in registry().values() if cls not in steps]
+    order = list(Stage)
+    wanted = [cls for cls in steps if cls.stage in _STAGES and not cls.adds_inputs]
+    return [cls() for cls in sorted(dict.fromkeys(wanted), key=lambda cls: order.index(cls.stage))]
+
+
+def _regions(
+    step: Transform, before: Program, applied: TransformResult, stands_for: dict[str, frozenset[str]]
+) -> list[FusionRegion]:
+    """What a transform took in at each site; nothing where it does not make one kernel of several."""
+    old = {node.name: node for node in all_nodes(before.graph)}
+    new = [node for node in all_nodes(applied.program.graph) if node.name not in old and is_kernel(node)]
+    made = [node for node in new if op_kind(node) in _FAMILIES]
+    if len(made) != len(applied.matched_roots) or len(new) != len(made):
+        return []
+    gone = old.keys() - {node.name for node in all_nodes(applied.program.graph)}
+    order = {name: index for index, name in enumerate(old)}
+    regions, claimed = [], set[fx.Node]()
+    for place, node in zip(sorted(applied.matched_roots, key=order.__getitem__), made, strict=True):
+        nodes = _site_nodes(old[place], gone, claimed)
+        claimed.update(nodes)
+        calls = frozenset[str]().union(*(stands_for.get(each.name, frozenset({each.name})) for each in nodes))
+        stands_for[node.name] = calls
+        inside = tuple(sorted(nodes, key=lambda each: order[each.name]))
+        family = _FAMILIES[op_kind(node)]
+        regions.append(FusionRegion(family, op_name(node), (op_name(node),), inside, calls, node, step.name))
+    return [region for region in regions if len(region.kernels) > 1]
+
+
+def _site_nodes(root: fx.Node, gone: set[str], claimed: set[fx.Node]) -> set[fx.Node]:
+    """A site's output and what it is computed from, as far as that is gone and no earlier site's."""
+    found, todo = set[fx.Node](), [root]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in claimed and (node is root or node.name in gone):
+            found.add(node)
+            todo.extend(operands(node))
+    return found
+
+
+LAUNCH_BYTES = 64 << 10
 """Bytes that cost as much as one more kernel: 5 µs at 13 GB/s. A run with `--measure` replaces it by times."""
-SIZES = f"decode: batch 1, one row; prefill: batch 1, {PREFILL} rows"
+SIZES_TEXT = f"decode: batch 1, one row; prefill: batch 1, {PREFILL_ROWS} rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +116,16 @@ class Candidate:
     """A repeated region, everywhere it stands."""
 
     name: str
-    regions: tuple[Region, ...]
+    regions: tuple[FusionRegion, ...]
     pattern: str
-    saved: Saved
+    savings: Savings
     """Over all occurrences, on top of what candidates that it contains save."""
     advice: Advice
     dtype: str
-    together: str = ""
+    sharing: str = ""
     """How occurrences belong together, such as `30 × 2 with the same cos and sin`."""
     overlaps: tuple[str, ...] = ()
-    measured: Measured | None = None
+    measurement: Measurement | None = None
 
     @property
     def family(self) -> str:
@@ -57,9 +140,9 @@ class Candidate:
     @property
     def score(self) -> float:
         """What to order by: measured seconds, or bytes with launches turned into bytes."""
-        if self.measured is not None:
-            return self.measured.saved
-        return float(self.saved.decode + self.saved.launches * LAUNCH)
+        if self.measurement is not None:
+            return self.measurement.savings
+        return float(self.savings.decode + self.savings.launches * LAUNCH_BYTES)
 
     def to_json(self) -> dict[str, Any]:
         """The candidate for machines."""
@@ -69,14 +152,18 @@ class Candidate:
             "family": self.family,
             "pattern": self.pattern,
             "occurrences": len(self.regions),
-            "together": self.together,
-            "saved": {"launches": self.saved.launches, "decode": self.saved.decode, "prefill": self.saved.prefill},
-            "measured": self.measured.to_json() if self.measured else None,
+            "together": self.sharing,
+            "saved": {
+                "launches": self.savings.launches,
+                "decode": self.savings.decode,
+                "prefill": self.savings.prefill,
+            },
+            "measured": self.measurement.to_json() if self.measurement else None,
             "lookup": advice.lookup,
             "evidence": advice.evidence,
             "kernels": [
-                {"name": entry.name, "source": entry.source, "evidence": entry.evidence, "here": entry.here}
-                for entry in advice.found
+                {"name": entry.name, "source": entry.source, "evidence": entry.evidence, "here": entry.is_available}
+                for entry in advice.kernels
             ],
             "recommendation": advice.recommendation.value,
             "strengths": advice.strengths,
@@ -93,62 +180,62 @@ class Candidate:
 
 
 @dataclass
-class Search:
+class CandidateSearch:
     """Candidates of one program, best first, and what they were found in."""
 
     program: Program
-    canonical: Program
+    canonical_program: Program
     """The program with every known shape replaced."""
     candidates: list[Candidate] = field(default_factory=list)
 
     @property
-    def total(self) -> Saved:
+    def total(self) -> Savings:
         """What all of them would save together; of two that share calls, the better one counts."""
-        wanted = [each.saved for each in self.candidates if not any("instead" in text for text in each.overlaps)]
-        return sum(wanted, Saved(0, 0, 0))
+        wanted = [each.savings for each in self.candidates if not any("instead" in text for text in each.overlaps)]
+        return sum(wanted, Savings(0, 0, 0))
 
 
-def find_candidates(program: Program, on_step: Callable[[str], None] = lambda step: None) -> Search:
+def find_candidates(program: Program, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:
     """Repeated unfused regions of a program, by what fusing them could save.
 
     >>> import torch
     >>> from inlay.testing import program_of
     >>> def twice(x, y):
     ...     return torch.tanh(torch.tanh(x / 30) * 30 @ y / 30) * 30 @ y
-    >>> found = find_candidates(program_of(twice, [torch.ones(4, 4)] * 2)).candidates
-    >>> [(each.name, len(each.regions)) for each in found]
+    >>> kernels = find_candidates(program_of(twice, [torch.ones(4, 4)] * 2)).candidates
+    >>> [(each.name, len(each.regions)) for each in kernels]
     [('div_tanh_mul', 2)]
     """
     on_step("matching known shapes")
-    canonical, regions, stands_for = known_regions(program)
+    canonical, regions, stands_for = find_known_regions(program)
     on_step("searching for others")
-    sizes = {"decode": Sizes(program, 1), "prefill": Sizes(program, PREFILL)}
+    sizes = {"decode": ConcreteSizes(program, 1), "prefill": ConcreteSizes(program, PREFILL_ROWS)}
     for _, graph in all_graphs(canonical.graph):
-        found = list(chains(graph, sizes["prefill"], stands_for))
+        found = list(find_chains(graph, sizes["prefill"], stands_for))
         taken = {node for region in found for node in region.nodes}
-        found += shared_inputs(graph)
-        found += epilogues(graph, taken, stands_for)
-        found += around_attention(graph, stands_for)
+        found += find_shared_inputs(graph)
+        found += find_epilogues(graph, taken, stands_for)
+        found += find_attention_prologues(graph, stands_for)
         regions += found
     layers = fold(canonical).layer_of
-    groups: dict[Any, list[Region]] = defaultdict(list)
+    groups: dict[Any, list[FusionRegion]] = defaultdict(list)
     for region in regions:
         groups[_kind(region)].append(region)
     made = [_candidate(group, sizes, layers) for group in groups.values() if len(group) > 1]
-    made = [each for each in made if each.saved.launches]
-    return Search(program, canonical, ranked(_named(made)))
+    made = [each for each in made if each.savings.launches]
+    return CandidateSearch(program, canonical, rank(_make_names_unique(made)))
 
 
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Best first, each told what it has in common with those before it."""
     ordered = sorted(candidates, key=lambda each: (-each.score, each.name))
     return [replace(each, overlaps=tuple(_overlaps(each, ordered))) for each in ordered]
 
 
-def _kind(region: Region) -> Any:
+def _kind(region: FusionRegion) -> Any:
     """What two regions have in common that are the same candidate."""
-    if region.made is not None:
-        return region.made.target
+    if region.replacement is not None:
+        return region.replacement.target
     if region.family == "shared input":
         return region.name
     place = {node: index for index, node in enumerate(region.nodes)}
@@ -163,18 +250,18 @@ def _kind(region: Region) -> Any:
     return region.name, wiring
 
 
-def _candidate(group: list[Region], sizes: dict[str, Sizes], layers: dict[Any, int]) -> Candidate:
+def _candidate(group: list[FusionRegion], sizes: dict[str, ConcreteSizes], layers: dict[Any, int]) -> Candidate:
     usual = Counter(len(region.nodes) for region in group).most_common(1)[0][0]
     first = next(region for region in group if len(region.nodes) == usual)
-    total = sum((saved(region, sizes) for region in group), Saved(0, 0, 0))
+    total = sum((estimate_savings(region, sizes) for region in group), Savings(0, 0, 0))
     value = first.kernels[0].meta["val"]
     value = value[0] if isinstance(value, (list, tuple)) else value
     dtype = str(value.dtype).removeprefix("torch.")
-    together = _together(group, layers)
+    together = _describe_sharing(group, layers)
     return Candidate(
         first.name,
         (first, *(each for each in group if each is not first)),
-        pattern_text(first),
+        format_pattern(first),
         total,
         advise(first, dtype),
         dtype,
@@ -182,23 +269,23 @@ def _candidate(group: list[Region], sizes: dict[str, Sizes], layers: dict[Any, i
     )
 
 
-def _together(group: list[Region], layers: dict[Any, int]) -> str:
+def _describe_sharing(group: list[FusionRegion], layers: dict[Any, int]) -> str:
     """Occurrences of one layer that read the same values beside their own, if all do."""
-    if any(region.made is None for region in group):
+    if any(region.replacement is None for region in group):
         return ""
     shared: Counter[Any] = Counter()
     for region in group:
-        assert region.made is not None
-        rest = tuple(operands(region.made)[1:])
+        assert region.replacement is not None
+        rest = tuple(operands(region.replacement)[1:])
         if rest:
-            shared[layer_of(region.made, lambda: layers), rest] += 1
+            shared[layer_of(region.replacement, lambda: layers), rest] += 1
     counts = set(shared.values())
     if len(counts) != 1 or counts == {1} or sum(shared.values()) != len(group):
         return ""
     return f"{len(shared)} × {counts.pop()} that share {len(next(iter(shared))[1])} operands"
 
 
-def _named(candidates: list[Candidate]) -> list[Candidate]:
+def _make_names_unique(candidates: list[Candidate]) -> list[Candidate]:
     """Each with a name of its own, in program order."""
     seen: Counter[str] = Counter()
     made = []
@@ -218,14 +305,14 @@ def _overlaps(candidate: Candidate, ordered: list[Candidate]) -> Iterable[str]:
         common = mine & other.calls
         if not common:
             continue
-        known = other.regions[0].made is not None
+        known = other.regions[0].replacement is not None
         inside = [region for region in other.regions if known and region.calls <= mine]
         if inside and len(mine) > len(frozenset().union(*(region.calls for region in inside))):
             times = f"{len(inside)} of {len(other.regions)}" if len(inside) < len(other.regions) else "all"
             yield f"contains {other.name} ({times}); its saving comes on top of that"
         elif before and common != mine:
             fused = [node for region in candidate.regions for node in region.kernels if node.name in common]
-            if any(work_of(node) in FUSIBLE for node in fused):
+            if any(op_kind(node) in FUSIBLE for node in fused):
                 yield f"instead of {other.name}, with which it shares {len(common)} calls"
             else:
                 yield f"shares {len(common)} calls with {other.name}; the savings add up"

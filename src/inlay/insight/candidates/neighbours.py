@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.insight.candidates.region import EPILOGUE, Region
-from inlay.insight.candidates.work import Work, short, work_of
+from inlay.insight.candidates.op_kinds import OpKind, op_kind, op_name
+from inlay.insight.candidates.region import EPILOGUE, FusionRegion
 from inlay.program.graphs import operands
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 _LINEAR = torch.ops.aten.linear.default
-_FURTHER = (Work.VIEW, Work.COPY, Work.POINTWISE, Work.ROTATION, Work.REDUCTION)
-_BEFORE_ATTENTION = (Work.POINTWISE, Work.ROTATION, Work.REDUCTION)
+_PASS_THROUGH = (OpKind.VIEW, OpKind.COPY, OpKind.POINTWISE, OpKind.ROTATION, OpKind.REDUCTION)
+_ATTENTION_PROLOGUE = (OpKind.POINTWISE, OpKind.ROTATION, OpKind.REDUCTION)
 
 
-def shared_inputs(graph: fx.Graph) -> Iterator[Region]:
+def find_shared_inputs(graph: fx.Graph) -> Iterator[FusionRegion]:
     """Linear layers that read the same value: one GEMM with their weights one below the other."""
     readers: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -30,7 +30,7 @@ def shared_inputs(graph: fx.Graph) -> Iterator[Region]:
     for nodes in readers.values():
         if len(nodes) > 1:
             calls = frozenset(node.name for node in nodes)
-            yield Region("shared input", _shared_name(nodes), ("shared_input_gemms",), tuple(nodes), calls)
+            yield FusionRegion("shared input", _shared_name(nodes), ("shared_input_gemms",), tuple(nodes), calls)
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -39,66 +39,70 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _shared_name(nodes: list[fx.Node]) -> str:
     """Named after where the results go: into attention, into one product, or just how many there are."""
-    into = [_reached(node) for node in nodes]
-    if all(any(work_of(each) is Work.ATTENTION for each in found) for found in into):
+    into = [_downstream_nodes(node) for node in nodes]
+    if all(any(op_kind(each) is OpKind.ATTENTION for each in found) for found in into):
         return "qkv_gemm" if len(nodes) == 3 else f"attention_gemms_{len(nodes)}"
     common = set.intersection(*into)
-    if len(nodes) == 2 and any(work_of(each) is Work.POINTWISE for each in common):
+    if len(nodes) == 2 and any(op_kind(each) is OpKind.POINTWISE for each in common):
         return "gate_up_gemm"
     return f"shared_input_gemms_{len(nodes)}"
 
 
-def _reached(node: fx.Node) -> set[fx.Node]:
+def _downstream_nodes(node: fx.Node) -> set[fx.Node]:
     """What a value flows into before the next GEMM."""
     found, todo = set[fx.Node](), list(node.users)
     while todo:
         each = todo.pop()
         if each not in found:
             found.add(each)
-            if work_of(each) in _FURTHER:
+            if op_kind(each) in _PASS_THROUGH:
                 todo.extend(each.users)
     return found
 
 
-def epilogues(graph: fx.Graph, taken: Collection[fx.Node], stands_for: dict[str, frozenset[str]]) -> Iterator[Region]:
+def find_epilogues(
+    graph: fx.Graph, taken: Collection[fx.Node], stands_for: dict[str, frozenset[str]]
+) -> Iterator[FusionRegion]:
     """Pointwise calls that alone read what GEMMs give; `taken` are calls of chains, which are reported as such."""
     for node in graph.nodes:
-        if work_of(node) is not Work.POINTWISE or node in taken:
+        if op_kind(node) is not OpKind.POINTWISE or node in taken:
             continue
-        ways = [_way_back(operand, node, (Work.GEMM,)) for operand in dict.fromkeys(operands(node))]
+        ways = [_producer_chain(operand, node, (OpKind.GEMM,)) for operand in dict.fromkeys(operands(node))]
         found = [way for way in ways if way]
         if found:
             nodes = [*(each for way in found for each in way), node]
             calls = frozenset[str]().union(*(stands_for.get(each.name, frozenset({each.name})) for each in nodes))
-            name = short(node)
+            name = op_name(node)
             computes = (f"gemm+{name}", "gemm_epilogue")
-            yield Region(EPILOGUE, f"gemm_{name}", computes, tuple(sorted(nodes)), calls)
+            yield FusionRegion(EPILOGUE, f"gemm_{name}", computes, tuple(sorted(nodes)), calls)
 
 
-def around_attention(graph: fx.Graph, stands_for: dict[str, frozenset[str]]) -> Iterator[Region]:
+def find_attention_prologues(graph: fx.Graph, stands_for: dict[str, frozenset[str]]) -> Iterator[FusionRegion]:
     """Calls that alone prepare what attention reads: it could compute them itself while it loads."""
     for node in graph.nodes:
-        if work_of(node) is not Work.ATTENTION:
+        if op_kind(node) is not OpKind.ATTENTION:
             continue
-        ways = [_way_back(operand, node, _BEFORE_ATTENTION) for operand in operands(node)[:3]]
+        ways = [_producer_chain(operand, node, _ATTENTION_PROLOGUE) for operand in operands(node)[:3]]
         before = dict.fromkeys(each for way in ways for each in way)
-        names = dict.fromkeys(short(each) for each in before if work_of(each) is not Work.VIEW)
+        names = dict.fromkeys(op_name(each) for each in before if op_kind(each) is not OpKind.VIEW)
         if names:
             nodes = tuple(sorted({*before, node}))
             calls = frozenset[str]().union(*(stands_for.get(each.name, frozenset({each.name})) for each in nodes))
             whole = "+".join([*names, "attention"])
-            yield Region("attention neighbours", whole.replace("+", "_"), (whole, "around_attention"), nodes, calls)
+            yield FusionRegion(
+                "attention neighbours", whole.replace("+", "_"), (whole, "around_attention"), nodes, calls
+            )
 
 
-def _way_back(value: fx.Node, reader: fx.Node, wanted: tuple[Work, ...]) -> list[fx.Node]:
+def _producer_chain(value: fx.Node, reader: fx.Node, wanted: tuple[OpKind, ...]) -> list[fx.Node]:
     """The nearest call of a wanted sort that a value is a view of, and the views; nothing if others read them too."""
     way: list[fx.Node] = []
     while set(value.users) == {reader}:
         way.append(value)
-        work = work_of(value)
+        work = op_kind(value)
         if work in wanted:
             return way[::-1]
-        if work is not Work.VIEW:
+        if work is not OpKind.VIEW:
             break
         value, reader = operands(value)[0], value
     return []

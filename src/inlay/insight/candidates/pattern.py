@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inlay.insight.candidates.work import short
-from inlay.program.expressions import Text, express
+from inlay.insight.candidates.op_kinds import op_name
+from inlay.program.text.expressions import Expression, express
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from inlay.insight.candidates.region import Region
+    from inlay.insight.candidates.region import FusionRegion
 
 _WIDEST = 200
 
 
-def pattern_text(region: Region) -> str:
+def format_pattern(region: FusionRegion) -> str:
     """What a region computes, with inputs called x, y, z and weights w; a chain of names where that would be long."""
     names = argument_names(region)
     inside = set(region.nodes)
 
-    def operand(node: fx.Node) -> Text:
-        return express(node, operand) if node in inside else Text(names.get(node, node.name))
+    def operand(node: fx.Node) -> Expression:
+        return express(node, operand) if node in inside else Expression(names.get(node, node.name))
 
     if len(region.nodes) <= 24:
         text = "; ".join(operand(node).text for node in region.outputs).replace("aten.", "")
         if len(text) <= _WIDEST:
             return text
-    return " → ".join(short(node) for node in region.kernels)
+    return " → ".join(op_name(node) for node in region.kernels)
 
 
-def argument_names(region: Region) -> dict[fx.Node, str]:
+def argument_names(region: FusionRegion) -> dict[fx.Node, str]:
     """Names for the values a region reads: x, y, z, x3, … and weights w, w1, …"""
     names: dict[fx.Node, str] = {}
     plain = weights = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.insight.candidates.work import Work, is_kernel, work_of
+from inlay.insight.candidates.op_kinds import OpKind, is_kernel, op_kind
 from inlay.program.graphs import operands
 
 if TYPE_CHECKING:
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 EPILOGUE = "GEMM epilogue"
-PREFILL = 512
+PREFILL_ROWS = 512
 """Rows of a prompt that savings are also stated for."""
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class FusionRegion:
     """Calls of one graph that could be one kernel."""
 
     family: str
     """`norm chain`, `elementwise chain`, `GEMM epilogue`, …"""
     name: str
-    computes: tuple[str, ...]
+    catalog_keys: tuple[str, ...]
     """What the catalog may know it by, the particular first."""
     nodes: tuple[fx.Node, ...]
     """In program order."""
     calls: frozenset[str]
     """Their names in the program that was asked about."""
-    made: fx.Node | None = None
+    replacement: fx.Node | None = None
     """The call that a transform puts in their place, where there is one."""
     transform: str = ""
 
@@ -60,24 +60,21 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Savings:
     """What one kernel instead of several would save."""
 
     launches: int
     decode: int
     """Bytes, for one row."""
     prefill: int
-    """Bytes, for `PREFILL` rows."""
+    """Bytes, for `PREFILL_ROWS` rows."""
 
-    def __mul__(self, times: int) -> Saved:
-        return Saved(self.launches * times, self.decode * times, self.prefill * times)
-
-    def __add__(self, other: Saved) -> Saved:
-        return Saved(self.launches + other.launches, self.decode + other.decode, self.prefill + other.prefill)
+    def __add__(self, other: Savings) -> Savings:
+        return Savings(self.launches + other.launches, self.decode + other.decode, self.prefill + other.prefill)
 
 
 @dataclass
-class Sizes:
+class ConcreteSizes:
     """Bytes of values for given sizes of a program's symbols."""
 
     program: Program
@@ -119,7 +116,7 @@ class Sizes:
         return min(self.rows, symbol.high or self.rows)
 
 
-def traffic(region: Region, sizes: Sizes) -> int:
+def traffic(region: FusionRegion, sizes: ConcreteSizes) -> int:
     """Bytes that are moved between the kernels of a region and would not be, were they one."""
     apart = 0
     for node in region.kernels:
@@ -132,9 +129,9 @@ def traffic(region: Region, sizes: Sizes) -> int:
     return max(0, apart - together)
 
 
-def saved(region: Region, sizes: Mapping[str, Sizes]) -> Saved:
+def estimate_savings(region: FusionRegion, sizes: Mapping[str, ConcreteSizes]) -> Savings:
     """What one kernel instead of these would save. Where numbers are only moved, no kernel need be left."""
-    works = [work_of(node) for node in region.kernels]
-    left = 0 if set(works) == {Work.COPY} else works.count(Work.GEMM) if region.family == EPILOGUE else 1
+    works = [op_kind(node) for node in region.kernels]
+    left = 0 if set(works) == {OpKind.COPY} else works.count(OpKind.GEMM) if region.family == EPILOGUE else 1
     launches = max(0, len(region.kernels) - left)
-    return Saved(launches, traffic(region, sizes["decode"]), traffic(region, sizes["prefill"]))
+    return Savings(launches, traffic(region, sizes["decode"]), traffic(region, sizes["prefill"]))

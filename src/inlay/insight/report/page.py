@@ -21,13 +21,13 @@ MARK = "<!-- Written by Inlay: inlay report -->"
 """How a page is known, so that nothing else is written over."""
 
 
-def page_text(facts: Mapping[str, Any]) -> str:
+def render_page(facts: Mapping[str, Any]) -> str:
     """The page as text.
 
-    >>> '</script><b>' in page_text({"kind": "model", "title": "</script><b>"})
+    >>> '</script><b>' in render_page({"kind": "model", "title": "</script><b>"})
     False
     """
-    data = json.dumps(_finite(facts), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    data = json.dumps(_replace_nonfinite(facts), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     parts = {
         "MARK": MARK,
         "TITLE": html.escape(str(facts["title"])),
@@ -44,24 +44,24 @@ def write_page(facts: Mapping[str, Any], file: Path) -> int:
     try:
         if file.exists() and MARK not in file.read_text(errors="replace")[:200]:
             raise UsageError(f"{file} exists and is no page that Inlay wrote.", "Choose another name, or remove it.")
-        data = page_text(facts).encode()
+        data = render_page(facts).encode()
         file.write_bytes(data)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {one_line(error)}.", "Choose another name.") from error
     return len(data)
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """JSON has no number that is not finite: there is none instead.
 
-    >>> _finite({"error": [float("nan"), 1.5]})
+    >>> _replace_nonfinite({"error": [float("nan"), 1.5]})
     {'error': [None, 1.5]}
     """
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_nonfinite(each) for key, each in value.items()}
+    return [_replace_nonfinite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _asset(name: str) -> str:

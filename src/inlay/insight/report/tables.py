@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.insight.candidates.region import PREFILL, Sizes
+from inlay.insight.candidates.region import PREFILL_ROWS, ConcreteSizes
 from inlay.program.bindings import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from inlay.compile.pack import Lowered
-    from inlay.compile.plan import Piece
-    from inlay.config import Resolved
+    from inlay.config import ResolvedConfig
+    from inlay.lowering.lower import LoweredProgram
+    from inlay.lowering.plan import Piece
     from inlay.program.bindings import Binding, Bindings
     from inlay.program.program import Program
-    from inlay.transforms.pipeline import Step
+    from inlay.transforms.pass_manager import TransformStep
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def bindings_table(bindings: Bindings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every binding, those of several layers that are alike in one row; a state together with what is written to it."""
-    written = {row.alias.of: row for row in bindings.outs if row.alias is not None}
+    written = {row.alias.binding: row for row in bindings.outs if row.alias is not None}
     groups: dict[Any, list[Binding]] = {}
     for row in bindings:
         if row.alias is None:
             out = written.get(row.name)
-            why = out.alias.why if out is not None and out.alias is not None else ""
-            key = (_kind(row, out is not None), _NUMBER.sub(".*", row.target), row.text, why)
+            why = out.alias.kind if out is not None and out.alias is not None else ""
+            key = (_kind(row, out is not None), _NUMBER.sub(".*", row.target), row.type_text, why)
             groups.setdefault(key, []).append(row)
     found = []
     for (kind, name, text, why), rows in groups.items():
@@ -84,7 +84,7 @@ def weights_by_type(rows: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
     return [{"dtype": dtype, "count": count[dtype], "bytes": size} for dtype, size in total.most_common()]
 
 
-def memory_of(program: Program, lowered: Lowered | None) -> dict[str, Any]:
+def memory_table(program: Program, lowered: LoweredProgram | None) -> dict[str, Any]:
     """Weights, state a session, and the largest value that each piece makes."""
     states = {row.name for row in program.bindings.state}
     weights = [row for row in program.bindings.ins if row.role is not Role.INPUT and row.name not in states]
@@ -106,17 +106,17 @@ def memory_of(program: Program, lowered: Lowered | None) -> dict[str, Any]:
 def _rows(sizes: Mapping[str, tuple[int, int | None]]) -> int:
     """How many rows to count with: one where that is all, else a prompt of usual length that fits."""
     highs = [high for name, (_, high) in sizes.items() if name != "batch"]
-    return min([PREFILL, *(high for high in highs if high is not None)])
+    return min([PREFILL_ROWS, *(high for high in highs if high is not None)])
 
 
 def _largest(piece: Piece, rows: int) -> dict[str, Any]:
-    sizes, types = Sizes(piece.program, rows), piece.program.types
+    sizes, types = ConcreteSizes(piece.program, rows), piece.program.types
     states = {row.name for row in piece.program.bindings.state}
     output: Any = piece.program.graph.output_node().args[0]
     new_states = {
         value
         for row, value in zip(piece.program.bindings.outs, output, strict=True)
-        if row.alias is not None and row.alias.of in states
+        if row.alias is not None and row.alias.binding in states
     }
     made = [
         (sizes.bytes(value), node)
@@ -131,7 +131,7 @@ def _largest(piece: Piece, rows: int) -> dict[str, Any]:
     return {"bytes": size, "value": node.name, "type": types.text(node.meta["val"])}
 
 
-def plan_of(lowered: Lowered) -> list[dict[str, Any]]:
+def plan_table(lowered: LoweredProgram) -> list[dict[str, Any]]:
     """The pieces of every bucket, in the order in which they run, and what each is made of."""
     weights = {row.name: row.nbytes for row in lowered.program.bindings.ins}
     found = []
@@ -142,7 +142,7 @@ def plan_of(lowered: Lowered) -> list[dict[str, Any]]:
             {
                 "name": piece.name,
                 "steps": steps[piece.name],
-                "what": "call by call" if piece.plain else "compiled",
+                "what": "call by call" if piece.is_eager else "compiled",
                 "calls": sum(node.op == "call_function" for node in piece.program.graph.nodes),
                 "weights": held[piece.name],
                 "states": len(piece.states),
@@ -152,11 +152,11 @@ def plan_of(lowered: Lowered) -> list[dict[str, Any]]:
             }
             for piece in plan.pieces
         ]
-        found.append({"name": name, "sizes": sizes_text(sizes), "order": order_of(plan.steps), "pieces": pieces})
+        found.append({"name": name, "sizes": format_sizes(sizes), "order": run_lengths(plan.steps), "pieces": pieces})
     return found
 
 
-def order_of(steps: Sequence[Any]) -> list[list[Any]]:
+def run_lengths(steps: Sequence[Any]) -> list[list[Any]]:
     """Which piece runs how often in a row."""
     found: list[list[Any]] = []
     for step in steps:
@@ -167,10 +167,10 @@ def order_of(steps: Sequence[Any]) -> list[list[Any]]:
     return found
 
 
-def sizes_text(sizes: Mapping[str, tuple[int, int | None]]) -> str:
+def format_sizes(sizes: Mapping[str, tuple[int, int | None]]) -> str:
     """Ranges as people read them.
 
-    >>> sizes_text({"batch": (1, 1), "length": (1, None)})
+    >>> format_sizes({"batch": (1, 1), "length": (1, None)})
     'batch 1, length 1 … ∞'
     """
     return ", ".join(
@@ -179,7 +179,7 @@ def sizes_text(sizes: Mapping[str, tuple[int, int | None]]) -> str:
     )
 
 
-def settings_table(resolved: Resolved, steps: Sequence[Step]) -> list[list[str]]:
+def settings_table(resolved: ResolvedConfig, steps: Sequence[TransformStep]) -> list[list[str]]:
     """Transform, option, value, and the layer it came from."""
     origins = {entry.key: entry.options for entry in resolved.entries}
     return [

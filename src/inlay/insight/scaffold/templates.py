@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inlay.ops.define import canonical$more
-from inlay.rewrite import Site
-from inlay.transforms import Case, Numerics, Rewrite, Stage, graph_pass, transform
+from inlay.ops.registration import canonical_op$more
+from inlay.rewrite import Match, Reason
+from inlay.integrations import graph_pass
+from inlay.transforms import Case, Numerics, PatternTransform, Stage, transform
 
 ops: Any = torch.ops
 
@@ -29,7 +30,7 @@ $body
     return ($kernels)
 
 
-@canonical("$name")
+@canonical_op("$name")
 def $name($arguments) -> $result:
     """All of it as one operator. This reference is what runs, until a kernel takes its place."""
     values = calls($names)
@@ -37,13 +38,13 @@ def $name($arguments) -> $result:
 
 $device
 @transform("fuse_$name", stage=Stage.FUSE, numerics=Numerics.$numerics)
-class Fuse$title(Rewrite):
+class Fuse$title(PatternTransform):
     """Calls that stand together in the model become one operator."""
 
-    loose = frozenset($loose)
+    ignored_args = frozenset($loose)
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         return [
             *(Case(str(dtype), cls().pattern, inputs(dtype)) for dtype in (torch.float32, torch.bfloat16)),
             Case("other sizes", cls().pattern, inputs(torch.float32, others=True)),
@@ -51,7 +52,7 @@ class Fuse$title(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         def shared($arguments) -> Any:
             values = calls($names)
             return $shared
@@ -73,9 +74,9 @@ class Fuse$title(Rewrite):
     def pattern(self, $arguments) -> Any:
         return $name($names)
 
-    def check(self, site: Site) -> None:
-        kinds = {site.value(name).dtype for name in $floats}
-        site.require(len(kinds) <= 1, f"dtype: {sorted(map(str, kinds))} are mixed")
+    def check(self, match: Match) -> None:
+        kinds = {match.value(name).dtype for name in $floats}
+        match.require(len(kinds) <= 1, Reason.DTYPE, f"{sorted(map(str, kinds))} are mixed")
 
     def replacement(self, $arguments) -> Any:  # type: ignore[override]
         return torch.ops.inlay.$name($names)
@@ -127,14 +128,14 @@ from inlay.transforms import Case
 NAME = "fuse_$name"
 
 
-@pytest.mark.parametrize("case", Fuse$title.fires(), ids=lambda case: case.name)
-def test_fires(case: Case) -> None:
+@pytest.mark.parametrize("case", Fuse$title.positive_cases(), ids=lambda case: case.name)
+def test_positive_cases(case: Case) -> None:
     program = assert_rewrites(case.function, NAME, args=case.args, axes=case.axes, sites=1)
     assert program.op_counts()["inlay.$name.default"] == 1
 
 
-@pytest.mark.parametrize("case", Fuse$title.leaves(), ids=lambda case: case.name)
-def test_leaves(case: Case) -> None:
+@pytest.mark.parametrize("case", Fuse$title.negative_cases(), ids=lambda case: case.name)
+def test_negative_cases(case: Case) -> None:
     assert_untouched(case.function, NAME, args=case.args, axes=case.axes)
 '''
 
@@ -144,13 +145,13 @@ from __future__ import annotations
 
 import pytest
 
-from inlay.testing.triton import compiled_for, interpreted
+from inlay.testing.triton import compile_to_ptx, run_interpreted
 
 pytest.importorskip("triton")
 
 
 def test_numbers() -> None:
-    printed = interpreted(
+    printed = run_interpreted(
         """
         import torch
         from fuse_$name import $name, inputs
@@ -173,5 +174,5 @@ def test_numbers() -> None:
 def test_compiles(capability: int, pointer: str) -> None:
     from ${name}_triton import CONSTANTS, kernel, signature
 
-    assert ".target sm_" in compiled_for(capability, kernel, signature(pointer), CONSTANTS)
+    assert ".target sm_" in compile_to_ptx(capability, kernel, signature(pointer), CONSTANTS)
 '''

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from inlay.errors import UsageError
-from inlay.insight.candidates.work import Work, short, work_of
-from inlay.rewrite.schema import normalised
+from inlay.insight.candidates.op_kinds import OpKind, op_kind, op_name
+from inlay.program.call_arguments import normalize_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inlay.insight.candidates import Candidate
-    from inlay.insight.scaffold.calls import Calls
+    from inlay.insight.scaffold.region_source import RegionSource
 
 _POINTWISE: dict[str, Callable[..., str]] = {
     "add": lambda a, b: f"{a} + {b}",
@@ -35,20 +35,20 @@ _POINTWISE: dict[str, Callable[..., str]] = {
     "relu": lambda a: f"tl.maximum({a}, 0.0)",
     "to_copy": lambda a: f"{a}",
 }
-_SAME = {"clone", "contiguous", "alias"}
+_IDENTITY_OPS = {"clone", "contiguous", "alias"}
 
 
-def triton_kernel(candidate: Candidate, calls: Calls) -> dict[str, str]:
+def generate_kernel(candidate: Candidate, calls: RegionSource) -> dict[str, str]:
     """What the templates need for a kernel of this candidate."""
     if len(candidate.regions[0].outputs) != 1:
-        raise _by_hand(f"{candidate.name} has several results")
-    writer = _Writer(calls)
+        raise _unsupported_error(f"{candidate.name} has several results")
+    writer = _KernelWriter(calls)
     return {
         "triton_source": writer.module(candidate.name),
         "numerics": "ROUNDING",
-        "more": ", on_device",
+        "more": ", register_kernel",
         "device": (
-            f'\n@on_device("{candidate.name}", "CUDA")\n'
+            f'\n@register_kernel("{candidate.name}", "CUDA")\n'
             f"def _({', '.join(f'{name}: Tensor' for name in calls.inputs.values())}) -> Tensor:\n"
             f'    """On a GPU, the Triton kernel. Not timed."""\n'
             f"    from {candidate.name}_triton import launch\n\n"
@@ -57,28 +57,28 @@ def triton_kernel(candidate: Candidate, calls: Calls) -> dict[str, str]:
     }
 
 
-def _by_hand(problem: str) -> UsageError:
+def _unsupported_error(problem: str) -> UsageError:
     return UsageError(
         f"{problem}, which no kernel is generated for.", "Write it by hand: docs/candidate_to_transform.md."
     )
 
 
-def _shifted(index: str, step: int, start: int) -> str:
+def _affine_index(index: str, step: int, start: int) -> str:
     """
-    >>> _shifted("i", 1, 0), _shifted("i", 2, 0), _shifted("i", 1, -2)
+    >>> _affine_index("i", 1, 0), _affine_index("i", 2, 0), _affine_index("i", 1, -2)
     ('i', 'i * 2', '(i - 2)')
     """
     text = index if step == 1 else f"{index} * {step}"
     return text if not start else f"({text} {'+' if start > 0 else '-'} {abs(start)})"
 
 
-class _Writer:
-    def __init__(self, calls: Calls) -> None:
+class _KernelWriter:
+    def __init__(self, calls: RegionSource) -> None:
         self.calls, self.output = calls, calls.region.outputs[0]
         self.lines: list[str] = []
         self.sizes: dict[str, str] = {}
         """Size that may change → its argument."""
-        self.known: dict[Any, str] = {}
+        self.value_names: dict[Any, str] = {}
 
     def module(self, name: str) -> str:
         """The kernel, how it is started, and what its arguments are."""
@@ -97,10 +97,14 @@ class _Writer:
         names = ", ".join(self.calls.inputs.values())
         first = next(iter(self.calls.inputs.values()))
         given = ", ".join(
-            ["out.numel()", *map(self._measured, self.sizes), *(f"*{each}.stride()" for each in names.split(", "))]
+            [
+                "out.numel()",
+                *map(self._size_expression, self.sizes),
+                *(f"*{each}.stride()" for each in names.split(", ")),
+            ]
         )
         body = "\n".join(f"    {line}" for line in self.lines)
-        result_shape = "".join(f"{self._measured(size)}, " for size in shape)
+        result_shape = "".join(f"{self._size_expression(size)}, " for size in shape)
         return f'''"""{name} as one Triton kernel. Interpreted, and compiled for sm_80 and sm_90; not timed."""
 
 from __future__ import annotations
@@ -143,18 +147,18 @@ def signature(pointer: str) -> dict[str, Any]:
         if not isinstance(node, fx.Node):
             return repr(node)
         if node not in self.calls.inputs:
-            name = "getitem" if node.target is operator.getitem else short(node)
-            if name in _SAME:
+            name = "getitem" if node.target is operator.getitem else op_name(node)
+            if name in _IDENTITY_OPS:
                 return self.value(node.args[0], index, mask)
-            if work_of(node) is Work.VIEW:
-                source, moved = self._moved(node, name, index)
+            if op_kind(node) is OpKind.VIEW:
+                source, moved = self._view_source(node, name, index)
                 return self.value(source, moved, mask)
         key = (node, tuple(index), mask)
-        if key not in self.known:
-            self.known[key] = self._named(self._compute(node, index, mask))
-        return self.known[key]
+        if key not in self.value_names:
+            self.value_names[key] = self._assign(self._compute(node, index, mask))
+        return self.value_names[key]
 
-    def _named(self, text: str) -> str:
+    def _assign(self, text: str) -> str:
         name = f"t{len(self.lines)}"
         self.lines.append(f"{name} = {text}")
         return name
@@ -164,11 +168,11 @@ def signature(pointer: str) -> dict[str, Any]:
             held = self.calls.inputs[node]
             terms = [f"{each} * {held}_s{axis}" for axis, each in enumerate(index) if each != "0"]
             return f"tl.load({' + '.join([f'{held}_ptr', *terms])}, mask={mask}, other=0.0).to(tl.float32)"
-        if work_of(node) is Work.STENCIL:
+        if op_kind(node) is OpKind.STENCIL:
             return self._convolution(node, index, mask)
-        name, arguments = short(node), dict(normalised(node))
+        name, arguments = op_name(node), dict(normalize_args(node))
         if name not in _POINTWISE or arguments.get("alpha", 1) != 1 or arguments.get("rounding_mode"):
-            raise _by_hand(f"{self.calls.region.name} calls {node.target}")
+            raise _unsupported_error(f"{self.calls.region.name} calls {node.target}")
         operands = [each for each in node.args if isinstance(each, (fx.Node, int, float))]
         return _POINTWISE[name](*(self.value(each, self._broadcast(each, index), mask) for each in operands))
 
@@ -179,18 +183,18 @@ def signature(pointer: str) -> dict[str, Any]:
         own = index[len(index) - len(shape) :]
         return ["0" if str(size) == "1" else each for size, each in zip(shape, own, strict=True)]
 
-    def _moved(self, node: fx.Node, name: str, index: list[str]) -> tuple[Any, list[str]]:
+    def _view_source(self, node: fx.Node, name: str, index: list[str]) -> tuple[Any, list[str]]:
         """What a view is a view of, and which index of that is meant."""
         source: Any = node.args[0]
-        given = dict(normalised(node))
+        given = dict(normalize_args(node))
         moved = list(index)
         if name == "getitem":
-            parts = dict(normalised(source))
+            parts = dict(normalize_args(source))
             size = parts.get("split_size")
             if not isinstance(size, int):
-                raise _by_hand(f"{self.calls.region.name} calls {source.target}")
+                raise _unsupported_error(f"{self.calls.region.name} calls {source.target}")
             part: Any = node.args[1]
-            moved[parts["dim"]] = _shifted(moved[parts["dim"]], 1, part * size)
+            moved[parts["dim"]] = _affine_index(moved[parts["dim"]], 1, part * size)
             return source.args[0], moved
         if name == "transpose":
             one, two = given["dim0"], given["dim1"]
@@ -206,27 +210,27 @@ def signature(pointer: str) -> dict[str, Any]:
         elif name == "slice":
             start, step = given["start"] or 0, given["step"]
             if not isinstance(start, int) or start < 0:
-                raise _by_hand(f"{self.calls.region.name} slices from {start}")
-            moved[given["dim"]] = _shifted(moved[given["dim"]], step, start)
+                raise _unsupported_error(f"{self.calls.region.name} slices from {start}")
+            moved[given["dim"]] = _affine_index(moved[given["dim"]], step, start)
         elif name == "expand":
             moved = self._broadcast(source, index)
         else:
-            raise _by_hand(f"{self.calls.region.name} calls {node.target}")
+            raise _unsupported_error(f"{self.calls.region.name} calls {node.target}")
         return source, moved
 
     def _convolution(self, node: fx.Node, index: list[str], mask: str) -> str:
         """The sum over the taps of one channel; what lies outside counts as zero."""
-        given = dict(normalised(node))
+        given = dict(normalize_args(node))
         weight = given["weight"]
         taps = weight.meta["val"].shape[2:]
         if len(taps) != 1 or not isinstance(taps[0], int):
-            raise _by_hand(f"{self.calls.region.name} convolves over {len(taps)} axes")
+            raise _unsupported_error(f"{self.calls.region.name} convolves over {len(taps)} axes")
         stride, padding, dilation = (given[each][0] for each in ("stride", "padding", "dilation"))
         length = self._size(given["input"].meta["val"].shape[2])
         terms = []
         for tap in range(taps[0]):
-            at = self._named(_shifted(index[2], stride, tap * dilation - padding))
-            there = self._named(f"{mask} & ({at} >= 0) & ({at} < {length})")
+            at = self._assign(_affine_index(index[2], stride, tap * dilation - padding))
+            there = self._assign(f"{mask} & ({at} >= 0) & ({at} < {length})")
             read = self.value(given["input"], [index[0], index[1], at], there)
             factor = self.value(weight, [index[1], "0", str(tap)], mask)
             terms.append(f"tl.where({there}, {read}, 0.0) * {factor}")
@@ -237,7 +241,7 @@ def signature(pointer: str) -> dict[str, Any]:
     def _size(self, size: Any) -> str:
         return str(size) if isinstance(size, int) else self.sizes.setdefault(str(size), f"n{len(self.sizes)}")
 
-    def _measured(self, size: Any) -> str:
+    def _size_expression(self, size: Any) -> str:
         """A size as read off an argument."""
         if isinstance(size, int):
             return str(size)
@@ -245,4 +249,4 @@ def signature(pointer: str) -> dict[str, Any]:
             for axis, each in enumerate(node.meta["val"].shape):
                 if str(each) == str(size):
                     return f"{name}.shape[{axis}]"
-        raise _by_hand(f"{self.calls.region.name} has the size {size}, which is none of its inputs'")
+        raise _unsupported_error(f"{self.calls.region.name} has the size {size}, which is none of its inputs'")

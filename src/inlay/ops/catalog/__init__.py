@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inlay.ops.catalog.entry import Entry
-from inlay.ops.catalog.installed import INSTALLED
-from inlay.ops.catalog.registered import TORCH, operators
-from inlay.ops.catalog.upstream import UPSTREAM
+from inlay.ops.catalog.entry import KernelEntry
+from inlay.ops.catalog.kernels import BUNDLED_KERNELS, THIRD_PARTY_KERNELS
+from inlay.ops.catalog.operator_registry import TORCH_NAMESPACES, operators_by_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ENTRIES", "Entry", "lookup"]
+__all__ = ["KERNELS", "KernelEntry", "lookup"]
 
-ENTRIES = (*INSTALLED, *UPSTREAM)
+KERNELS = (*BUNDLED_KERNELS, *THIRD_PARTY_KERNELS)
 
 
-def lookup(computes: Sequence[str], dtype: str = "") -> list[Entry]:
+def lookup(operations: Sequence[str], dtype: str = "") -> list[KernelEntry]:
     """Kernels known by any of these names, which go from the particular to the general.
 
     Those that can be called here in `dtype` come first, then by name. A kernel of another dtype, or that is not
@@ -31,19 +30,19 @@ def lookup(computes: Sequence[str], dtype: str = "") -> list[Entry]:
     >>> lookup(["no_such_thing"])
     []
     """
-    found = [entry for name in computes for entry in (*_known(name), *_of_packages(name))]
-    return sorted(dict.fromkeys(found), key=lambda entry: not entry.usable(dtype))
+    found = [entry for name in operations for entry in (*_find_cataloged(name), *_find_registered(name))]
+    return sorted(dict.fromkeys(found), key=lambda entry: not entry.is_usable(dtype))
 
 
-def _known(name: str) -> list[Entry]:
-    return [entry for entry in ENTRIES if name in entry.computes]
+def _find_cataloged(name: str) -> list[KernelEntry]:
+    return [entry for entry in KERNELS if name in entry.operations]
 
 
-def _of_packages(name: str) -> list[Entry]:
+def _find_registered(name: str) -> list[KernelEntry]:
     """Operators of this name that packages have registered, and that no entry is about."""
-    told = {entry.operator for entry in ENTRIES}
+    told = {entry.operator for entry in KERNELS}
     return [
-        Entry(f"{space}::{name}", space, (name,), f"torch.ops.{space}.{name}", operator=f"{space}::{name}")
-        for space, names in sorted(operators().items())
-        if space not in TORCH and name in names and f"{space}::{name}" not in told
+        KernelEntry(f"{space}::{name}", space, (name,), f"torch.ops.{space}.{name}", operator=f"{space}::{name}")
+        for space, names in sorted(operators_by_namespace().items())
+        if space not in TORCH_NAMESPACES and name in names and f"{space}::{name}" not in told
     ]

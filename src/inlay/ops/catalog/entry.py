@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from inlay.ops.catalog.registered import is_registered
+from inlay.ops.catalog.operator_registry import is_registered
 
 
 @dataclass(frozen=True)
-class Entry:
+class KernelEntry:
     """A kernel that exists: what it computes, and where it was seen."""
 
     name: str
     source: str
     """`aten`, `onednn`, `quantized`, `inlay`, `inductor`, or the package that has it."""
-    computes: tuple[str, ...]
+    operations: tuple[str, ...]
     """What regions of a program it can stand for, by the names candidates use."""
     evidence: str
     """Path and symbol; of packages that are not installed, the repository's."""
@@ -30,12 +30,12 @@ class Entry:
     """The transform of Inlay that puts it into a program."""
 
     @property
-    def here(self) -> bool:
+    def is_available(self) -> bool:
         """Whether it can be called in this process."""
         if self.operator:
             return is_registered(self.operator)
         return not self.package or importlib.util.find_spec(self.package) is not None
 
-    def usable(self, dtype: str) -> bool:
+    def is_usable(self, dtype: str) -> bool:
         """Whether it can be called here on numbers of this format."""
-        return self.here and (not self.dtypes or not dtype or dtype in self.dtypes)
+        return self.is_available and (not self.dtypes or not dtype or dtype in self.dtypes)

@@ -12,32 +12,32 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from inlay import host
+from inlay import machine
 from inlay.errors import PackageError, UsageError
 
-NAME = "kernels.so"
+LIBRARY_NAME = "kernels.so"
 """What the file is called in a package."""
-_PORTABLE = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
+_PORTABLE_MARCH = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
 """The processors that the kernels are written for, and what any recent one of a kind has: AVX2, or NEON."""
-LEVELS = {"native": "native", "portable": _PORTABLE.get(platform.machine(), "native")}
+TARGETS = {"native": "native", "portable": _PORTABLE_MARCH.get(platform.machine(), "native")}
 """What kernels are built for: this processor, or any of its kind."""
 _FOLDER = Path(__file__).parent
 
 
-def build(file: Path, level: str = "native") -> None:
+def build(file: Path, target: str = "native") -> None:
     """Compile the kernels for a level into a shared library."""
     import torch
 
-    if platform.machine() not in _PORTABLE:
+    if platform.machine() not in _PORTABLE_MARCH:
         raise UsageError(
-            f"The kernels are not written for {platform.machine()}.", f"They are for {' and '.join(_PORTABLE)}."
+            f"The kernels are not written for {platform.machine()}.", f"They are for {' and '.join(_PORTABLE_MARCH)}."
         )
     torch_home = Path(torch.__file__).parent
     compiler = os.environ.get("CXX", "g++")
-    if not _found():
+    if not _has_compiler():
         raise UsageError(f"The kernels need {compiler}, which is not installed.", "Install g++, or set CXX.")
-    flags = ["-std=c++17", "-O3", f"-march={LEVELS[level]}", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
-    flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic", f"-DINLAY_TAG={tag(level)}"]
+    flags = ["-std=c++17", "-O3", f"-march={TARGETS[target]}", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
+    flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic", f"-DINLAY_TAG={build_tag(target)}"]
     sources = sorted(str(source) for source in _FOLDER.glob("*.cpp"))
     linking = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-Wl,--strip-all"]
     done = subprocess.run([compiler, *flags, "-o", str(file), *sources, *linking], capture_output=True, text=True)
@@ -45,27 +45,27 @@ def build(file: Path, level: str = "native") -> None:
         raise UsageError(f"{compiler} could not compile the kernels: {done.stderr.strip().splitlines()[0]}")
 
 
-def copy(file: Path, level: str = "native") -> None:
+def install(file: Path, target: str = "native") -> None:
     """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
     try:
-        folder = host.private_folder(host.cache_folder() / "kernels")
-        kept = folder / f"kernels-{tag(level)}.so"
-        if _copied(kept, file):
+        folder = machine.make_private_folder(machine.cache_folder() / "kernels")
+        kept = folder / f"kernels-{build_tag(target)}.so"
+        if _copy_from_cache(kept, file):
             return
         staging = tempfile.TemporaryDirectory(dir=folder)
     except OSError:  # not ours, or not to be written to
-        build(file, level)
+        build(file, target)
         return
     with staging:
-        made = Path(staging.name, NAME)
-        build(made, level)
+        made = Path(staging.name, LIBRARY_NAME)
+        build(made, target)
         (hashed := made.with_suffix(".sha256")).write_text(_sha256(made))
         hashed.replace(kept.with_suffix(".sha256"))
         shutil.copyfile(made, file)
         made.replace(kept)
 
 
-def _copied(kept: Path, file: Path) -> bool:
+def _copy_from_cache(kept: Path, file: Path) -> bool:
     """Copy kernels that were compiled before; whether they are there, and what was written then."""
     try:
         shutil.copyfile(kept, file)
@@ -79,7 +79,7 @@ def _sha256(file: Path) -> str:
 
 
 @cache
-def tag(level: str) -> str:
+def build_tag(target: str) -> str:
     """What the kernels depend on: their source, the compiler, torch, and this processor when they are built for it.
 
     It is part of the names that compiled pieces call, so several versions can be loaded into one process.
@@ -87,19 +87,20 @@ def tag(level: str) -> str:
     import torch
 
     compiler = os.environ.get("CXX", "g++")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if _found() else ""
-    parts = [level, torch.__version__, version, *(host.cpu_features() if level == "native" else ())]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if _has_compiler() else ""
+    parts = [target, torch.__version__, version, *(machine.cpu_features() if target == "native" else ())]
     sources = [source.read_bytes() for source in sorted(_FOLDER.glob("*.[hc]*"))]
     return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources])).hexdigest()[:12]
 
 
-def _found() -> bool:
+def _has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def declaration(name: str, arguments: str, level: str) -> str:
+def declaration(name: str, arguments: str, target: str) -> str:
     """How compiled code declares the kernel of an operator."""
-    return f'AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle*) __asm__("inlay_{tag(level)}_{name}")'
+    symbol = f"inlay_{build_tag(target)}_{name}"
+    return f'AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle*) __asm__("{symbol}")'
 
 
 def load(file: Path) -> ctypes.CDLL:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Created:
+class CreatedEvent:
     """A cache with so many places on each level came to be."""
 
-    places: tuple[int, ...]
+    capacities: tuple[int, ...]
     block_size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEvent:
     """A block is held from now on."""
 
     parent: int | None
@@ -38,7 +38,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovedEvent:
     """A block is held no longer."""
 
     hash: int
@@ -46,7 +46,7 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
+class UpdatedEvent:
     """A block moved to another level, or has another priority: old and new."""
 
     hash: int
@@ -55,42 +55,42 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class ClearedEvent:
     """No block is held any more."""
 
 
-Event = Created | Stored | Removed | Updated | Cleared
+CacheEvent = CreatedEvent | StoredEvent | RemovedEvent | UpdatedEvent | ClearedEvent
 
 
 class Gap(Exception):  # noqa: N818 - a state of affairs that its reader has to deal with
     """Events that were asked for are not kept any more, or are of another log: numbers begin anew with every cache."""
 
-    def __init__(self, asked: int, first: int, upcoming: int) -> None:
-        gone = f"event {asked} is gone, the oldest one kept is {first}"
-        ahead = f"event {asked} is ahead of this log, whose next one is {upcoming}"
-        super().__init__(gone if asked < first else ahead)
-        self.asked, self.first, self.next = asked, first, upcoming
+    def __init__(self, requested: int, first: int, upcoming: int) -> None:
+        gone = f"event {requested} is gone, the oldest one kept is {first}"
+        ahead = f"event {requested} is ahead of this log, whose next one is {upcoming}"
+        super().__init__(gone if requested < first else ahead)
+        self.requested, self.first, self.next = requested, first, upcoming
 
 
-class Replica:
+class CacheMirror:
     """The content of a cache, rebuilt from its events."""
 
-    def __init__(self, blocks: Iterable[Stored] = ()) -> None:
+    def __init__(self, blocks: Iterable[StoredEvent] = ()) -> None:
         self.blocks = {block.hash: block for block in blocks}
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: CacheEvent) -> None:
         """What an event changes."""
         match event:
-            case Stored():
+            case StoredEvent():
                 self.blocks[event.hash] = event
-            case Removed():
+            case RemovedEvent():
                 del self.blocks[event.hash]
-            case Updated():
+            case UpdatedEvent():
                 block = self.blocks[event.hash]
                 level = event.level[1] if event.level else block.level
                 priority = event.priority[1] if event.priority else block.priority
                 self.blocks[event.hash] = replace(block, level=level, priority=priority)
-            case Created() | Cleared():
+            case CreatedEvent() | ClearedEvent():
                 self.blocks.clear()
 
 
@@ -99,17 +99,17 @@ class Snapshot:
     """The content of a cache before the event of a number."""
 
     next: int
-    blocks: tuple[Stored, ...]
+    blocks: tuple[StoredEvent, ...]
     """In the order in which they came, so parents before what follows them."""
 
 
-class Log:
+class EventLog:
     """The events of one cache. Any thread may read; the cache's own writes.
 
-    >>> log = Log(most=2)
+    >>> log = EventLog(most=2)
     >>> reader = log.subscribe()
     >>> for hash in (1, 2, 3):
-    ...     log.add(Stored(None, hash, (hash,), "", 0, 0))
+    ...     log.add(StoredEvent(None, hash, (hash,), "", 0, 0))
     >>> reader.read()
     Traceback (most recent call last):
     ...
@@ -120,9 +120,9 @@ class Log:
 
     def __init__(self, most: int = 10_000) -> None:
         self._most = most
-        self._ring: list[Event] = []
+        self._ring: list[CacheEvent] = []
         self._next = 0
-        self._replica = Replica()
+        self._replica = CacheMirror()
         self._changed = threading.Condition()
         self._wake: set[Callable[[], None]] = set()
 
@@ -131,7 +131,7 @@ class Log:
         """The number of the event that comes next."""
         return self._next
 
-    def add(self, event: Event) -> None:
+    def add(self, event: CacheEvent) -> None:
         """One event more. Never waits for a reader."""
         with self._changed:
             if len(self._ring) < self._most:
@@ -144,7 +144,7 @@ class Log:
             for wake in self._wake:
                 wake()
 
-    def since(self, number: int, most: int | None = None) -> list[tuple[int, Event]]:
+    def read(self, number: int, most: int | None = None) -> list[tuple[int, CacheEvent]]:
         """Events from a number on, at most so many."""
         with self._changed:
             first = self._next - len(self._ring)
@@ -164,7 +164,7 @@ class Log:
             return self._changed.wait_for(lambda: self._next > number, seconds)
 
     @contextmanager
-    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+    def listener(self, wake: Callable[[], None]) -> Iterator[None]:
         """Call `wake`, which must not wait, after every event, until the context ends."""
         with self._changed:
             self._wake.add(wake)
@@ -182,14 +182,14 @@ class Log:
 class Subscriber:
     """One reader of a log."""
 
-    def __init__(self, log: Log, cursor: int) -> None:
+    def __init__(self, log: EventLog, cursor: int) -> None:
         self.log, self.cursor = log, cursor
 
-    def read(self, most: int | None = None, seconds: float = 0.0) -> list[tuple[int, Event]]:
+    def read(self, most: int | None = None, seconds: float = 0.0) -> list[tuple[int, CacheEvent]]:
         """What is new, numbered; waits for something so long. A gap is an error, never silence."""
         if seconds:
             self.log.wait(self.cursor, seconds)
-        found = self.log.since(self.cursor, most)
+        found = self.log.read(self.cursor, most)
         self.cursor += len(found)
         return found
 
@@ -200,8 +200,8 @@ class Subscriber:
         return snapshot
 
     async def stream(
-        self, most: int = 1_000, quiet: float | None = None
-    ) -> AsyncGenerator[list[tuple[int, Event]], None]:
+        self, most: int = 1_000, timeout: float | None = None
+    ) -> AsyncGenerator[list[tuple[int, CacheEvent]], None]:
         """What is new, whenever something is; for an event loop. Nothing, after so many seconds with nothing new."""
         loop, new = asyncio.get_running_loop(), asyncio.Event()
         told = False
@@ -213,14 +213,14 @@ class Subscriber:
                 with suppress(RuntimeError):  # it was closed: nobody reads any more
                     loop.call_soon_threadsafe(new.set)
 
-        with self.log.waking(wake):
+        with self.log.listener(wake):
             while True:
                 new.clear()
                 told = False
                 found = self.read(most)
                 if not found:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(new.wait(), quiet)
+                        await asyncio.wait_for(new.wait(), timeout)
                         continue
                 yield found
                 await asyncio.sleep(0)  # others of the loop have their turn, however much is new

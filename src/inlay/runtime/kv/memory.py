@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from inlay.program.bindings import Binding
-    from inlay.runtime.kv.blocks import Move
+    from inlay.runtime.kv.block import Move
 
 _POPULATE_WRITE = 23
 """As Linux numbers it: the pages are there, and what they hold stays."""
@@ -33,7 +33,7 @@ class _Group:
 
     slots: torch.Tensor
     """`[state, slot, heads, room, head]`"""
-    places: tuple[torch.Tensor, ...]
+    pools: tuple[torch.Tensor, ...]
     """A tensor a level: `[place, state, heads, block, head]`"""
 
 
@@ -45,47 +45,47 @@ def bytes_per_token(states: Iterable[Binding]) -> int:
     return sum(numbers * size for numbers, size in sizes)
 
 
-class Memory:
-    """Slots and blocks of a package with these states; `places` says how many blocks each level holds."""
+class KVMemory:
+    """Slots and blocks of a package with these states; `capacities` says how many blocks each level holds."""
 
-    def __init__(self, states: Sequence[Binding], block: int, places: Sequence[int], slots: int) -> None:
+    def __init__(self, states: Sequence[Binding], block_size: int, capacities: Sequence[int], slots: int) -> None:
         kinds: dict[tuple[str, int, int, int, int], list[str]] = defaultdict(list)
         for row in states:
             kinds[(row.dtype, *_shape(row))].append(row.name)
         if len({(slots, room) for _, slots, _, room, _ in kinds}) != 1:
             raise UsageError("The states of this package are not one cache of keys and values.", "It cannot be served.")
-        self.block, self.used = block, slots
+        self.block_size, self.used = block_size, slots
         self.state: dict[str, torch.Tensor] = {}
         """What the package works on, by name."""
         self._groups = []
         for (dtype, count, heads, room, head), names in kinds.items():
             like = {"dtype": getattr(torch, dtype)}
             whole = torch.empty(len(names), count, heads, room, head, **like)
-            levels = tuple(torch.empty(each, len(names), heads, block, head, **like) for each in places)
+            levels = tuple(torch.empty(each, len(names), heads, block_size, head, **like) for each in capacities)
             self._groups.append(_Group(whole, levels))
             self.state |= dict(zip(names, whole, strict=True))
 
-    def save(self, slot: int, row: int, place: int) -> None:
+    def save(self, slot: int, row: int, index: int) -> None:
         """Copy a block of rows of a slot to a place of the first level."""
         for group in self._groups:
-            group.places[0][place].copy_(group.slots[:, slot, :, row : row + self.block])
+            group.pools[0][index].copy_(group.slots[:, slot, :, row : row + self.block_size])
 
-    def load(self, slot: int, row: int, level: int, place: int) -> None:
+    def load(self, slot: int, row: int, level: int, index: int) -> None:
         """Copy a block to rows of a slot."""
         for group in self._groups:
-            group.slots[:, slot, :, row : row + self.block].copy_(group.places[level][place])
+            group.slots[:, slot, :, row : row + self.block_size].copy_(group.pools[level][index])
 
     def move(self, moves: Iterable[Move]) -> None:
         """Copy blocks from place to place, in this order."""
         for move in moves:
             (level, place), (new_level, new_place) = move.source, move.target
             for group in self._groups:
-                group.places[new_level][new_place].copy_(group.places[level][place])
+                group.pools[new_level][new_place].copy_(group.pools[level][place])
 
     def populate(self) -> threading.Thread | None:
         """Have the system give all of this memory now, beside what else is going on; None where it does not do that."""
         pieces = [
-            piece for group in self._groups for piece in (*group.slots[:, : self.used].flatten(0, 1), *group.places)
+            piece for group in self._groups for piece in (*group.slots[:, : self.used].flatten(0, 1), *group.pools)
         ]
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "madvise"):
@@ -105,6 +105,6 @@ class Memory:
 def _shape(row: Binding) -> tuple[int, int, int, int]:
     sizes = [size for size in row.shape if isinstance(size, int)]
     if len(sizes) != len(row.shape) or len(sizes) != 4:
-        raise UsageError(f"{row.name} is {row.text}, which is no cache of keys or values.", "It cannot be served.")
+        raise UsageError(f"{row.name} is {row.type_text}, which is no cache of keys or values.", "It cannot be served.")
     slots, heads, room, head = sizes
     return slots, heads, room, head

@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from inlay.cli.console import err, failing_kindly, out
-from inlay.testing.fuzz.check import Break, NotComputed, Tally, check
-from inlay.testing.fuzz.grow import grow
-from inlay.testing.fuzz.reduce import reduced, script
+from inlay.errors import InlayError
+from inlay.testing.fuzz.checker import Failure, FuzzCounts, InvalidProgramError, check
+from inlay.testing.fuzz.generator import generate_program
+from inlay.testing.fuzz.reducer import reduce_failure, render_script
 from inlay.testing.fuzz.templates import Templates
-from inlay.transforms.base import find, registry
+from inlay.transforms.base import find_transform, registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST_FAILURES = 5
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def fuzz(
@@ -32,41 +34,43 @@ def fuzz(
     seed: Annotated[int, typer.Option("--seed", help="Where to start; the same seed grows the same graphs.")] = 0,
     only: Annotated[list[str] | None, typer.Option("--pass", help="Places of this transform only; repeatable.")] = None,
     folder: Annotated[Path, typer.Option("-o", "--output", help="Where scripts of failures are written.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
     """Grow random graphs around the patterns of every transform, run them all, and compare numbers.
 
     Example: [bold]python -m inlay.testing.fuzz --graphs 1000 --seed 7[/]
     """
-    with failing_kindly():
+    try:
         for name in only or ():
-            find(name)
-        report = run(graphs, seed, only or [], folder)
-        if as_json:
-            typer.echo(json.dumps(report, indent=2))
-        else:
-            _print(report)
-        if report["failures"]:
-            raise typer.Exit(1)
+            find_transform(name)
+    except InlayError as error:
+        raise typer.BadParameter(str(error)) from error
+    report = run(graphs, seed, only or [], folder)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    if report["failures"]:
+        raise typer.Exit(1)
 
 
 def run(
     graphs: int,
     seed: int,
-    only: Sequence[str],
+    site_transforms: Sequence[str],
     folder: Path = Path(),
     *,
     templates: Templates | None = None,
     transforms: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Grow and check; what was counted. Templates may be kept from run to run; without `transforms`, all run."""
-    templates = templates or Templates(only, variants=4 + graphs // 400, seed=seed)
-    tally, drawn, uncomputed = Tally(), Counter[str](), Counter[str]()
+    templates = templates or Templates(site_transforms, variants=4 + graphs // 400, seed=seed)
+    tally, drawn, uncomputed = FuzzCounts(), Counter[str](), Counter[str]()
     failures: list[dict[str, str]] = []
     places, computed, start = 0, 0, time.perf_counter()
 
     def draw(rng: random.Random) -> Any:
-        template = templates.draw(rng)
+        template = templates.sample(rng)
         drawn[template.transform] += 1
         return template
 
@@ -74,10 +78,10 @@ def run(
         task = progress.add_task("growing", total=graphs)
         for index in range(graphs):
             rng = random.Random(f"{seed}/{index}")
-            program, inputs, count = grow(rng, draw)
+            program, inputs, count = generate_program(rng, draw)
             try:
                 found = check(program, inputs, transforms, tally)
-            except NotComputed as error:
+            except InvalidProgramError as error:
                 uncomputed[_kind(error)] += 1
                 continue
             places, computed = places + count, computed + 1
@@ -93,11 +97,11 @@ def run(
         "places": places,
         "seconds": round(time.perf_counter() - start, 1),
         "transforms": {
-            name: {"drawn": drawn[name], "fired": tally.fired[name], "refused or missed": tally.refused[name]}
+            name: {"drawn": drawn[name], "fired": tally.matches[name], "refused or missed": tally.misses[name]}
             for name in registry()
         },
         "values": tally.values,
-        "ill-conditioned": tally.loose,
+        "ill-conditioned": tally.ill_conditioned,
         "failures": failures,
     }
 
@@ -107,11 +111,11 @@ def _kind(error: Exception) -> str:
     return re.sub(r"[\d\[\], ]*\d[\d\[\], ]*", " # ", str(error))[:100].strip()
 
 
-def _write(found: Break, seed: int, index: int, folder: Path) -> dict[str, str]:
-    small = reduced(found)
+def _write(found: Failure, seed: int, index: int, folder: Path) -> dict[str, str]:
+    small = reduce_failure(found)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"fuzz_{small.transform}_{seed}_{index}.py"
-    file.write_text(script(small, f"python -m inlay.testing.fuzz --seed {seed}, graph {index}"))
+    file.write_text(render_script(small, f"python -m inlay.testing.fuzz --seed {seed}, graph {index}"))
     err.print(f"{small.transform}: {small.problem} → {file}", markup=False, soft_wrap=True)
     return {"transform": small.transform, "problem": small.problem, "script": str(file)}
 

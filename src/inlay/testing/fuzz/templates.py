@@ -4,30 +4,31 @@ attention under random masks of positions."""
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from inlay.errors import CaptureError
 from inlay.program.bindings import Role
 from inlay.rewrite.rule import DTYPES
-from inlay.testing.fuzz.masks import LENGTH, attention_under_masks
 from inlay.testing.rewrites import program_of
-from inlay.transforms.base import Rewrite, registry
+from inlay.transforms.base import PatternTransform, registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+
 _SIZES = (1, 1, 2, 3, 4, 5, 8)
 _NUMBERS = (0.25, 0.5, 1.0, 1e-5)
-_WIDE = 0.15
+_FLOAT64_SHARE = 0.15
 """How often a pattern is drawn in float64, in which none is traced."""
-_EMPTY = 0.12
+_EMPTY_SHARE = 0.12
 """How often a size that is free is 0."""
-_MASKED = "match_attention"
+_MASKED_TRANSFORM = "match_attention"
 _MASKS = 2
 """How many masks are drawn for each variant of a pattern."""
 
@@ -38,7 +39,7 @@ class Template:
 
     transform: str
     graph: fx.Graph
-    leaves: tuple[torch.Tensor, ...]
+    example_inputs: tuple[torch.Tensor, ...]
     shapes: tuple[tuple[int | str, ...], ...]
     """The sizes of the leaves; a name stands for any size."""
     fixed: tuple[bool, ...]
@@ -52,60 +53,64 @@ class Templates:
     What a template is depends on the seed and its key alone, so a graph can be grown again without those before it.
     """
 
-    def __init__(self, only: Sequence[str] = (), variants: int = 4, seed: int = 0) -> None:
+    def __init__(self, transforms: Sequence[str] = (), variants: int = 4, seed: int = 0) -> None:
         self.seed = seed
-        self.known: dict[Any, Template] = {}
+        self.captured_templates: dict[Any, Template] = {}
         self.keys: dict[str, list[tuple[Any, ...]]] = {}
         for name, cls in registry().items():
-            if not only or name in only:
-                cases = [*cls.fires(), *cls.leaves()]
+            if not transforms or name in transforms:
+                cases = [*cls.positive_cases(), *cls.negative_cases()]
                 keys: list[tuple[Any, ...]] = [("case", index, False) for index in range(len(cases))]
                 keys += [("case", index, True) for index, case in enumerate(cases) if case.axes]
-                if issubclass(cls, Rewrite):
+                if issubclass(cls, PatternTransform):
                     count = len(list(cls().alternatives({DTYPES[0]})))
                     keys += [("pattern", index, variant) for index in range(count) for variant in range(variants)] * 3
-                if name == _MASKED:
+                if name == _MASKED_TRANSFORM:
                     keys += [("mask", index, 0) for index in range(_MASKS * variants)] * 3
                 self.keys[name] = keys
 
-    def draw(self, rng: random.Random) -> Template:
+    def sample(self, rng: random.Random) -> Template:
         """A transform by chance, then one of its templates."""
         name = rng.choice(list(self.keys))
         key = (name, *rng.choice(self.keys[name]))
-        if key not in self.known:
+        if key not in self.captured_templates:
             kind = _KINDS[key[1]]
-            self.known[key] = kind(name, *key[2:], random.Random(f"{self.seed}/{key}"))
-        return self.known[key]
+            self.captured_templates[key] = kind(name, *key[2:], random.Random(f"{self.seed}/{key}"))
+        return self.captured_templates[key]
 
 
 def _case(name: str, index: int, any_size: bool, rng: random.Random) -> Template:
     cls = registry()[name]
-    case = [*cls.fires(), *cls.leaves()][index]
-    return _capture(name, case.function, case.args, case.after, case.axes if any_size else {})
+    case = [*cls.positive_cases(), *cls.negative_cases()][index]
+    return _capture(name, case.function, case.args, case.prerequisites, case.axes if any_size else {})
 
 
 def _pattern(name: str, index: int, variant: int, rng: random.Random) -> Template:
     """A pattern as it is traced; other variants have other sizes, some of them any size, and other dtypes."""
     cls = registry()[name]
-    assert issubclass(cls, Rewrite)
+    assert issubclass(cls, PatternTransform)
     dtype = rng.choice(DTYPES) if variant else DTYPES[0]
     alternative = list(cls().alternatives({dtype}))[index]
     ways: list[tuple[Mapping[str, Any], Mapping[str, Mapping[int, str]]]] = [(alternative.example, {})]
     if variant:
-        example = resized(alternative.example, rng)
-        if rng.random() < _WIDE:
-            example = {each: _wide(value) for each, value in example.items()}
-        ways = [(example, any_sizes(alternative.example, rng) if rng.random() < 0.5 else {}), (example, {}), *ways]
+        example = resize_example(alternative.example, rng)
+        if rng.random() < _FLOAT64_SHARE:
+            example = {each: _to_float64(value) for each, value in example.items()}
+        ways = [
+            (example, pick_dynamic_axes(alternative.example, rng) if rng.random() < 0.5 else {}),
+            (example, {}),
+            *ways,
+        ]
     for values, axes in ways[:-1]:
         # Some sizes a pattern needs as numbers, and some it cannot have, such as no channel at all.
         try:
-            return _capture(name, *_of_tensors(alternative.function, values), axes=axes)
+            return _capture(name, *_bind_constants(alternative.function, values), axes=axes)
         except CaptureError:
             continue
-    return _capture(name, *_of_tensors(alternative.function, alternative.example))
+    return _capture(name, *_bind_constants(alternative.function, alternative.example))
 
 
-def _of_tensors(
+def _bind_constants(
     function: Callable[..., Any], example: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The function of its tensors alone, with a signature that names them: axes are told by these names."""
@@ -122,7 +127,7 @@ def _of_tensors(
 
 def _mask(name: str, index: int, variant: int, rng: random.Random) -> Template:
     """Attention under a mask made of positions, of any length."""
-    function, values = attention_under_masks(rng)
+    function, values = random_masked_attention(rng)
     axes = {each: {2: LENGTH} for each in ("q", "k", "v")} if rng.random() < 0.85 else {}
     return _capture(name, function, values, axes=axes)
 
@@ -130,7 +135,7 @@ def _mask(name: str, index: int, variant: int, rng: random.Random) -> Template:
 _KINDS: dict[str, Callable[..., Template]] = {"case": _case, "pattern": _pattern, "mask": _mask}
 
 
-def _wide(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -139,11 +144,11 @@ def _related(size: int, other: int) -> bool:
     return size != other and (other % size == 0 or (other > 1 and size % other == 0))
 
 
-def any_sizes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[int, str]]:
+def pick_dynamic_axes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[int, str]]:
     """One or two sizes of an example that occur in no other size and in no number of it, as axes of any size.
 
     >>> import random
-    >>> any_sizes({"x": torch.ones(3, 10), "y": torch.ones(3), "half": 5}, random.Random(0))
+    >>> pick_dynamic_axes({"x": torch.ones(3, 10), "y": torch.ones(3), "half": 5}, random.Random(0))
     {'x': {0: 'size_3'}, 'y': {0: 'size_3'}}
     """
     tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
@@ -159,11 +164,11 @@ def any_sizes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[
     return {name: axes for name, axes in found.items() if axes}
 
 
-def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+def resize_example(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     """The same example at other sizes: each odd prime in a size is a size of its own, 1 and 2 are themselves.
 
     >>> import random
-    >>> made = resized({"x": torch.ones(3, 10), "half": 5}, random.Random(1))
+    >>> made = resize_example({"x": torch.ones(3, 10), "half": 5}, random.Random(1))
     >>> made["x"].shape[1] == 2 * made["half"]
     True
     """
@@ -171,7 +176,7 @@ def resized(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
     magnitude = rng.choice(_NUMBERS) if rng.random() < 0.7 else None
 
     def drawn() -> int:
-        return 0 if rng.random() < _EMPTY else rng.choice(_SIZES)
+        return 0 if rng.random() < _EMPTY_SHARE else rng.choice(_SIZES)
 
     def size(number: int) -> int:
         made, divisor = 1, 2
@@ -214,3 +219,78 @@ def _capture(
         fixed.append(row.role is not Role.INPUT or not value.is_floating_point())
     shapes = tuple(row.shape for row in program.bindings.ins)
     return Template(name, program.graph, tuple(leaves), shapes, tuple(fixed), parameters)
+
+
+LENGTH = "length"
+"""The name of the axis of positions."""
+_COMPARE = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne)
+_LARGEST = 12
+"""The largest constant; a side of a comparison adds up to four of them."""
+
+
+def random_masked_attention(rng: random.Random) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A function that makes a mask and reads it once or twice, and arguments for it."""
+    mask = _random_mask(rng)
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    form = rng.choice(("seen", "seen", "lowest", "infinite"))
+    layers = rng.choice((1, 1, 2))
+    length, heads = rng.randint(3, 9), rng.choice((1, 2))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        seen = mask(places[:, None], places[None, :])[None, None]
+        hidden = torch.finfo(q.dtype).min if form == "lowest" else float("-inf")
+        given = seen if form == "seen" else torch.where(seen, 0.0, hidden).to(q.dtype)
+        x = sdpa(q, k, v, attn_mask=given)
+        return sdpa(x.tanh(), k, v, attn_mask=given) if layers == 2 else x
+
+    return attention, [torch.ones(rng.choice((1, 2)), heads, length, 4, dtype=dtype)] * 3
+
+
+def _random_mask(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
+    """Usually causal, or causal within a window, written in one of many ways; seldom anything else."""
+    steps = [_causal(rng) if rng.random() < 0.9 else _any(rng)]
+    steps += [_window(rng) if rng.random() < 0.75 else _any(rng) for _ in range(rng.choice((0, 1, 1, 2)))]
+    joins = [operator.and_ if rng.random() < 0.9 else operator.or_ for _ in steps[1:]]
+
+    def mask(rows: Tensor, columns: Tensor) -> Tensor:
+        seen = steps[0](rows, columns)
+        for join, step in zip(joins, steps[1:], strict=True):
+            seen = join(seen, step(rows, columns))
+        return seen
+
+    return mask
+
+
+def _causal(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
+    """Columns up to the row, the same constant added on both sides."""
+    added = _constants(rng, rng.choice((0, 0, 1, 2)))
+    if rng.random() < 0.5:
+        return lambda rows, columns: _plus(columns, added) <= _plus(rows, added)
+    return lambda rows, columns: _plus(rows, [*added, 1]) > _plus(columns, added)
+
+
+def _window(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
+    """Columns later than the row less a window, the window in up to four parts."""
+    parts = [-abs(each) for each in _constants(rng, rng.choice((1, 1, 2, 4)))]
+    if rng.random() < 0.5:
+        return lambda rows, columns: columns > _plus(rows, parts)
+    return lambda rows, columns: rows - columns < -sum(parts)
+
+
+def _any(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
+    compare = rng.choice(_COMPARE)
+    left, right = (_constants(rng, rng.choice((0, 1, 2))) for _ in range(2))
+    return lambda rows, columns: compare(_plus(columns, left), _plus(rows, right))
+
+
+def _constants(rng: random.Random, count: int) -> list[float]:
+    whole = [rng.randint(1, _LARGEST) * rng.choice((1, 1, -1)) for _ in range(count)]
+    return [each + rng.choice((0.0, 0.0, 0.5)) if rng.random() < 0.2 else each for each in whole]
+
+
+def _plus(positions: Tensor, constants: list[float]) -> Tensor:
+    for constant in constants:
+        positions = positions + constant
+    return positions

@@ -1,5 +1,5 @@
 """The review of a fusion, evaluated: a checklist with evidence, and the note that ends it."""
 
-from inlay.testing.review.checklist import Check, Review, review
+from inlay.testing.review.checklist import ChecklistItem, Review, review
 
-__all__ = ["Check", "Review", "review"]
+__all__ = ["ChecklistItem", "Review", "review"]

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.ops.catalog import ENTRIES
-from inlay.ops.define import DECOMPOSITIONS, DEVICES
+from inlay.ops.catalog import KERNELS
+from inlay.ops.registration import DECOMPOSITIONS, DEVICE_KERNELS
 
 if TYPE_CHECKING:
     from inlay.testing.review.checklist import Review
 
 
-def markdown(review: Review) -> str:
+def render_markdown(review: Review) -> str:
     """The whole review."""
     cls = review.transform
     lines = [f"## Review of `{cls.name}`", "", cls.summary(), ""]
@@ -28,18 +28,18 @@ def iteration_note(review: Review) -> list[str]:
     cls = review.transform
     path, rationale = _path(review)
     open_risks = [check.title for check in review.checks if not check.passed]
-    open_risks += [f"only the fuzzer notices that it {name}" for name in sorted(review.noticing.fuzzed)]
+    open_risks += [f"only the fuzzer notices that it {name}" for name in sorted(review.mutant_report.killed_by_fuzzer)]
     sites = "; ".join(f"{each.model} {each.record.sites}" for each in review.models)
     drift = {each.verdict.change.value for each in review.models if each.verdict is not None}
     logs = "; ".join(f"matches before 0 / after {each.record.sites} ({each.model})" for each in review.models)
-    tests = review.noticing
+    tests = review.mutant_report
     return [
         f"Candidate: {cls.name}",
         f"Path: {path}",
         f"Rationale: {rationale}",
         f"Graph validation: {sites} sites; outputs: {', '.join(sorted(drift)) or 'not compared'}",
         f"Summary logs: {logs}",
-        f"Tests: {len(tests.tests)} pass; {len(tests.breakages) - len(tests.unnoticed)} of {len(tests.breakages)} ways"
+        f"Tests: {len(tests.tests)} pass; {len(tests.mutants) - len(tests.survivors)} of {len(tests.mutants)} ways"
         " to break it are noticed",
         f"Open risks: {'; '.join(open_risks) or 'none found'}",
     ]
@@ -47,7 +47,7 @@ def iteration_note(review: Review) -> list[str]:
 
 def _path(review: Review) -> tuple[str, str]:
     """By what computes the operators that came: somebody's kernel, Triton, or neither."""
-    came = sorted({name for each in review.models for name, change in each.operators.items() if change > 0})
+    came = sorted({name for each in review.models for name, change in each.operator_changes.items() if change > 0})
     found = [(name, *_kernel(operator)) for name in came if (operator := _operator(name)) is not None]
     if not found:
         return "other", "no operator came into a program"
@@ -73,8 +73,8 @@ def _operator(name: str) -> Any:
 def _kernel(operator: torch._ops.OpOverload) -> tuple[str, str]:
     """What computes an operator, and what a compiler makes of a call of it."""
     name = f"{operator.namespace}::{operator._opname}"
-    known = [entry.evidence for entry in ENTRIES if entry.operator == name]
-    if name in DEVICES:
+    known = [entry.evidence for entry in KERNELS if entry.operator == name]
+    if name in DEVICE_KERNELS:
         return "triton_fallback_path", "a Triton kernel of Inlay's"
     if known or operator.namespace == "aten":
         return "existing_kernel_path", "; ".join(known) or "torch's own operators"

@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inlay.program.graphs import all_graphs, is_returned, is_view, sizes, written_between
-from inlay.rewrite.schema import normalised
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.program.call_arguments import normalize_args
+from inlay.program.graphs import find_write_between, is_returned, is_view, sizes
+from inlay.rewrite import Match
+from inlay.transforms.base import Case, LocalTransform, Numerics, Stage, transform
 
 if TYPE_CHECKING:
-    from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
 _END = 9223372036854775807
 
 
 @transform("clean_noops", stage=Stage.CLEAN, numerics=Numerics.EXACT)
-class CleanNoops(Transform):
+class CleanNoops(LocalTransform):
     """Slices of everything, differences with zero, products with one, casts to the same type: gone."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         x = torch.randn(2, 3, 8)
         return [
             Case("whole slice", lambda x: aten.slice.Tensor(x, 1, 0, _END).relu(), (x,)),
@@ -39,7 +40,7 @@ class CleanNoops(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x = torch.randn(2, 3, 8)
         return [
             Case("part of an axis", lambda x: x[:, :2].relu(), (x,)),
@@ -47,6 +48,7 @@ class CleanNoops(Transform):
             Case("one is added", lambda x: (x + 1) * 2.0, (x,)),
             Case("zero is added, which has no sign", lambda x: 1 / (x + 0), (x,)),
             Case("minus zero is taken away", lambda x: 1 / (x - -0.0), (x,)),
+            Case("a number is the first operand", lambda x: aten.mul.Tensor(1.0, x).relu(), (x,)),
             Case("complex numbers", lambda x: (x * 1 + 0) / 1 * 2, (torch.view_as_complex(torch.randn(4, 2)),)),
             Case("a complex zero", lambda x: (x + 0j).abs(), (x,)),
             Case("addition widens", lambda x: x + 0.0, (torch.arange(4),)),
@@ -57,49 +59,42 @@ class CleanNoops(Transform):
             Case("a view of a copy is returned", lambda x: (x * 1).transpose(0, 1), (x,)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
-        for _, graph in all_graphs(program.graph):
-            for node in list(graph.nodes):
-                source = _unchanged(node)
-                if source is None or not _same_type(node, source) or _must_stay(node, source):
-                    continue
-                if self.takes(node):
-                    applied.places.append(node.name)
-                    node.replace_all_uses_with(source)
-                    graph.erase_node(node)
-                    applied.sites += 1
-            for node in reversed(list(graph.nodes)):
-                if node.target is aten.transpose.int and not node.users:
-                    graph.erase_node(node)
-        return applied
+    def match(self, node: fx.Node) -> Match | None:
+        source = _passthrough_operand(node)
+        if source is None or not _has_same_type(node, source) or _is_observable(node, source):
+            return None
+        return Match.at(node, source=source)
+
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        operands = match.root.all_input_nodes
+        rewriter.replace(match.root, match.values["source"])
+        rewriter.erase(match.root)
+        rewriter.erase_unused(*(node for node in operands if node.target is aten.transpose.int))
 
 
-def _unchanged(node: fx.Node) -> fx.Node | None:
+def _passthrough_operand(node: fx.Node) -> fx.Node | None:
     """The operand that a call hands on unchanged, if it does."""
-    if node.op != "call_function":
-        return None
-    given: dict[str, Any] = dict(normalised(node))
+    given: dict[str, Any] = dict(normalize_args(node))
     source = given.get("self")
-    if not isinstance(source, fx.Node):
+    if not isinstance(source, fx.Node):  # a number may stand before the operator
         return None
     match node.target:
         case aten.slice.Tensor:
             whole = given["start"] in (0, None) and given["end"] in (_END, None) and given["step"] == 1
             return source if whole else None
         case aten.add.Tensor | aten.sub.Tensor | aten.mul.Tensor | aten.div.Tensor:
-            return source if _keeps_every_number(node, given) else None
+            return source if _is_identity_arithmetic(node, given) else None
         case aten._to_copy.default:
             only_dtype = all(given[key] is None for key in given if key not in ("self", "dtype", "non_blocking"))
             return source if only_dtype else None
         case aten.transpose.int:
-            inner = dict(normalised(source)) if source.target is aten.transpose.int else {}
+            inner = dict(normalize_args(source)) if source.target is aten.transpose.int else {}
             same = inner and {inner["dim0"], inner["dim1"]} == {given["dim0"], given["dim1"]}
             return inner["self"] if same else None
     return None
 
 
-def _keeps_every_number(node: fx.Node, given: dict[str, Any]) -> bool:
+def _is_identity_arithmetic(node: fx.Node, given: dict[str, Any]) -> bool:
     """Arithmetic that gives what it was given, zeros with their signs and what is not finite included."""
     value, number, alpha = given["self"].meta.get("val"), given["other"], given.get("alpha", 1)
     if type(number) not in (int, float) or alpha != 1 or not isinstance(value, torch.Tensor) or value.is_complex():
@@ -110,18 +105,16 @@ def _keeps_every_number(node: fx.Node, given: dict[str, Any]) -> bool:
     return number == 1 or not value.is_floating_point() or minus_zero == (node.target is aten.add.Tensor)
 
 
-def _same_type(node: fx.Node, source: fx.Node) -> bool:
-    before, after = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return False
+def _has_same_type(node: fx.Node, source: fx.Node) -> bool:
+    before, after = source.meta["val"], node.meta["val"]
     same_layout = [str(step) for step in before.stride()] == [str(step) for step in after.stride()]
     same_shape = sizes(before) == sizes(after)
     return before.dtype == after.dtype and same_shape and same_layout  # kernels round differently in another layout
 
 
-def _must_stay(node: fx.Node, source: fx.Node) -> bool:
+def _is_observable(node: fx.Node, source: fx.Node) -> bool:
     """A copy stays where somebody may see that it is one: it is returned, as it is or as a view, or something is
     written in place after it. A view of everything stays where it would make an input an output."""
     if is_view(node):
         return source.op == "placeholder" and any(user.op == "output" for user in node.users)
-    return is_returned(node) or written_between(node, node.graph.output_node()) is not None
+    return is_returned(node) or find_write_between(node, node.graph.output_node()) is not None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import all_graphs, provenance, written_between
-from inlay.rewrite import Miss
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.program.graphs import find_write_between
+from inlay.rewrite import Match, Reason, Refusal
+from inlay.transforms.base import Case, LocalTransform, Numerics, Stage, transform
 
 if TYPE_CHECKING:
-    from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 _NORM = torch.ops.inlay.rms_norm.default
 _ADD = torch.ops.aten.add.Tensor
@@ -26,11 +26,11 @@ _FUSED = torch.ops.inlay.add_rms_norm.default
 
 
 @transform("fuse_add_rms_norm", stage=Stage.FUSE, numerics=Numerics.EXACT, anchors=("inlay.rms_norm.default",))
-class FuseAddRMSNorm(Transform):
+class FuseAddRMSNorm(LocalTransform):
     """Residual add followed by RMS norm becomes one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         x, residual, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.rand(8)
         norm: Any = torch.ops.inlay.rms_norm
 
@@ -51,7 +51,7 @@ class FuseAddRMSNorm(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, residual, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.rand(8)
         norm: Any = torch.ops.inlay.rms_norm
 
@@ -71,55 +71,44 @@ class FuseAddRMSNorm(Transform):
             Case("a difference", lambda x, r, w: norm(x - r, w, 1e-5, 0.0, True), (x, residual, weight)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
-        for _, graph in all_graphs(program.graph):
-            for norm in list(graph.nodes):
-                if norm.target is _NORM:
-                    reason = self._refuse(norm)
-                    if reason:
-                        applied.misses.append(Miss(norm, norm, reason, 1, 2, refused=True))
-                    elif self.takes(norm):
-                        applied.places.append(norm.name)
-                        self._fuse(graph, norm)
-                        applied.sites += 1
-        return applied
-
-    def _refuse(self, norm: fx.Node) -> str:
-        """Why this norm cannot take its addition in, if it cannot."""
+    def match(self, norm: fx.Node) -> Match | Refusal | None:
+        if norm.target is not _NORM:
+            return None
         total = norm.args[0]
         if not isinstance(total, fx.Node) or total.target is not _ADD:
-            return "missing node: the norm does not follow an addition"
+            return _refusal(norm, Reason.MISSING, "the norm does not follow an addition")
         if total.kwargs.get("alpha", 1) != 1 or len(total.args) != 2:
-            return "constant differs: the addition scales its second operand"
+            return _refusal(norm, Reason.CONSTANT, "the addition scales its second operand")
         one, two = total.args
         if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
-            return "missing node: a constant is added, not a residual"
+            return _refusal(norm, Reason.MISSING, "a constant is added, not a residual")
         left, right = one.meta["val"], two.meta["val"]
         if left.dtype != right.dtype:
-            return f"dtype: {left.dtype} and {right.dtype} are added"
+            return _refusal(norm, Reason.DTYPE, f"{left.dtype} and {right.dtype} are added")
         if left.shape != right.shape:
-            return "shape: the operands of the addition are broadcast"
-        if (write := written_between(total, norm)) is not None:
-            return f"mutation between: {write} writes in place between the addition and the norm"
-        if not _known_at(norm.args[1], total) and any(user < norm for user in total.users):
-            return "another consumer: the sum is read before the weight is there"
-        return ""
+            return _refusal(norm, Reason.SHAPE, "the operands of the addition are broadcast")
+        if (write := find_write_between(total, norm)) is not None:
+            text = f"{write} writes in place between the addition and the norm"
+            return _refusal(norm, Reason.MUTATION, text)
+        if not _is_computed_before(norm.args[1], total) and any(user < norm for user in total.users):
+            return _refusal(norm, Reason.ANOTHER_CONSUMER, "the sum is read before the weight is there")
+        return Match.at(norm, total, total=total)
 
-    def _fuse(self, graph: fx.Graph, norm: fx.Node) -> None:
-        total: Any = norm.args[0]
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        norm, total = match.root, match.values["total"]
         # At the place of the addition, because others may read the sum before the norm; unless the weight comes later.
-        with graph.inserting_before(total if _known_at(norm.args[1], total) else norm):
-            fused = graph.call_function(_FUSED, (*total.args, *norm.args[1:]))
-            parts = [graph.call_function(operator.getitem, (fused, index)) for index in (0, 1)]
-        values = (norm.meta["val"], total.meta["val"])
-        for node, value, source in ((fused, values, norm), (parts[0], values[0], norm), (parts[1], values[1], total)):
-            node.meta = {"val": value} | provenance(source)
-        norm.replace_all_uses_with(parts[0])
-        graph.erase_node(norm)
-        total.replace_all_uses_with(parts[1])
-        graph.erase_node(total)
+        place = total if _is_computed_before(norm.args[1], total) else norm
+        with rewriter.inserting_before(place, norm):
+            fused = rewriter.call(_FUSED, (*total.args, *norm.args[1:]))
+            normed = rewriter.call(operator.getitem, (fused, 0))
+            summed = rewriter.call(operator.getitem, (fused, 1), origin=total)
+        rewriter.replace_all({norm: normed, total: summed})
+        rewriter.erase(norm, total)
 
 
-def _known_at(value: Any, node: fx.Node) -> bool:
+def _refusal(norm: fx.Node, kind: Reason, text: str) -> Refusal:
+    return Refusal(norm, norm, kind, text, 1, 2)
+
+
+def _is_computed_before(value: Any, node: fx.Node) -> bool:
     return not isinstance(value, fx.Node) or value < node

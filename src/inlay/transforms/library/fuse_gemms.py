@@ -15,29 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from inlay.program.bindings import Binding, Bindings, Role
-from inlay.program.graphs import MODULE, SOURCE, is_view, mutates, written_between
-from inlay.program.symbols import FakeValues
-from inlay.program.types import settle
-from inlay.program.weights import Derived, quantised
-from inlay.rewrite import Miss
-from inlay.rewrite.schema import normalised
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.program.bindings import Bindings, Role
+from inlay.program.call_arguments import normalize_args
+from inlay.program.graphs import find_write_between, is_mutation, is_view
+from inlay.program.weights import DerivedTensor, quantized_blocks
+from inlay.rewrite import Match, Reason, Refusal, Refused
+from inlay.transforms.base import Case, Numerics, ProgramTransform, Stage, transform
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
 
 
 @transform("fuse_gemms", stage=Stage.WEIGHTS, numerics=Numerics.ROUNDING, anchors=("aten.linear.default",))
-class FuseGemms(Transform):
+class FuseGemms(ProgramTransform):
     """Linear layers with the same input become one with a concatenated weight."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         x, half = torch.randn(2, 3, 8), torch.randn(2, 3, 8).bfloat16()
         return [
             Case("queries, keys and values", _Linears(lambda x, q, k, v: q(x) * k(x) + v(x), 4, 4, 4), (x,)),
@@ -50,7 +49,7 @@ class FuseGemms(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x = torch.randn(2, 3, 8)
         shared = nn.functional.linear
         return [
@@ -64,150 +63,124 @@ class FuseGemms(Transform):
             Case("computed weights", _Linears(lambda x, a, b: shared(x, a.weight * 2) * b(x), 4, 4), (x,)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
-        fusing = _Fusing(program)
-        for x in list(program.graph.nodes):
-            linears = [user for user in x.users if user.target is aten.linear.default and user.args[0] is x]
+    def plan(self, program: Program) -> Iterator[Match | Refusal]:
+        state = {row.name for row in program.bindings.state}
+        weights = {row.name for row in program.bindings.with_role(Role.PARAMETER)} - state
+        for x in program.graph.nodes:
+            linears = sorted(user for user in x.users if user.target is aten.linear.default and user.args[0] is x)
             if len(linears) > 1:
-                for group in self._groups(sorted(linears), fusing, applied):
-                    if self.takes(group[0]):
-                        applied.places.append(group[0].name)
-                        fusing.fuse(group)
-                        applied.sites += 1
-        applied.program = fusing.done()
-        return applied
+                yield from _plan_groups(program, weights, linears)
 
-    def _groups(self, linears: list[fx.Node], fusing: _Fusing, applied: Applied) -> list[list[fx.Node]]:
-        """Which of the linear layers with one input become one; why others do not is noted."""
-        groups: dict[Any, list[fx.Node]] = {}
-        for linear in linears:
-            reason = fusing.refuse(linear)
-            if reason:
-                applied.misses.append(Miss(linears[0], linear, reason, len(linears) - 1, len(linears), refused=True))
-            else:
-                groups.setdefault(fusing.kind(linear), []).append(linear)
-        found = []
-        for group in groups.values():
-            write = written_between(group[0], group[-1])
-            if len(group) == 1 and len(groups) > 1:
-                reason = "dtype: no other linear layer with this input has a bias, a dtype and a stored format like it"
-            elif write is not None:
-                reason = f"mutation between: {write} writes in place between the linear layers"
-            else:
-                found += [group] if len(group) > 1 else []
-                continue
-            applied.misses.append(Miss(linears[0], group[0], reason, len(group), len(linears), refused=True))
-        return found
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        """One linear layer where the first one stood, and a slice of its result for each."""
+        group, first = match.nodes, match.root
+        given = [_LinearOperands.from_node(linear) for linear in group]
+        weights = [each.weight for each in given]
+        biases = [each.bias for each in given if each.bias is not None]
+        operands = (first.args[0], *(_concat(rewriter, each) for each in (weights, biases) if each))
+        with rewriter.inserting_before(first, first):
+            fused, parts, at = rewriter.call(aten.linear.default, operands), [], 0
+            for linear, weight in zip(group, weights, strict=True):
+                end = at + weight.meta["val"].shape[0]
+                parts.append(rewriter.call(aten.slice.Tensor, (fused, -1, at, end), origin=linear))
+                at = end
+        rewriter.replace_all(dict(zip(group, parts, strict=True)))
+        rewriter.erase(*group, *weights, *biases)
+
+
+def _plan_groups(program: Program, weights: set[str], linears: list[fx.Node]) -> Iterator[Match | Refusal]:
+    """Which of the linear layers with one input become one, and why others do not."""
+    groups: dict[Any, list[fx.Node]] = {}
+    total = len(linears)
+    for linear in linears:
+        try:
+            _check_linear(program, weights, linear)
+        except Refused as refused:
+            yield Refusal(linears[0], linear, refused.kind, refused.text, total - 1, total)
+        else:
+            groups.setdefault(_fusion_key(program, linear), []).append(linear)
+    for group in groups.values():
+        try:
+            _check_group(group)
+        except Refused as refused:
+            if len(groups) > 1 or len(group) > 1:  # a layer that others left alone has nothing to be told
+                yield Refusal(linears[0], group[0], refused.kind, refused.text, len(group), total)
+        else:
+            yield Match.at(*group)
+
+
+def _check_group(group: list[fx.Node]) -> None:
+    """Refuse linear layers that cannot become one."""
+    if len(group) == 1:
+        text = "no other linear layer with this input has a bias, a dtype and a stored format like it"
+        raise Refused(Reason.DTYPE, text)
+    if (write := find_write_between(group[0], group[-1])) is not None:
+        raise Refused(Reason.MUTATION, f"{write} writes in place between the linear layers")
+
+
+def _check_linear(program: Program, weights: set[str], linear: fx.Node) -> None:
+    """Refuse a linear layer that cannot be put together with others."""
+    given = _LinearOperands.from_node(linear)
+    for each in (given.weight, given.bias):
+        if each is None:
+            continue
+        if each.op != "placeholder" or each.name not in weights:
+            raise Refused(Reason.REFUSED, f"{each} is no parameter of the model")
+        if len(each.users) > 1:
+            other = next(user for user in each.users if user is not linear)
+            raise Refused(Reason.ANOTHER_CONSUMER, f"{other} reads {each}")
+        if isinstance(program.tensors[each.name], DerivedTensor):
+            raise Refused(Reason.REFUSED, f"{each} is made by another transform")
+    if given.weight.meta["val"].dim() != 2:
+        raise Refused(Reason.SHAPE, f"{given.weight} is no matrix")
+    _check_storage(linear)
+
+
+def _fusion_key(program: Program, linear: fx.Node) -> Any:
+    """What has to be the same for linear layers to become one."""
+    given = _LinearOperands.from_node(linear)
+    stored = quantized_blocks(program.tensors[given.weight.name])
+    return given.weight.meta["val"].dtype, given.bias is not None, stored.format if stored else ""
+
+
+def _concat(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node:
+    """A weight for these weights, at the place of the first; its binding stands where that of the first stood."""
+    program, names = rewriter.program, [node.name for node in nodes]
+    rows = {row.name: row for row in program.bindings.with_role(Role.PARAMETER)}
+    sources = {rows[name].target: program.tensors[name] for name in names}
+    target = join_names(list(sources))
+    with rewriter.fakes.activate():
+        value = torch.cat([node.meta["val"] for node in nodes])
+    with rewriter.inserting_before(nodes[0]):
+        made = rewriter.placeholder("p_" + target.replace(".", "_"), value)
+    first = rows[names[0]]
+    row = replace(first, name=made.name, target=target, shape=program.types.shape(value))
+    removed = {id(rows[name]) for name in names[1:]}
+    kept = (row if each is first else each for each in program.bindings if id(each) not in removed)
+    tensors = {name: ref for name, ref in program.tensors.items() if name not in names}
+    rewriter.update(bindings=Bindings(tuple(kept)), tensors=tensors | {made.name: DerivedTensor(sources, "concat")})
+    return made
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _LinearOperands:
     """The operands of a linear layer."""
 
     weight: fx.Node
     bias: fx.Node | None
 
     @classmethod
-    def of(cls, node: fx.Node) -> _Linear:
-        given: dict[str, Any] = dict(normalised(node))
+    def from_node(cls, node: fx.Node) -> _LinearOperands:
+        given: dict[str, Any] = dict(normalize_args(node))
         return cls(given["weight"], given["bias"])
 
 
-class _Fusing:
-    """A program whose linear layers are being put together."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.graph = program, program.graph
-        self.fakes = FakeValues.of(program.graph)
-        state = {row.name for row in program.bindings.state}
-        self.weights = {row.name: row for row in program.bindings.of(Role.PARAMETER) if row.name not in state}
-        self.made: dict[str, Binding] = {}
-        """New bindings, each by the name of the first one that it replaces."""
-        self.gone: set[str] = set()
-        self.tensors = dict(program.tensors)
-        self.changed: set[fx.Node] = set()
-
-    def refuse(self, linear: fx.Node) -> str:
-        """Why a linear layer cannot be put together with others, if it cannot."""
-        given = _Linear.of(linear)
-        for each in (given.weight, given.bias):
-            if each is None:
-                continue
-            if each.op != "placeholder" or each.name not in self.weights:
-                return f"refused: {each} is no parameter of the model"
-            if len(each.users) > 1:
-                return f"another consumer: {next(user for user in each.users if user is not linear)} reads {each}"
-            if isinstance(self.tensors[each.name], Derived):
-                return f"refused: {each} is made by another transform"
-        if given.weight.meta["val"].dim() != 2:
-            return f"shape: {given.weight} is no matrix"
-        return _shares_storage(linear)
-
-    def kind(self, linear: fx.Node) -> Any:
-        """What has to be the same for linear layers to become one."""
-        given = _Linear.of(linear)
-        stored = quantised(self.tensors[given.weight.name])
-        return given.weight.meta["val"].dtype, given.bias is not None, stored.format if stored else ""
-
-    def fuse(self, group: Sequence[fx.Node]) -> None:
-        """One linear layer where the first one stood, and a slice of its result for each."""
-        given = [_Linear.of(linear) for linear in group]
-        first = group[0]
-        weights = [each.weight for each in given]
-        biases = [each.bias for each in given if each.bias is not None]
-        operands = [first.args[0], *(self._concat(each) for each in (weights, biases) if each)]
-        with self.graph.inserting_before(first):
-            fused = self._call(first, aten.linear.default, *operands)
-            parts, at = [], 0
-            for linear, weight in zip(group, weights, strict=True):
-                end = at + weight.meta["val"].shape[0]
-                parts.append(self._call(linear, aten.slice.Tensor, fused, -1, at, end))
-                at = end
-        for linear, part in zip(group, parts, strict=True):
-            linear.replace_all_uses_with(part)
-            self.graph.erase_node(linear)
-        for node in (*weights, *biases):
-            self.graph.erase_node(node)
-        self.changed |= set(parts)
-
-    def _call(self, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {key: like.meta[key] for key in (SOURCE, MODULE) if key in like.meta}
-        node.meta["val"] = self.fakes.value(node)
-        return node
-
-    def _concat(self, nodes: Sequence[fx.Node]) -> fx.Node:
-        """A weight for these weights, at the place of the first."""
-        rows = [self.weights[node.name] for node in nodes]
-        target = together([row.target for row in rows])
-        with self.graph.inserting_before(nodes[0]):
-            made = self.graph.placeholder("p_" + target.replace(".", "_"))
-        with self.fakes.computing():
-            made.meta["val"] = torch.cat([node.meta["val"] for node in nodes])
-        shape = self.program.types.shape(made.meta["val"])
-        self.made[nodes[0].name] = replace(rows[0], name=made.name, target=target, shape=shape)
-        self.gone |= {node.name for node in nodes}
-        sources = {row.target: self.tensors.pop(row.name) for row in rows}
-        self.tensors[made.name] = Derived(sources, "concat")
-        return made
-
-    def done(self) -> Program:
-        """The program with its new bindings and types."""
-        settle(self.graph, self.changed, self.fakes)
-        kept = (self.made.get(row.name, row) for row in self.program.bindings if not self._replaced(row))
-        return replace(self.program, bindings=Bindings(tuple(kept)), tensors=self.tensors)
-
-    def _replaced(self, row: Binding) -> bool:
-        return row.role is Role.PARAMETER and row.name in self.gone and row.name not in self.made
-
-
-def together(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """One name for several that differ in one part.
 
-    >>> together(["layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight"])
+    >>> join_names(["layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight"])
     'layers.0.attn.q_proj_k_proj.weight'
-    >>> together(["a.weight", "b.c.weight"])
+    >>> join_names(["a.weight", "b.c.weight"])
     'a_weight_b_c_weight'
     """
     parts = [name.split(".") for name in names]
@@ -219,19 +192,18 @@ def together(names: Sequence[str]) -> str:
     return ".".join(made)
 
 
-def _shares_storage(linear: fx.Node) -> str:
-    """Why the result must be a tensor of its own, if it must: slices of one result share their storage."""
+def _check_storage(linear: fx.Node) -> None:
+    """Refuse a result that must be a tensor of its own: slices of one result share their storage."""
     todo = [linear]
     while todo:
         node = todo.pop()
         for user in node.users:
             if user.op == "output":
-                return f"another consumer: {node} is returned, and must not share its storage"
-            if mutates(user):
-                return f"mutation between: {user} writes to {node}"
+                raise Refused(Reason.ANOTHER_CONSUMER, f"{node} is returned, and must not share its storage")
+            if is_mutation(user):
+                raise Refused(Reason.MUTATION, f"{user} writes to {node}")
             if is_view(user):
                 todo.append(user)
-    return ""
 
 
 class _Linears(nn.Module):

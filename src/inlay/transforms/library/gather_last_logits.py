@@ -12,37 +12,36 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from inlay.errors import UsageError, nearest
+from inlay.errors import UsageError, suggest
 from inlay.program.bindings import Bindings
-from inlay.program.graphs import all_graphs, provenance, written_between
-from inlay.program.stated import difference
-from inlay.program.symbols import FakeValues, symbolic_sizes
-from inlay.program.types import settle
-from inlay.rewrite import Miss
-from inlay.rewrite.schema import normalised
+from inlay.program.call_arguments import normalize_args
+from inlay.program.graphs import find_write_between
+from inlay.program.type_checks import type_mismatch
+from inlay.rewrite import Match, Reason, Refusal, Refused
 from inlay.transforms import base
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.transforms.base import Case, LocalTransform, Numerics, Stage, TransformResult, transform
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
-_PICKS = {aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.index.Tensor}
-_EACH_ROW_ALONE = {aten.tanh.default, aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default}
+_SELECT_OPS = {aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.index.Tensor}
+_ROW_WISE_OPS = {aten.tanh.default, aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default}
 _END = 9223372036854775807
 
 
 @transform("gather_last_logits", stage=Stage.FUSE, numerics=Numerics.ROUNDING)
-class GatherLastLogits(Transform):
+class GatherLastLogits(LocalTransform):
     """Rows picked after a linear layer are picked before it; `output: NAME` keeps only the last row of that output."""
 
-    class Options(base.Options):
+    class Options(base.TransformOptions):
         """`output` names a result of which only the last position is wanted: the program then returns no other."""
 
         output: str = ""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         x, weight = torch.randn(2, 5, 8), torch.randn(16, 8)
         linear = torch.nn.functional.linear
 
@@ -58,7 +57,7 @@ class GatherLastLogits(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, weight = torch.randn(2, 5, 8), torch.randn(16, 8)
         linear = torch.nn.functional.linear
 
@@ -80,59 +79,63 @@ class GatherLastLogits(Transform):
             Case("columns by number", lambda x, w: linear(x, w)[..., torch.tensor([1, 0])], (x, weight)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
-        output: str = self.options.output  # type: ignore[union-attr]
-        if output:
-            applied.program = program = _keep_last(program, output)
-        fakes = FakeValues.of(program.graph)
-        for _, graph in all_graphs(program.graph):
-            moved: set[fx.Node] = set()
-            for pick in list(graph.nodes):
-                chain = _up_to_linear(pick) if pick.target in _PICKS else []
-                if not chain:
-                    continue
-                reason = _refuse(pick, chain)
-                if not reason and self.takes(pick):
-                    made = _before_linear(graph, pick, chain)
-                    layouts = difference(made.meta["val"], pick.meta["val"], program.types)
-                    if layouts != ("", "") and graph is not program.graph:
-                        reason = f"shape: it would be {layouts[0]} in a nested graph, where it is {layouts[1]}"
-                        _erase(made, len(chain) + 1)
-                    else:
-                        applied.places.append(pick.name)
-                        applied.sites += 1
-                        moved |= {made} if layouts != ("", "") else set()
-                        pick.replace_all_uses_with(made)
-                        _erase(pick, len(chain) + 1)
-                if reason:
-                    applied.misses.append(Miss(pick, chain[-1], reason, 1, 2, refused=True))
-            settle(graph, moved, fakes)
-        applied.sites = max(applied.sites, int(bool(output)))
+    def prepare(self, rewriter: Rewriter) -> None:
+        if self.options.output:
+            _keep_last(rewriter, self.options.output)
+
+    def match(self, pick: fx.Node) -> Match | Refusal | None:
+        chain = _chain_to_linear(pick) if pick.target in _SELECT_OPS else []
+        if not chain:
+            return None
+        for node in chain:
+            if len(node.users) > 1:
+                text = f"{node} is also read by others than {pick}"
+                return Refusal(pick, chain[-1], Reason.ANOTHER_CONSUMER, text, 1, 2)
+        if _selects_last_axis(pick):
+            return Refusal(pick, chain[-1], Reason.AXIS, "columns are picked, not rows", 1, 2)
+        if (write := find_write_between(chain[-1], pick)) is not None:
+            text = f"{write} writes in place between the layer and the choice of rows"
+            return Refusal(pick, chain[-1], Reason.MUTATION, text, 1, 2)
+        return Match.at(pick, *chain, chain=chain)
+
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        """The rows picked from what the layer reads, and the layer and what follows on them alone."""
+        pick, chain = match.root, match.values["chain"]
+        made: Any = chain[-1].args[0]
+        with rewriter.inserting_before(pick):
+            for node in (pick, *reversed(chain)):
+                made = rewriter.call(node.target, (made, *node.args[1:]), node.kwargs, origin=node)
+        gives, was = type_mismatch(made.meta["val"], pick.meta["val"], rewriter.program.types)
+        if gives != was and match.graph is not rewriter.program.graph:
+            raise Refused(Reason.SHAPE, f"it would be {gives} in a nested graph, where it is {was}", chain[-1])
+        rewriter.replace(pick, made)
+        rewriter.erase(pick, *chain)
+
+    def apply(self, program: Program) -> TransformResult:
+        applied = super().apply(program)
+        applied.sites = max(applied.sites, int(bool(self.options.output)))
         return applied
 
 
-def _keep_last(program: Program, name: str) -> Program:
-    """The program that returns only the last position of one of its outputs."""
+def _keep_last(rewriter: Rewriter, name: str) -> None:
+    """Return only the last position of one of the program's outputs."""
+    program = rewriter.program
     outs = program.bindings.outs
     place = next((index for index, row in enumerate(outs) if row.name == name), None)
     if place is None:
-        raise UsageError(f"The program has no output {name}.", nearest(name, [row.name for row in outs]))
-    output = next(iter(reversed(program.graph.nodes)))
-    values: Any = list(output.args[0])
+        raise UsageError(f"The program has no output {name}.", suggest(name, [row.name for row in outs]))
+    output = program.graph.output_node()
+    values: Any = list(output.args[0])  # type: ignore[arg-type]
     if values[place].meta["val"].dim() != 3:
-        raise UsageError(f"The output {name} is {outs[place].text}, not [batch, length, scores].")
-    with program.graph.inserting_before(output):
-        last = program.graph.call_function(aten.slice.Tensor, (values[place], 1, -1, _END))
-    last.meta = _meta(last, values[place])
-    values[place] = last
-    output.args = (tuple(values),)
+        raise UsageError(f"The output {name} is {outs[place].type_text}, not [batch, length, scores].")
+    with rewriter.inserting_before(output, values[place]):
+        values[place] = last = rewriter.call(aten.slice.Tensor, (values[place], 1, -1, _END))
+    rewriter.set_outputs(program.graph, values)
     row = replace(outs[place], shape=program.types.shape(last.meta["val"]))
-    rows = tuple(row if each is outs[place] else each for each in program.bindings)
-    return replace(program, bindings=Bindings(rows))
+    rewriter.update(bindings=Bindings(tuple(row if each is outs[place] else each for each in program.bindings)))
 
 
-def _up_to_linear(pick: fx.Node) -> list[fx.Node]:
+def _chain_to_linear(pick: fx.Node) -> list[fx.Node]:
     """From the value that is picked from up to the linear layer that made it; empty if none did."""
     chain: list[fx.Node] = []
     at: Any = pick.args[0]
@@ -141,24 +144,13 @@ def _up_to_linear(pick: fx.Node) -> list[fx.Node]:
         if at.target is aten.linear.default:
             return chain
         others = (at.args[1:], at.kwargs)
-        if at.target not in _EACH_ROW_ALONE or any(isinstance(each, fx.Node) for each in tree_leaves(others)):
+        if at.target not in _ROW_WISE_OPS or any(isinstance(each, fx.Node) for each in tree_leaves(others)):
             return []
         at = at.args[0]
     return []
 
 
-def _refuse(pick: fx.Node, chain: list[fx.Node]) -> str:
-    for node in chain:
-        if len(node.users) > 1:
-            return f"another consumer: {node} is also read by others than {pick}"
-    if _touches_last_axis(pick):
-        return "axis: columns are picked, not rows"
-    if (write := written_between(chain[-1], pick)) is not None:
-        return f"mutation between: {write} writes in place between the layer and the choice of rows"
-    return ""
-
-
-def _touches_last_axis(pick: fx.Node) -> bool:
+def _selects_last_axis(pick: fx.Node) -> bool:
     if pick.target is aten.index.Tensor:
         source, indices = pick.args[:2]
         at, touched = 0, 0
@@ -167,31 +159,4 @@ def _touches_last_axis(pick: fx.Node) -> bool:
             at += value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
             touched = at if index is not None else touched
         return bool(touched >= source.meta["val"].dim())  # type: ignore[union-attr]
-    return bool(dict(normalised(pick))["dim"] == -1)
-
-
-def _before_linear(graph: fx.Graph, pick: fx.Node, chain: list[fx.Node]) -> fx.Node:
-    """The rows picked from what the layer reads, and the layer and what follows on them alone."""
-    value: Any = chain[-1].args[0]
-    with graph.inserting_before(pick):
-        for node in (pick, *reversed(chain)):
-            target: Any = node.target
-            value = graph.call_function(target, (value, *node.args[1:]), dict(node.kwargs))
-            value.meta = _meta(value, node)
-    made: fx.Node = value
-    return made
-
-
-def _erase(node: fx.Node, count: int) -> None:
-    """Take out a chain of calls, of which this is the last: each reads the one before as its first operand."""
-    for _ in range(count):
-        source: Any = node.args[0]
-        node.graph.erase_node(node)
-        node = source
-
-
-def _meta(node: fx.Node, like: fx.Node) -> dict[str, Any]:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: each.meta["val"])
-    with symbolic_sizes():
-        value = node.target(*args, **kwargs)  # type: ignore[operator]
-    return {"val": value} | provenance(like)
+    return bool(dict(normalize_args(pick))["dim"] == -1)

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import all_graphs, provenance, sizes, written_between
-from inlay.rewrite import Miss, alibi
-from inlay.rewrite.masks import Masks
-from inlay.rewrite.schema import normalised
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.analysis.masks.classification import MaskAnalysis, find_alibi_slopes
+from inlay.program.call_arguments import normalize_args
+from inlay.program.graphs import all_graphs, find_write_between, sizes
+from inlay.rewrite import Match, Reason, Refusal
+from inlay.transforms.base import Case, Numerics, ProgramTransform, Stage, transform
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -32,11 +35,11 @@ _CANONICAL = torch.ops.inlay.attention.default
     numerics=Numerics.ROUNDING,
     anchors=("aten.scaled_dot_product_attention.default",),
 )
-class MatchAttention(Transform):
+class MatchAttention(ProgramTransform):
     """Attention becomes one operator with grouped heads and a causal flag where the mask is one."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         query, key, added = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 5)
         sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -70,7 +73,7 @@ class MatchAttention(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
         sdpa = torch.nn.functional.scaled_dot_product_attention
         return [
@@ -84,74 +87,84 @@ class MatchAttention(Transform):
             Case("no attention", lambda q, k: torch.softmax(q @ k.transpose(2, 3), -1), (query, key)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
+    def plan(self, program: Program) -> Iterator[Match | Refusal]:
         for _, graph in all_graphs(program.graph):
-            masks = Masks(graph)
-            for node in list(graph.nodes):
-                if node.target not in (_SDPA, _CANONICAL):
-                    continue
-                reason = _refuse(node) if node.target is _SDPA else ""
-                arguments = _arguments(node, masks) if not reason else {}
-                if reason:
-                    applied.misses.append(Miss(node, node, reason, 1, 1, refused=True))
-                elif node.target is _CANONICAL and arguments == dict(normalised(node)):
-                    continue
-                elif self.takes(node):
-                    applied.places.append(node.name)
-                    _replace(graph, node, arguments)
-                    applied.sites += 1
-            graph.eliminate_dead_code()
-        return applied
+            masks = MaskAnalysis(graph)
+            for node in graph.nodes:
+                if node.target in (_SDPA, _CANONICAL):
+                    found = _refusal(node) or _arguments(node, masks)
+                    if isinstance(found, Refusal):
+                        yield found
+                    elif node.target is _SDPA or found != dict(normalize_args(node)):
+                        yield Match.at(node, **found)
+
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        schema = _CANONICAL._schema.arguments
+        operands = tuple(match.values[each.name] for each in schema if not each.kwarg_only)
+        usual = {each.name: each.default_value for each in schema if each.kwarg_only}
+        options = {name: match.values[name] for name in usual if match.values[name] is not usual[name]}
+        with rewriter.inserting_before(match.root, match.root):
+            made = rewriter.call(_CANONICAL, operands, options)
+        rewriter.replace(match.root, made)
+        rewriter.erase(match.root)
+
+    def clean_up(self, rewriter: Rewriter) -> None:
+        """Masks and repeated heads that nothing reads any more."""
+        for _, graph in all_graphs(rewriter.program.graph):
+            rewriter.erase_unused(*reversed(graph.nodes))
 
 
-def _refuse(node: fx.Node) -> str:
-    given = dict(normalised(node))
+def _refusal(node: fx.Node) -> Refusal | None:
+    """Why a call is not rewritten, if it is not."""
+    if node.target is not _SDPA:
+        return None
+    given = dict(normalize_args(node))
     query = given["query"].meta["val"]
     if query.dim() != 4:
-        return f"shape: the query has {query.dim()} axes, not batch, heads, length, head"
+        text = f"the query has {query.dim()} axes, not batch, heads, length, head"
+        return Refusal(node, node, Reason.SHAPE, text)
     key, value = given["key"].meta["val"], given["value"].meta["val"]
     if sizes(key)[:3] != sizes(value)[:3]:
-        return "shape: key and value differ in batch, heads or length"
+        return Refusal(node, node, Reason.SHAPE, "key and value differ in batch, heads or length")
     if not int(key.shape[1]):
-        return "shape: there are no heads"
+        return Refusal(node, node, Reason.SHAPE, "there are no heads")
     if not int(query.shape[3]):
-        return "shape: heads have no columns"
+        return Refusal(node, node, Reason.SHAPE, "heads have no columns")
     if sizes(query)[0] != sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
-        return "shape: the heads of the query are not groups of those of the key"
+        return Refusal(node, node, Reason.SHAPE, "the heads of the query are not groups of those of the key")
     if given["dropout_p"]:
-        return "constant differs: dropout is on"
-    if given["is_causal"] and str(query.shape[2]) != str(given["key"].meta["val"].shape[2]):
-        return "shape: causal attention over another length than the query's"
-    return ""
+        return Refusal(node, node, Reason.CONSTANT, "dropout is on")
+    if given["is_causal"] and str(query.shape[2]) != str(key.shape[2]):
+        return Refusal(node, node, Reason.SHAPE, "causal attention over another length than the query's")
+    return None
 
 
-def _arguments(node: fx.Node, masks: Masks) -> dict[str, Any]:
+def _arguments(node: fx.Node, masks: MaskAnalysis) -> dict[str, Any]:
     """The arguments of the canonical operator for this node: heads not repeated, the mask as flags where it is one."""
-    given: dict[str, Any] = dict(normalised(node))
+    given: dict[str, Any] = dict(normalize_args(node))
     query, key, value = given["query"], given["key"], given["value"]
     mask = given["attn_mask"] if node.target is _SDPA else given["mask"]
     causal = bool(given["is_causal"] if node.target is _SDPA else given["causal"])
     window = given.get("window", 0)
-    plain_key, plain_value = (_unrepeated(each, node) for each in (key, value))
+    plain_key, plain_value = (_undo_head_repeat(each, node) for each in (key, value))
     if _heads(plain_key) == _heads(plain_value) and _heads(query) % _heads(plain_key) == 0:
         key, value = plain_key, plain_value
     slopes = given.get("slopes")
     if causal:
         mask = None  # neither operator takes both; ours does not look at it
     if mask is not None and slopes is None and not given.get("softcap", 0.0):
-        slopes, mask = _without_slopes(mask, node, masks)
+        slopes, mask = _split_slopes(mask, node, masks)
     if mask is not None:
-        meaning = masks.meaning(mask, node)
-        if meaning.known and _fits(mask, query, key, exactly=meaning.causal):
-            causal, window, mask = meaning.causal, meaning.window, None
+        meaning = masks.classify(mask, node)
+        if meaning.is_known and _has_score_shape(mask, query, key, exactly=meaning.is_causal):
+            causal, window, mask = meaning.is_causal, meaning.window, None
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
     asked = {"query": query, "key": key, "value": value, "mask": mask, "scale": float(scale), "causal": causal}
     options = {"slopes": slopes, "sinks": given.get("sinks"), "zero_rows": given.get("zero_rows", True)}
     return asked | {"window": window, "softcap": given.get("softcap", 0.0)} | options
 
 
-def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
+def _has_score_shape(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
     """Does a mask have the sizes of the scores, or 1; `exactly`: no 1 for rows and columns?"""
     (*batch_and_heads, rows, _), columns = sizes(query.meta["val"]), sizes(key.meta["val"])[2]
     scores = [*batch_and_heads, rows, columns]
@@ -160,7 +173,7 @@ def _fits(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool
     return len(given) <= 4 and broadcast and (not exactly or given[-2:] == scores[2:])
 
 
-def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx.Node | None, fx.Node | None]:
+def _split_slopes(mask: fx.Node, attention: fx.Node, masks: MaskAnalysis) -> tuple[fx.Node | None, fx.Node | None]:
     """The slopes in what is added to the scores, one a head, and the rest of it."""
     dtype = attention.meta["val"].dtype
     sides = [mask.args, tuple(reversed(mask.args))] if mask.target is aten.add.Tensor and len(mask.args) == 2 else []
@@ -169,29 +182,17 @@ def _without_slopes(mask: fx.Node, attention: fx.Node, masks: Masks) -> tuple[fx
             continue
         if {bias.meta["val"].dtype, rest.meta["val"].dtype} != {dtype}:
             continue  # true and false are added as 1 and 0, and show or hide where they are a mask of their own
-        factor = alibi.slopes(bias, masks, attention)
-        if factor is not None and written_between(factor, attention) is None:
+        factor = find_alibi_slopes(bias, masks, attention)
+        if factor is not None and find_write_between(factor, attention) is None:
             return factor, rest
     return None, mask
-
-
-def _replace(graph: fx.Graph, node: fx.Node, arguments: dict[str, Any]) -> None:
-    schema = _CANONICAL._schema.arguments
-    operands = tuple(arguments[each.name] for each in schema if not each.kwarg_only)
-    usual = {each.name: each.default_value for each in schema if each.kwarg_only}
-    options = {name: arguments[name] for name in usual if arguments[name] is not usual[name]}
-    with graph.inserting_before(node):
-        new = graph.call_function(_CANONICAL, operands, options)
-    new.meta = {"val": node.meta["val"]} | provenance(node)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _heads(node: fx.Node) -> int:
     return int(node.meta["val"].shape[1])
 
 
-def _unrepeated(node: fx.Node, attention: fx.Node) -> fx.Node:
+def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
     """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
     steps: list[fx.Node] = []
     at: Any = node
@@ -204,7 +205,7 @@ def _unrepeated(node: fx.Node, attention: fx.Node) -> fx.Node:
     if at.target is not aten.expand.default:
         return node
     expanded, inner = at.meta["val"], at.args[0]
-    if inner.target is not aten.unsqueeze.default or dict(normalised(inner))["dim"] != -3 or expanded.dim() != 5:
+    if inner.target is not aten.unsqueeze.default or dict(normalize_args(inner))["dim"] != -3 or expanded.dim() != 5:
         return node
     source: Any = inner.args[0]
     before, after = source.meta["val"], node.meta["val"]
@@ -214,7 +215,7 @@ def _unrepeated(node: fx.Node, attention: fx.Node) -> fx.Node:
     if after.dim() != 4 or int(after.shape[1]) != int(expanded.shape[1]) * int(expanded.shape[2]):
         return node
     same = sizes(after)[2:] == sizes(before)[2:]
-    return source if same and written_between(inner, attention) is None else node
+    return source if same and find_write_between(inner, attention) is None else node
 
 
 def _repeat(heads: Tensor, times: int) -> Tensor:

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_clamped_swiglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT)
-class MatchClampedSwiGLU(Rewrite):
+class MatchClampedSwiGLU(PatternTransform):
     """A SiLU-gated product with bounded operands becomes one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         return [
@@ -34,7 +35,7 @@ class MatchClampedSwiGLU(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         rule = cls()
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
 
@@ -66,11 +67,11 @@ class MatchClampedSwiGLU(Rewrite):
         gate = gate.clamp(max=limit)
         return (up.clamp(low, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
-    def check(self, site: Site) -> None:
-        gate, up = site.value("gate"), site.value("up")
-        site.require(site.value("low") == -site.value("limit"), "constant differs: the bounds are not symmetric")
-        site.require(gate.dtype == up.dtype, f"dtype: the gate is {gate.dtype}, the other factor {up.dtype}")
-        site.require(gate.shape == up.shape, "shape: gate and factor differ, so this is no gated layer")
+    def check(self, match: Match) -> None:
+        gate, up = match.value("gate"), match.value("up")
+        match.require(match.value("low") == -match.value("limit"), Reason.CONSTANT, "the bounds are not symmetric")
+        match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
 
     def replacement(  # type: ignore[override]
         self, gate: Tensor, up: Tensor, alpha: float, low: float, limit: float

@@ -13,22 +13,23 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_gated_short_conv", stage=Stage.FUSE, numerics=Numerics.ROUNDING)
-class MatchGatedShortConv(Rewrite):
+class MatchGatedShortConv(PatternTransform):
     """A short convolution between two gates becomes one operator."""
 
-    loose = frozenset({"end"})
+    ignored_args = frozenset({"end"})
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         x, weight = torch.randn(2, 5, 24), torch.randn(8, 1, 3)
         axes = {"x": {0: "batch", 1: "length"}}
@@ -44,7 +45,7 @@ class MatchGatedShortConv(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         rule = cls()
         x, weight = torch.randn(2, 5, 24), torch.randn(8, 1, 3)
 
@@ -84,13 +85,13 @@ class MatchGatedShortConv(Rewrite):
         convolved = conv1d(before * value, weight, None, 1, margin, 1, channels)
         return (after * convolved[..., : x.shape[1]]).transpose(-1, -2)
 
-    def check(self, site: Site) -> None:
-        x, weight, channels = site.value("x"), site.value("weight"), site.value("channels")
-        site.require(x.dim() == 3, "shape: x has other axes than batch, length and channels", site.node("x"))
-        site.require(x.shape[-1] == 3 * channels, "shape: x is not cut in three", site.node("x"))
-        causal = weight.shape[-1] == site.value("margin") + 1
-        site.require(causal, "constant differs: the margin is not one less than the taps", site.node("weight"))
-        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}")
+    def check(self, match: Match) -> None:
+        x, weight, channels = match.value("x"), match.value("weight"), match.value("channels")
+        match.require(x.dim() == 3, Reason.SHAPE, "x has other axes than batch, length and channels", match.node("x"))
+        match.require(x.shape[-1] == 3 * channels, Reason.SHAPE, "x is not cut in three", match.node("x"))
+        causal = weight.shape[-1] == match.value("margin") + 1
+        match.require(causal, Reason.CONSTANT, "the margin is not one less than the taps", match.node("weight"))
+        match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}")
 
     def replacement(self, x: Tensor, weight: Tensor, channels: int, margin: int) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.gated_short_conv(x, weight)

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_geglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.gelu.default",))
-class MatchGeGLU(Rewrite):
+class MatchGeGLU(PatternTransform):
     """A GELU-gated product becomes one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         gelu = torch.nn.functional.gelu
         return [
@@ -34,7 +35,7 @@ class MatchGeGLU(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         gelu = torch.nn.functional.gelu
 
@@ -58,13 +59,13 @@ class MatchGeGLU(Rewrite):
     def pattern_tanh(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    def fixed(self, pattern: str) -> Mapping[str, Any]:
+    def replacement_args(self, pattern: str) -> Mapping[str, Any]:
         return {"approximate": "tanh" if pattern == "pattern_tanh" else "none"}
 
-    def check(self, site: Site) -> None:
-        gate, up = site.value("gate"), site.value("up")
-        site.require(gate.dtype == up.dtype, f"dtype: the gate is {gate.dtype}, the other factor {up.dtype}")
-        site.require(gate.shape == up.shape, "shape: gate and factor differ, so this is no gated layer")
+    def check(self, match: Match) -> None:
+        gate, up = match.value("gate"), match.value("up")
+        match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
 
     def replacement(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.geglu(gate, up, approximate)

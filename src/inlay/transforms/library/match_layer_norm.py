@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_layer_norm", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
-class MatchLayerNorm(Rewrite):
+class MatchLayerNorm(PatternTransform):
     """A layer norm that is written out becomes torch's own operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         x, weight = torch.randn(2, 3, 8), torch.rand(8)
         return [
@@ -33,7 +34,7 @@ class MatchLayerNorm(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, weight = torch.randn(2, 3, 8), torch.rand(8)
 
         def two_means(x: Tensor, w: Tensor) -> Tensor:
@@ -76,11 +77,11 @@ class MatchLayerNorm(Rewrite):
         variance = (wide - mean).pow(2).mean(-1, keepdim=True)
         return (weight.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + eps))).to(x.dtype)
 
-    def check(self, site: Site) -> None:
-        x, weight, node = site.value("x"), site.value("weight"), site.node("weight")
+    def check(self, match: Match) -> None:
+        x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
         one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
-        site.require(one_row, "shape: the weight is not one row of x", node)
-        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
+        match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
+        match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
 
     def replacement(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
         return torch.nn.functional.layer_norm(x, (weight.shape[0],), weight, None, eps)

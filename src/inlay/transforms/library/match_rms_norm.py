@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform(
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     numerics=Numerics.EXACT,
     anchors=("aten.rsqrt.default", "aten.rms_norm.default"),
 )
-class MatchRMSNorm(Rewrite):
+class MatchRMSNorm(PatternTransform):
     """Root-mean-square norms, however they are written, become one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         x, weight = torch.randn(2, 3, 8), torch.rand(8)
         half = (x.bfloat16(), weight.bfloat16())
@@ -52,7 +53,7 @@ class MatchRMSNorm(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, weight = torch.randn(2, 3, 8), torch.rand(8)
 
         def shared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,16 +102,16 @@ class MatchRMSNorm(Rewrite):
         """torch's own operator with its own eps: that of the type it computes in."""
         return functional.rms_norm(x, (size,), weight)
 
-    def fixed(self, pattern: str) -> Mapping[str, Any]:
+    def replacement_args(self, pattern: str) -> Mapping[str, Any]:
         return {"offset": float(pattern == "pattern_plus_one"), "cast_first": pattern == "pattern"}
 
-    def check(self, site: Site) -> None:
-        x, weight, node = site.value("x"), site.value("weight"), site.node("weight")
+    def check(self, match: Match) -> None:
+        x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
         one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
-        site.require(one_row, "shape: the weight is not one row of x", node)
-        site.require(weight.dtype == x.dtype, f"dtype: the weight is {weight.dtype}, x is {x.dtype}", node)
-        narrow = x.dtype == torch.float64 and any(each.meta["val"].dtype is torch.float32 for each in site.nodes)
-        site.require(not narrow, "dtype: x is torch.float64 and computed in torch.float32", site.node("x"))
+        match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
+        match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
+        narrow = x.dtype == torch.float64 and any(each.meta["val"].dtype is torch.float32 for each in match.nodes)
+        match.require(not narrow, Reason.DTYPE, "x is torch.float64 and computed in torch.float32", match.node("x"))
 
     def replacement(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, offset: float, cast_first: bool, eps: float | None = None, size: int = 0

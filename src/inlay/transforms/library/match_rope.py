@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_rope", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.cos.default",))
-class MatchRoPE(Rewrite):
+class MatchRoPE(PatternTransform):
     """Rotary position embedding, halves rotated against each other, becomes one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
         return [
@@ -36,7 +37,7 @@ class MatchRoPE(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         rule = cls()
         x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
 
@@ -83,19 +84,19 @@ class MatchRoPE(Rewrite):
         one, two = x[..., ::2], x[..., 1::2]
         return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
 
-    def fixed(self, pattern: str) -> Mapping[str, Any]:
+    def replacement_args(self, pattern: str) -> Mapping[str, Any]:
         return {"pairs": pattern == "pattern_pairs"}
 
-    def check(self, site: Site) -> None:
-        x = site.value("x")
-        if "half" in site.values:
-            site.require(2 * site.value("half") == x.shape[-1], "constant differs: the axis is not cut in halves")
-        for name in sorted(set(site.values) - {"x", "half"}):
-            table = site.value(name)
-            site.require(table.dtype == x.dtype, f"dtype: {name} is not of x's dtype", site.node(name))
+    def check(self, match: Match) -> None:
+        x = match.value("x")
+        if "half" in match.values:
+            match.require(2 * match.value("half") == x.shape[-1], Reason.CONSTANT, "the axis is not cut in halves")
+        for name in sorted(set(match.values) - {"x", "half"}):
+            table = match.value(name)
+            match.require(table.dtype == x.dtype, Reason.DTYPE, f"{name} is not of x's dtype", match.node(name))
             size = table.shape[-1] if table.dim() else 1
             whole = size == (x.shape[-1] // 2 if name.startswith("half") else x.shape[-1])
-            site.require(whole, f"shape: {name} does not span the axis", site.node(name))
+            match.require(whole, Reason.SHAPE, f"{name} does not span the axis", match.node(name))
 
     def replacement(  # type: ignore[override]
         self,

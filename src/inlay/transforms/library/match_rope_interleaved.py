@@ -12,22 +12,23 @@ from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.program.graphs import sizes
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_rope_interleaved", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT)
-class MatchRoPEInterleaved(Rewrite):
+class MatchRoPEInterleaved(PatternTransform):
     """Rotary position embedding, neighbours rotated against each other, becomes one operator."""
 
-    loose = frozenset({"size"})
+    ignored_args = frozenset({"size"})
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
         return [
@@ -37,7 +38,7 @@ class MatchRoPEInterleaved(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, cos, sin = torch.randn(2, 3, 4, 4), torch.randn(4, 4), torch.randn(4, 4)
 
         def other_sign(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
@@ -76,14 +77,16 @@ class MatchRoPEInterleaved(Rewrite):
     def pattern(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
 
-    def check(self, site: Site) -> None:
-        x = site.value("x")
-        for node in site.nodes:
+    def check(self, match: Match) -> None:
+        x = match.value("x")
+        for node in match.nodes:
             if node.target is torch.ops.aten.view.default:
                 same = sizes(node.meta["val"]) == sizes(x)
-                site.require(same, "shape: the pairs are not flattened to x's shape", node)
+                match.require(same, Reason.SHAPE, "the pairs are not flattened to x's shape", node)
         for name in ("cos", "sin"):
-            site.require(site.value(name).dtype == x.dtype, f"dtype: {name} is not of x's dtype", site.node(name))
+            match.require(
+                match.value(name).dtype == x.dtype, Reason.DTYPE, f"{name} is not of x's dtype", match.node(name)
+            )
 
     def replacement(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.rope_interleaved(x, cos, sin)

@@ -13,22 +13,23 @@ from torch import Tensor, fx
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.program.graphs import sizes
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_softmax_attention", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
-class MatchSoftmaxAttention(Rewrite):
+class MatchSoftmaxAttention(PatternTransform):
     """Attention written out with a softmax, soft-capped, biased or with sinks, becomes one operator."""
 
-    loose = frozenset({"size"})
+    ignored_args = frozenset({"size"})
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         rule = cls()
         q, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 5)
         rows = [torch.randn(2, 5, 4, 8).transpose(1, 2) for _ in range(3)]
@@ -59,7 +60,7 @@ class MatchSoftmaxAttention(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         q, mask = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 5)
 
         rule, rows = cls(), torch.randn(2, 5, 4, 8).transpose(1, 2)
@@ -150,38 +151,40 @@ class MatchSoftmaxAttention(Rewrite):
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone()
         return torch.bmm(weights.view(batch * heads, rows, -1), v).view(batch, heads, rows, size)
 
-    def check(self, site: Site) -> None:
-        q, k, v = (site.value(name) for name in "qkv")
-        site.require(q.dtype == k.dtype == v.dtype == site.value("mask").dtype, "dtype: operands differ in dtype")
+    def check(self, match: Match) -> None:
+        q, k, v = (match.value(name) for name in "qkv")
+        match.require(
+            q.dtype == k.dtype == v.dtype == match.value("mask").dtype, Reason.DTYPE, "operands differ in dtype"
+        )
         same = sizes(q)[:2] == sizes(k)[:2] == sizes(v)[:2]
-        site.require(same, "shape: query, key and value differ in batch or heads")
-        site.require(sizes(k)[1:2] != ["0"], "shape: there are no heads", site.node("k"))
-        mask, scores = sizes(site.value("mask")), [*sizes(q)[:3], sizes(k)[2]]
+        match.require(same, Reason.SHAPE, "query, key and value differ in batch or heads")
+        match.require(sizes(k)[1:2] != ["0"], Reason.SHAPE, "there are no heads", match.node("k"))
+        mask, scores = sizes(match.value("mask")), [*sizes(q)[:3], sizes(k)[2]]
         fits = len(mask) <= 4 and all(one in ("1", two) for one, two in zip(mask[::-1], scores[::-1], strict=False))
-        site.require(fits, "shape: the mask is larger than the scores")
-        if "sinks" in site.values:
-            self._check_sinks(site)
-        if "bias" in site.values:
-            self._check_bias(site)
+        match.require(fits, Reason.SHAPE, "the mask is larger than the scores")
+        if "sinks" in match.values:
+            self._check_sinks(match)
+        if "bias" in match.values:
+            self._check_bias(match)
 
-    def _check_sinks(self, site: Site) -> None:
-        heads = str(site.value("q").shape[1])
-        for node, shape in _views(site):
-            site.require(shape == ["1", heads, "1", "1"], "axis: the sinks are not one a head", node)
+    def _check_sinks(self, match: Match) -> None:
+        heads = str(match.value("q").shape[1])
+        for node, shape in _views(match):
+            match.require(shape == ["1", heads, "1", "1"], Reason.AXIS, "the sinks are not one a head", node)
 
-    def _check_bias(self, site: Site) -> None:
+    def _check_bias(self, match: Match) -> None:
         """The views take batch and heads together and apart again. A view's last size follows from the others."""
-        batch, heads, rows, _ = site.value("q").shape
+        batch, heads, rows, _ = match.value("q").shape
         together = str(batch * heads)
         allowed = (
             [str(batch), str(heads), str(rows)],
             [together, str(rows)],
-            [together, str(site.value("k").shape[2])],
+            [together, str(match.value("k").shape[2])],
         )
-        bias = site.value("bias")
-        site.require(bias.dim() == 3 and str(bias.shape[0]) == together, "shape: the bias is not one a head")
-        for node, shape in _views(site):
-            site.require(shape[:-1] in allowed, "axis: batch and heads are not taken together", node)
+        bias = match.value("bias")
+        match.require(bias.dim() == 3 and str(bias.shape[0]) == together, Reason.SHAPE, "the bias is not one a head")
+        for node, shape in _views(match):
+            match.require(shape[:-1] in allowed, Reason.AXIS, "batch and heads are not taken together", node)
 
     def replacement(  # type: ignore[override]
         self,
@@ -201,6 +204,6 @@ class MatchSoftmaxAttention(Rewrite):
         return result
 
 
-def _views(site: Site) -> list[tuple[fx.Node, list[str]]]:
+def _views(match: Match) -> list[tuple[fx.Node, list[str]]]:
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-    return [(node, sizes(node.meta["val"])) for node in site.nodes if node.target in views]
+    return [(node, sizes(node.meta["val"])) for node in match.nodes if node.target in views]

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.transforms.base import Case, Numerics, Rewrite, Stage, transform
+from inlay.rewrite import Reason
+from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.rewrite import Site
+    from inlay.rewrite import Match
 
 
 @transform("match_swiglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.silu.default",))
-class MatchSwiGLU(Rewrite):
+class MatchSwiGLU(PatternTransform):
     """A SiLU-gated product becomes one operator."""
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         silu = torch.nn.functional.silu
         return [
@@ -34,7 +35,7 @@ class MatchSwiGLU(Rewrite):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         silu = torch.nn.functional.silu
 
@@ -55,10 +56,10 @@ class MatchSwiGLU(Rewrite):
     def pattern(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 
-    def check(self, site: Site) -> None:
-        gate, up = site.value("gate"), site.value("up")
-        site.require(gate.dtype == up.dtype, f"dtype: the gate is {gate.dtype}, the other factor {up.dtype}")
-        site.require(gate.shape == up.shape, "shape: gate and factor differ, so this is no gated layer")
+    def check(self, match: Match) -> None:
+        gate, up = match.value("gate"), match.value("up")
+        match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
 
     def replacement(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.swiglu(gate, up)

@@ -18,29 +18,29 @@ from torch import Tensor, fx, nn
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.errors import ModelError
-from inlay.ops.formats import FORMATS, Error, Format
-from inlay.program.bindings import Binding, Bindings, Role
-from inlay.program.graphs import MODULE, SOURCE
-from inlay.program.symbols import FakeValues
-from inlay.program.weights import Derived, TensorRef, quantised
-from inlay.rewrite import Miss
-from inlay.rewrite.schema import normalised
+from inlay.ops.weight_formats import FORMATS, ErrorStats, PackedFormat
+from inlay.program.bindings import Bindings, Role
+from inlay.program.call_arguments import normalize_args
+from inlay.program.weights import DerivedTensor, TensorRef, quantized_blocks
+from inlay.rewrite import Match, Reason, Refusal, Refused
 from inlay.transforms import base
-from inlay.transforms.base import Applied, Case, Numerics, Stage, Transform, transform
+from inlay.transforms.base import Case, Numerics, ProgramTransform, Stage, transform
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from inlay.ops.weight_layout import Packing
     from inlay.program.program import Program
+    from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
 
 
 @transform("pack_weights", stage=Stage.LOWER, numerics=Numerics.APPROXIMATE, anchors=("aten.linear.default",))
-class PackWeights(Transform):
+class PackWeights(ProgramTransform):
     """Weights of linear layers and tied embeddings are packed: as stored, or quantised to int4 or int8."""
 
-    class Options(base.Options):
+    class Options(base.TransformOptions):
         """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`; the head as int8) and `int8` quantise,
         `bfloat16` rounds, `float32` keeps values. A weight is packed when `only` is empty or names it, and `skip` does
         not, by patterns such as `lm_head*`."""
@@ -51,7 +51,7 @@ class PackWeights(Transform):
         skip: tuple[str, ...] = ()
 
     @classmethod
-    def fires(cls) -> list[Case]:
+    def positive_cases(cls) -> list[Case]:
         x, tokens = torch.randn(2, 3, 64), torch.tensor([[1, 0, 19]])
         embedding = nn.functional.embedding
         return [
@@ -62,7 +62,7 @@ class PackWeights(Transform):
         ]
 
     @classmethod
-    def leaves(cls) -> list[Case]:
+    def negative_cases(cls) -> list[Case]:
         x, tokens = torch.randn(2, 3, 64), torch.tensor([[1, 0, 19]])
         embedding = nn.functional.embedding
         return [
@@ -73,74 +73,86 @@ class PackWeights(Transform):
             Case("a computed weight", _Layer(lambda x, head: nn.functional.linear(x, head.weight * 2)), (x,)),
         ]
 
-    def apply(self, program: Program) -> Applied:
-        applied = Applied(program, 0)
+    def plan(self, program: Program) -> Iterator[Match | Refusal]:
         state = {row.name for row in program.bindings.state}
-        weights = {row.name: row for row in program.bindings.of(Role.PARAMETER) if row.name not in state}
-        packing = _Packing(program)
-        kinds: dict[tuple[str, str], list[Derived]] = {}
-        for node in list(program.graph.nodes):
+        weights = {row.name: row for row in program.bindings.with_role(Role.PARAMETER) if row.name not in state}
+        for node in program.graph.nodes:
             if node.op != "placeholder" or node.name not in weights:
                 continue
+            row, ref = weights[node.name], program.tensors[node.name]
             linears = [user for user in node.users if _reads(user, node, aten.linear.default)]
-            sources, ref = _sources(weights[node.name], program.tensors[node.name])
-            if not linears and not (self._stored(sources) and _only_embeddings(node)):
+            sources = ref.sources if isinstance(ref, DerivedTensor) else {row.target: ref}
+            if not linears and not (self._is_stored_quantized(sources) and _has_only_embedding_users(node)):
                 continue
-            chosen = self._choose(node, sources, ref)
-            if isinstance(chosen, str):
-                first = next(iter(node.users))
-                applied.misses.append(Miss(first, node, chosen, 1, 2, refused=True))
-            elif self.takes(next(iter(node.users))):
-                applied.places.append(next(iter(node.users)).name)
-                applied.sites += 1
-                made = packing.pack(node, weights[node.name], sources, chosen)
-                kind = re.sub(r"\d+", "*", weights[node.name].target)
-                kinds.setdefault((chosen.name, kind), []).append(made)
-        applied.program = packing.done()
-        applied.notes = [_note(FORMATS[name], kind, made) for (name, kind), made in kinds.items()]
-        return applied
+            first = next(iter(node.users))
+            try:
+                chosen = self._choose_format(node, sources, ref)
+            except Refused as refused:
+                yield Refusal(first, node, refused.kind, refused.text, 1, 2)
+            else:
+                made = DerivedTensor(sources, chosen.map_name if len(sources) == 1 else f"concat+{chosen.map_name}")
+                yield Match.at(*node.users, weight=node, row=row, format=chosen, packed=made)
 
-    def _stored(self, sources: Mapping[str, TensorRef]) -> bool:
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        """The weight in this format, and its readers with it."""
+        node, row, chosen = match.values["weight"], match.values["row"], match.values["format"]
+        features, depth = (int(size) for size in node.meta["val"].shape)
+        shape = chosen.packing.shape(features, depth)
+        rewriter.retype(node, rewriter.fakes.tensor(torch.uint8, shape))
+        readers = {user: _packed_reader(rewriter, user, node, features, chosen.packing) for user in match.nodes}
+        rewriter.replace_all(readers)
+        rewriter.erase(*readers)
+        program, packed = rewriter.program, replace(row, dtype="uint8", shape=shape)
+        rewriter.update(
+            bindings=Bindings(tuple(packed if each is row else each for each in program.bindings)),
+            tensors={**program.tensors, row.name: match.values["packed"]},
+        )
+
+    def notes(self, matches: Sequence[Match]) -> list[str]:
+        kinds: dict[tuple[PackedFormat, str], list[DerivedTensor]] = {}
+        for match in matches:
+            kind = re.sub(r"\d+", "*", match.values["row"].target)
+            kinds.setdefault((match.values["format"], kind), []).append(match.values["packed"])
+        return [_note(chosen, kind, made) for (chosen, kind), made in kinds.items()]
+
+    def _is_stored_quantized(self, sources: Mapping[str, TensorRef]) -> bool:
         options: Any = self.options
-        return options.format == "stored" and any(quantised(ref) for ref in sources.values())
+        return options.format == "stored" and any(quantized_blocks(ref) for ref in sources.values())
 
-    def _choose(self, node: fx.Node, sources: Mapping[str, TensorRef], ref: TensorRef) -> Format | str:
-        """The format that a weight is packed in, or why it is not."""
+    def _choose_format(self, node: fx.Node, sources: Mapping[str, TensorRef], ref: TensorRef) -> PackedFormat:
+        """The format that a weight is packed in; a weight that stays as it is is refused."""
         options: Any = self.options
         if options.format == "none":
-            return "refused: the format is none"
-        unwanted = [name for name in sources if not _wanted(name, options.only, options.skip)]
+            raise Refused(Reason.REFUSED, "the format is none")
+        unwanted = [name for name in sources if not _is_included(name, options.only, options.skip)]
         if unwanted:
-            return f"refused: {unwanted[0]} is left out by the options only and skip"
+            raise Refused(Reason.REFUSED, f"{unwanted[0]} is left out by the options only and skip")
         for user in node.users:
             if not any(_reads(user, node, each) for each in (aten.linear.default, aten.embedding.default)):
-                return f"another consumer: {user} reads {node}"
-        if isinstance(ref, Derived) and ref.map != "concat":
-            return f"refused: {node} is made by another transform"
+                raise Refused(Reason.ANOTHER_CONSUMER, f"{user} reads {node}")
+        if isinstance(ref, DerivedTensor) and ref.map != "concat":
+            raise Refused(Reason.REFUSED, f"{node} is made by another transform")
         name = f"int4-g{options.group}" if options.format == "int4" else options.format
         if options.format == "int4" and _is_head(node):
             name = "int8"
         if options.format == "stored":
-            found = {each.format if (each := quantised(ref)) else "plain values" for ref in sources.values()}
+            found = {each.format if (each := quantized_blocks(ref)) else "plain values" for ref in sources.values()}
             if len(found) > 1 or found == {"plain values"}:
-                return f"refused: it is stored as {' and '.join(sorted(found))}"
+                raise Refused(Reason.REFUSED, f"it is stored as {' and '.join(sorted(found))}")
             (name,) = found
         if name not in FORMATS:
-            return f"refused: there is no way to pack {name}"
-        depth, group = node.meta["val"].shape[1], FORMATS[name].packing.group
-        return f"shape: {depth} columns are no whole groups of {group}" if depth % group else FORMATS[name]
-
-
-def _sources(row: Binding, ref: TensorRef) -> tuple[Mapping[str, TensorRef], TensorRef]:
-    """The weights of the model that a weight is made of, by the names users know."""
-    return (ref.sources if isinstance(ref, Derived) else {row.target: ref}), ref
+            raise Refused(Reason.REFUSED, f"there is no way to pack {name}")
+        depth, group = node.meta["val"].shape[1], FORMATS[name].packing.group_size
+        if depth % group:
+            raise Refused(Reason.SHAPE, f"{depth} columns are no whole groups of {group}")
+        return FORMATS[name]
 
 
 def _reads(user: fx.Node, weight: fx.Node, target: Any) -> bool:
     """Whether a call of this operator reads a node as its weight and as nothing else."""
     if user.target is not target:
         return False
-    given = dict(normalised(user))
+    given = dict(normalize_args(user))
     return given["weight"] is weight and sum(each is weight for each in given.values()) == 1
 
 
@@ -151,74 +163,44 @@ def _is_head(node: fx.Node) -> bool:
     )
 
 
-def _only_embeddings(node: fx.Node) -> bool:
+def _has_only_embedding_users(node: fx.Node) -> bool:
     return bool(node.users) and all(_reads(user, node, aten.embedding.default) for user in node.users)
 
 
-def _wanted(name: str, only: Sequence[str], skip: Sequence[str]) -> bool:
+def _is_included(name: str, only: Sequence[str], skip: Sequence[str]) -> bool:
     return (not only or any(fnmatch(name, each) for each in only)) and not any(fnmatch(name, each) for each in skip)
 
 
-def _note(wanted: Format, kind: str, made: Sequence[Derived]) -> str:
+def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str:
     """What was done to the weights of a kind, and how far they are from the original."""
     what = f"{kind} × {len(made)}: {wanted.name}"
-    if wanted.exact:
+    if wanted.is_exact:
         return f"{what}, kept as stored"
-    to = f"{what} → int8 in groups of 32" if wanted.blocks else what
+    to = f"{what} → int8 in groups of 32" if wanted.is_block_format else what
     measured = [made[place] for place in sorted({0, len(made) // 2, len(made) - 1})]
     try:
-        errors = [_measured(wanted, each) for each in measured]
+        errors = [_measure_error(wanted, each) for each in measured]
     except ModelError as error:
         return f"{to}, error not measured: {error.problem}"
-    worst = Error.worst(errors)
+    worst = ErrorStats.worst(errors)
     return f"{to}, {worst.text}{'' if len(measured) == len(made) else f' (measured on {len(measured)})'}"
 
 
-def _measured(wanted: Format, made: Derived) -> Error:
+def _measure_error(wanted: PackedFormat, made: DerivedTensor) -> ErrorStats:
     """The error of one weight, whose rows are read for it and dropped."""
     with torch.no_grad():
-        return wanted.error(torch.cat([read() for read in made.readers()]))
+        return wanted.measure_error(torch.cat([read() for read in made.readers()]))
 
 
-class _Packing:
-    """A program whose weights are being packed."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.fakes = program, FakeValues.of(program.graph)
-        self.rows: dict[str, Binding] = {}
-        self.tensors = dict(program.tensors)
-
-    def pack(self, node: fx.Node, row: Binding, sources: Mapping[str, TensorRef], wanted: Format) -> Derived:
-        """The weight in this format, and its readers with it."""
-        features, depth = (int(size) for size in node.meta["val"].shape)
-        shape = wanted.packing.shape(features, depth)
-        for user in list(node.users):
-            self._replace(user, node, features, wanted)
-        node.meta["val"] = self.fakes.tensor(torch.uint8, shape)
-        self.rows[row.name] = replace(row, dtype="uint8", shape=shape)
-        made = Derived(sources, wanted.map if len(sources) == 1 else f"concat+{wanted.map}")
-        self.tensors[row.name] = made
-        return made
-
-    def _replace(self, user: fx.Node, node: fx.Node, features: int, wanted: Format) -> None:
-        given: dict[str, Any] = dict(normalised(user))
-        bits, zero, group = wanted.packing.bits, wanted.packing.zero, wanted.packing.group
-        graph, value = self.program.graph, user.meta["val"]
-        with graph.inserting_before(user):
-            if user.target is aten.linear.default:
-                args: tuple[Any, ...] = (given["input"], node, given["bias"], features, bits, zero)
-                made = graph.call_function(torch.ops.inlay.packed_linear.default, args)
-            else:
-                args = (node, given["indices"], features, bits, zero, group, value.dtype)
-                made = graph.call_function(torch.ops.inlay.packed_embedding.default, args)
-        made.meta = {"val": value} | {key: user.meta[key] for key in (SOURCE, MODULE) if key in user.meta}
-        user.replace_all_uses_with(made)
-        graph.erase_node(user)
-
-    def done(self) -> Program:
-        """The program with its new bindings."""
-        rows = tuple(self.rows.get(row.name, row) for row in self.program.bindings)
-        return replace(self.program, bindings=Bindings(rows), tensors=self.tensors)
+def _packed_reader(rewriter: Rewriter, user: fx.Node, weight: fx.Node, features: int, packing: Packing) -> fx.Node:
+    given: dict[str, Any] = dict(normalize_args(user))
+    bits, zero, group = packing.bits, packing.zero_point, packing.group_size
+    with rewriter.inserting_before(user, user):
+        if user.target is aten.linear.default:
+            operands: tuple[Any, ...] = (given["input"], weight, given["bias"], features, bits, zero)
+            return rewriter.call(torch.ops.inlay.packed_linear.default, operands)
+        operands = (weight, given["indices"], features, bits, zero, group, user.meta["val"].dtype)
+        return rewriter.call(torch.ops.inlay.packed_embedding.default, operands)
 
 
 class _Layer(nn.Module):

@@ -123,7 +123,7 @@ function drift() {
       if (!measured.size) return first;
       if (!row) return [...first, "not measured", "", "", "", ""];
       const kind = row.change === "wrong" ? "bad" : row.change === "none" ? "good" : "";
-      return [...first, tag(row.change, kind), small(row.difference), small(row.before), small(row.after), row.reason || row.worst.map((one) => `${one.node} ${small(one.error)}`).join("; ")];
+      return [...first, tag(row.change, kind), small(row.difference), small(row.error_before), small(row.error_after), row.reason || row.worst.map((one) => `${one.node} ${small(one.error)}`).join("; ")];
     })) : why("No transform changed anything."));
 }
 

@@ -1,0 +1,1 @@
+"""What an attention mask means, derived symbolically from how it is computed."""

@@ -1,0 +1,151 @@
+"""What a tensor made of positions is at every index, for every length: derived from its graph, not computed.
+
+`arange(length)[:, None] - 3` is the form `row - 3`; `where(row >= column, 0, -inf)` has two cases. An operator that is
+not in the table, a value from outside, a number that its dtype does not hold exactly: each is a reason to give up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.analysis.masks.index_function import (
+    MAX_SIZE,
+    SCALARS,
+    IndexFunction,
+    OperatorCall,
+    UnknownIndexFunctionError,
+)
+from inlay.analysis.masks.inequalities import AffineExpr, UndecidedError
+from inlay.analysis.masks.operators import OPERATORS, SHAPE_ONLY
+from inlay.program.graphs import is_mutation, subgraphs, target_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+aten = torch.ops.aten
+
+
+class IndexAnalysis:
+    """The forms of the tensors of a graph, each derived once."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._results: dict[fx.Node, IndexFunction | str] = {}
+        self._writes = _writes(graph)
+        self._sizes = _size_names(graph)
+
+    def derive(self, node: fx.Node, reader: fx.Node) -> IndexFunction:
+        """What `node` is when `reader` reads it; raises UnknownFormError.
+
+        >>> graph = fx.Graph()
+        >>> node = graph.call_function(aten.arange.default, (5,))
+        >>> node.meta["val"] = torch.arange(5)
+        >>> print(IndexAnalysis(graph).derive(node, graph.output(node)).cases[0][1])
+        column
+        """
+        form = self._derive_node(node)
+        if isinstance(form, str):
+            raise UnknownIndexFunctionError(form)
+        first = min(_tensor_ancestors(node)) if self._writes else node
+        write = next((each for each in self._writes if first < each < reader), None)
+        if write is not None:
+            raise UnknownIndexFunctionError(
+                f"{write} writes in place after {first} and before {reader}, perhaps to the mask"
+            )
+        return form
+
+    def _derive_node(self, node: fx.Node) -> IndexFunction | str:
+        todo = [node]
+        while todo:
+            at = todo[-1]
+            missing = [] if at.target not in OPERATORS else [each for each in _tensors(at) if each not in self._results]
+            if missing:
+                todo.extend(missing)
+                continue
+            todo.pop()
+            if at not in self._results:
+                self._results[at] = self._derive_call(at)
+        return self._results[node]
+
+    def _derive_call(self, node: fx.Node) -> IndexFunction | str:
+        if node.op != "call_function":
+            return f"it depends on the values of {node}"
+        if node.target not in OPERATORS:
+            return f"it is computed with {target_text(node.target)}, which is not known to be about positions"
+        refused = next((known for each in _tensors(node) if isinstance(known := self._results[each], str)), None)
+        if refused is not None:
+            return refused
+        try:
+            return OPERATORS[node.target](OperatorCall(self, node))
+        except UnknownIndexFunctionError as reason:
+            return f"{node}: {reason}"
+        except (UndecidedError, RecursionError):
+            return f"{node}: it has too many cases"
+
+    def lookup(self, node: fx.Node) -> IndexFunction:
+        """The form of an operand that was derived already."""
+        form = self._results[node]
+        assert isinstance(form, IndexFunction)
+        return form
+
+    def bounds(self, total: AffineExpr, shape: Sequence[AffineExpr]) -> tuple[float, float]:
+        """The smallest and the largest value of a sum of indexes and sizes, at any length."""
+        low = high = AffineExpr((), total.constant)
+        for variable, factor in total.terms:
+            if isinstance(variable, int):
+                most = (shape[variable] - 1) * factor
+                low, high = (low, high + most) if factor > 0 else (low + most, high)
+            else:
+                low, high = (
+                    low + AffineExpr.from_variable(variable) * factor,
+                    high + AffineExpr.from_variable(variable) * factor,
+                )
+        return self._bound(low, -1), self._bound(high, 1)
+
+    def _bound(self, total: AffineExpr, sign: int) -> float:
+        value: float = total.constant
+        for variable, factor in total.terms:
+            if variable not in self._sizes:
+                return sign * math.inf
+            value += factor * MAX_SIZE if factor * sign > 0 else 0
+        return value
+
+
+def _size_names(graph: fx.Graph) -> set[str]:
+    """The symbols that are the size of an axis of an input: at least 0, unlike a number that is an input."""
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    found: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    return {str(size) for size in found if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that write in place, themselves or in a nested graph."""
+    nested = {name for name, module in subgraphs(graph) if _writes(module.graph)}
+    return [
+        node
+        for node in graph.nodes
+        if is_mutation(node) or any(each.op == "get_attr" and each.target in nested for each in node.all_input_nodes)
+    ]
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values a call reads."""
+    if node.target in SHAPE_ONLY:
+        return []
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), SCALARS)]
+
+
+def _tensor_ancestors(node: fx.Node) -> set[fx.Node]:
+    """A tensor and those it is computed from; not what sizes are the sizes of."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        at = todo.pop()
+        if at not in found:
+            found.add(at)
+            todo.extend(_tensors(at))
+    return found

@@ -1,0 +1,72 @@
+"""Who takes part: the package itself, and the scripts that are found in a folder.
+
+Scripts under `peers/` run in the peers' environment, those under `own/` in Inlay's. A script that is several
+contestants names them in `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inlay.bench.metrics import INLAY
+from inlay.bench.worker import Contestant
+from inlay.errors import UsageError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from inlay.package.manifest import Manifest
+
+
+def package_contestant(package: Path, manifest: Manifest) -> Contestant:
+    """The package as a contestant."""
+    room = int(manifest.states[0].shape[2])
+    arguments = {"package": str(package.resolve()), "threads": manifest.target.threads, "room": room}
+    return Contestant(INLAY, Path(__file__).with_name("contestant.py"), Path(sys.executable), arguments)
+
+
+def find(folder: Path, peers: Path | None, names: Sequence[str] | None, arguments: dict[str, Any]) -> list[Contestant]:
+    """The contestants that were named, or all peers when there is an environment for them."""
+    if peers is None and not names:
+        return []
+    known = {each.name: each for each in _all(folder, peers, arguments)}
+    if not known:
+        raise UsageError(
+            f"{folder} holds no contestants.", "Run in Inlay's repository, or say where they are with --scripts."
+        )
+    if names is None:
+        return [each for each in known.values() if each.script.parent.name == "peers"]
+    chosen = []
+    for name in names:
+        fitting = [each for each in known.values() if name in (each.name, each.script.stem)]
+        if not fitting:
+            raise UsageError(
+                f"There is no contestant {name}.", suggest(name, known) or f"There are {', '.join(known)}."
+            )
+        chosen += fitting
+    return list({each.name: each for each in chosen}.values())
+
+
+def _all(folder: Path, peers: Path | None, arguments: dict[str, Any]) -> Iterator[Contestant]:
+    for kind in ("peers", "own"):
+        if kind == "peers":
+            python = (peers / "bin" / "python") if peers else Path("PEERS/bin/python")
+        else:
+            python = Path(sys.executable)
+        for script in sorted((folder / kind).glob("*.py")):
+            for variant in _variants(script):
+                name = f"{script.stem}:{variant}" if variant else script.stem
+                given = {**arguments, "variant": variant, "peers": str(peers.resolve()) if peers else None}
+                yield Contestant(name, script.resolve(), python.absolute(), given)
+
+
+def _variants(script: Path) -> Sequence[str]:
+    """What the script's `VARIANTS` lists, without running it."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VARIANTS":
+            found: Sequence[str] = ast.literal_eval(node.value)
+            return found
+    return ("",)

@@ -1,0 +1,174 @@
+"""Model facts from what was captured and from what the configuration says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export import Dim
+
+from inlay.capture.call_deduplication import make_functional
+from inlay.capture.guards import collect_guards, narrow_ranges
+from inlay.capture.model_spec import open_model
+from inlay.capture.source_model import Example, SourceModel
+from inlay.errors import CaptureError, UsageError, one_line, suggest
+from inlay.program.exported_program import from_exported, source_line
+from inlay.program.facts import Facts, reconcile
+from inlay.program.fold import fold
+from inlay.program.graphs import all_nodes
+from inlay.program.size_specialization import size_oblivious
+from inlay.program.tracing_lock import tracing_lock
+from inlay.program.weights import InMemoryTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.capture.guards import ShapeGuard
+    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.program.program import Program
+    from inlay.program.weights import TensorRef
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def find_facts(program: Program, model: SourceModel) -> Program:
+    """The program with its facts: counted in the graph where it shows them, read from the configuration otherwise."""
+    graph: dict[str, int] = {}
+    folds = fold(program)
+    if folds.kinds:
+        graph["layers"] = folds.layer_count
+    attention = next((node for node in all_nodes(program.graph) if node.target is _ATTENTION), None)
+    if attention is not None:
+        query: Any = attention.args[0]
+        shape = query.meta["val"].shape
+        if len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int):
+            graph["heads"], graph["head_size"] = shape[1], shape[3]
+    outs = program.bindings.outs
+    if model.config_facts and len(outs) == 1 and isinstance(outs[0].shape[-1], int):
+        graph["vocabulary"] = outs[0].shape[-1]
+    config = model.config_facts
+    names = sorted({*config, *graph})
+    facts = Facts(model.architecture, **{name: reconcile(config.get(name), graph.get(name)) for name in names})
+    return replace(program, facts=facts)
+
+
+def capture(
+    model: str | SourceModel | Example,
+    options: HFOptions | None = None,
+    *,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Program:
+    """Capture MODEL as a Program: functional ATen, dynamic where its axes say so, no weights loaded.
+
+    >>> class Double(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x * 2
+    >>> program = capture(Example(Double(), (torch.ones(3, 4),), axes={"x": {0: "batch"}}))
+    >>> program.op_counts()
+    Counter({'aten.mul.Tensor': 1})
+    >>> program.bindings["x"].type_text
+    'f32[batch, 4]'
+
+    `on_step` is told what is being done, for progress bars.
+    """
+    on_step("opening the model")
+    if isinstance(model, str):
+        model = open_model(model, options)
+    if isinstance(model, Example):
+        model = SourceModel(type(model.module).__name__, "module", model, {})
+    example = model.example
+    module = example.module.eval()
+    exported, assumed = _export(model, module, on_step)
+    on_step("reading the program")
+    written = set(exported.graph_signature.buffers_to_mutate.values())
+    # State is kept as it is now: the module it came from goes on living.
+    tensors: dict[str, TensorRef] = {
+        name: InMemoryTensor(value.clone() if name in written else value) for name, value in exported.state_dict.items()
+    }
+    tensors |= {
+        name: InMemoryTensor(value) for name, value in exported.constants.items() if isinstance(value, torch.Tensor)
+    }
+    tensors |= dict(model.tensors)
+    program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, example))
+    program = narrow_ranges(program, assumed, model)
+
+    return find_facts(program, model)
+
+
+def _export(
+    model: SourceModel, module: torch.nn.Module, on_step: Callable[[str], None]
+) -> tuple[torch.export.ExportedProgram, list[ShapeGuard]]:
+    """The functional program, and what was assumed of sizes on the way."""
+    example = model.example
+    try:
+        with tracing_lock(), size_oblivious():
+            on_step("exporting")
+            exported = torch.export.export(
+                module,
+                example.args,
+                dict(example.kwargs),
+                dynamic_shapes=_dynamic_shapes(example, model.max_sizes),
+                strict=False,
+            )
+            on_step("making it functional")
+            functional = make_functional(exported)
+            return functional, [*collect_guards(exported.graph), *collect_guards(functional.graph)]
+    except UsageError:
+        raise
+    except Exception as error:
+        where = _error_location(error)
+        raise CaptureError(
+            f"{model.name} cannot be captured: {type(error).__name__}: {one_line(error)}{where}.",
+            "torch.export must be able to trace the model; `--debug` shows its whole report.",
+        ) from error
+
+
+def _error_location(error: BaseException) -> str:
+    import traceback
+
+    lines = [f'File "{frame.filename}", line {frame.lineno}' for frame in traceback.extract_tb(error.__traceback__)]
+    own = [line for line in lines if "/inlay/" not in line]
+    source = source_line("\n".join(own))
+    return f" (at {source})" if source else ""
+
+
+def _dynamic_shapes(example: Example, limits: Mapping[str, int]) -> dict[str, Any] | None:
+    import inspect
+
+    if not example.axes:
+        return None
+    names = list(inspect.signature(example.module.forward).parameters)
+    given = dict(zip(names, example.args, strict=False)) | dict(example.kwargs)
+    for name in example.axes:
+        if name not in given:
+            raise UsageError(f"The axes name {name}, which is no input of the model.", suggest(name, given))
+        rank = given[name].dim() if isinstance(given[name], torch.Tensor) else 0
+        for axis in example.axes[name]:
+            if not 0 <= axis < rank:
+                raise UsageError(f"The axes name axis {axis} of {name}, which has {rank} axes.")
+
+    def dims(name: str) -> Any:
+        axes = example.axes.get(name, {})
+        return {
+            axis: Dim.DYNAMIC(min=1, max=limits[label]) if label in limits else Dim.DYNAMIC(min=1)
+            for axis, label in axes.items()
+        } or None
+
+    return {name: dims(name) for name in given}
+
+
+def _symbol_names(exported: torch.export.ExportedProgram, example: Example) -> dict[str, str]:
+    """Which symbol of the captured shapes is which named axis."""
+    values: dict[str, Any] = {
+        node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"
+    }
+    names: dict[str, str] = {}
+    for name, axes in example.axes.items():
+        value = values.get(name)
+        for axis, label in axes.items():
+            size: Any = value.shape[axis] if isinstance(value, torch.Tensor) else None
+            if isinstance(size, torch.SymInt) and label not in names.values():
+                names.setdefault(str(size.node.expr), label)
+    return names

@@ -1,0 +1,92 @@
+"""Modules without weights: parameters are fake tensors on the CPU device, buffers are real.
+
+The meta device will not do: it bakes `device=meta` into captured graphs and loses the buffers that are in no
+checkpoint (`inv_freq`, embedding scales).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from inlay.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _FakeModeState(threading.local):
+    """The mode in which this thread registers parameters, if it builds a module without weights."""
+
+    mode: FakeTensorMode | None = None
+
+
+_FAKE_MODE_STATE = _FakeModeState()
+
+
+def _replace_with_fake(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    mode = _FAKE_MODE_STATE.mode
+    if mode is None or is_fake(param):
+        return None
+    with mode:
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+    return torch.nn.Parameter(empty, requires_grad=False)
+
+
+# Stays registered: torch goes over its hooks without a lock, so adding and removing them is not safe in threads.
+register_module_parameter_registration_hook(_replace_with_fake)  # type: ignore[arg-type]
+
+
+@contextmanager
+def fake_parameters() -> Iterator[None]:
+    """Within this context every parameter a module registers loses its memory and keeps its shape.
+
+    Other threads register theirs as ever.
+
+    >>> with fake_parameters():
+    ...     layer = torch.nn.Linear(1 << 20, 1 << 12, bias=False)
+    >>> is_fake(layer.weight), tuple(layer.weight.shape)
+    (True, (4096, 1048576))
+    """
+    before, _FAKE_MODE_STATE.mode = _FAKE_MODE_STATE.mode, FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        yield
+    finally:
+        _FAKE_MODE_STATE.mode = before
+
+
+@contextmanager
+def fake_mode_of(module: torch.nn.Module) -> Iterator[None]:
+    """Within this context a module whose parameters are fake can be called, and gives fake results; others as ever.
+
+    >>> with fake_parameters():
+    ...     layer = torch.nn.Linear(2, 1 << 12)
+    >>> with fake_mode_of(layer):
+    ...     made = layer(torch.ones(1 << 30, 2))
+    >>> is_fake(made), tuple(made.shape)
+    (True, (1073741824, 4096))
+    """
+    held = [parameter.data for parameter in module.parameters()]
+    mode = next((each.fake_mode for each in held if isinstance(each, FakeTensor)), None)
+    with mode or nullcontext():
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no memory."""
+    return isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
+
+
+def check_buffers(module: torch.nn.Module) -> None:
+    """Buffers must be real: one computed from a parameter would have no value."""
+    for name, buffer in module.named_buffers():
+        if is_fake(buffer):
+            raise CaptureError(
+                f"The buffer {name} is computed from a weight when the model is built, so it has no value yet.",
+                "Capture the model with its weights in memory: pass the nn.Module itself to inlay.capture.",
+            )

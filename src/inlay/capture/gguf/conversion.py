@@ -1,0 +1,208 @@
+"""Adapter: what transformers knows about GGUF — configuration, tensor names, row order.
+
+`transformers.modeling_gguf_pytorch_utils` is not public API; this file is the only one that imports it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import modeling_gguf_pytorch_utils as hf
+
+from inlay.capture.gguf.reader import GGUFFile, GGUFTensor
+from inlay.errors import ModelError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from inlay.program.weights import QuantizedBlocks, TensorRef
+
+
+def read_config(header: GGUFFile) -> Any:
+    """The Hugging Face configuration of a GGUF file.
+
+    transformers reads a file by itself, tokenizer and all, and trusts every count in it. It gets a small file with the
+    scalars and short arrays of the checked header and the names of the tensors instead.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="inlay-gguf-") as folder:
+            path = Path(folder, "header.gguf")
+            _write_header(header, path)
+            fields = hf.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+        model_type = fields.pop("model_type")
+        return CONFIG_MAPPING[model_type].from_dict(fields)
+    except Exception as error:
+        raise ModelError(
+            f"{header.path.name} holds a model of architecture {header.architecture!r} whose configuration cannot be"
+            f" understood: {one_line(error)}.",
+            "`inlay show` works with the GGUF architectures the installed transformers knows; upgrading it may help.",
+        ) from error
+
+
+def _write_header(header: GGUFFile, path: Path) -> None:
+    writer = gguf.GGUFWriter(path, header.architecture)
+    values = {key: value for key, value in header.metadata.items() if not _is_non_config_list(value)}
+    for key in ("general.architecture", "general.alignment"):  # the writer has its own
+        values.pop(key, None)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        values.setdefault(f"{header.architecture}.vocab_size", len(tokens))
+    for key, value in values.items():
+        if isinstance(value, list):
+            writer.add_key_value(key, value, _ARRAY, _value_type(value[0]))
+        else:
+            writer.add_key_value(key, value, _value_type(value))
+    for name in header.tensors:
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+_ARRAY = gguf.GGUFValueType.ARRAY
+
+
+def _value_type(value: Any) -> gguf.GGUFValueType:
+    if isinstance(value, bool):
+        return gguf.GGUFValueType.BOOL
+    if isinstance(value, int):
+        return gguf.GGUFValueType.INT64 if value < 1 << 63 else gguf.GGUFValueType.UINT64
+    return gguf.GGUFValueType.FLOAT64 if isinstance(value, float) else gguf.GGUFValueType.STRING
+
+
+def _is_non_config_list(value: Any) -> bool:
+    """Whether a value is a list that no configuration has: of texts, of lists, of none, or longer than any."""
+    return isinstance(value, list) and (
+        not 0 < len(value) <= _MAX_ARRAY_LENGTH or any(isinstance(item, (str, list)) for item in value)
+    )
+
+
+def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], list[str]]:
+    """Qualified parameter name → tensor of the file, through the row order and offsets that GGUF changed.
+
+    Beside it, the tensors that belong to no parameter.
+    """
+    processor_class = hf.TENSOR_PROCESSORS.get(header.architecture, hf.TensorProcessor)
+    processor = processor_class(config=model.config.to_dict())
+    try:
+        names = _map_names(header, model, processor)
+    except NotImplementedError as error:
+        raise ModelError(f"{header.path.name}: {one_line(error)}.", "Upgrade the gguf package.") from error
+    plain = processor_class is hf.TensorProcessor
+    refs: dict[str, TensorRef] = {}
+    for name, target in names.items():
+        if name not in header.tensors:
+            continue
+        stored = GGUFTensor(header, header.tensors[name])
+        refs[target] = stored if plain else ReorderedTensor(stored, processor, names)
+    return refs, [name for name in header.tensors if name not in names and not _is_unit_rope_factor(header, name)]
+
+
+def _is_unit_rope_factor(header: GGUFFile, name: str) -> bool:
+    """Whether a tensor holds factors of the rotary frequencies, which transformers does not read, and all are 1."""
+    return name == "rope_freqs.weight" and bool((GGUFTensor(header, header.tensors[name]).read() == 1).all())
+
+
+def _map_names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
+    """Name of a tensor → qualified parameter name.
+
+    Files were converted from the whole model, or from a part of it, whose names lack a prefix. transformers tries the
+    model and each of its modules, with a new table of names each time; here a module is tried as long as the file has
+    tensors without a parameter.
+    """
+    config = model.config
+    names: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        alone = _ModuleWithoutChildren(module, config)
+        found = hf.get_gguf_hf_weights_map(alone, processor, None, None, f"{prefix}." if prefix else "")
+        names = found | names
+        if header.tensors.keys() <= names.keys():
+            break
+    return names
+
+
+@dataclass(frozen=True)
+class _ModuleWithoutChildren:
+    """A module without its children, as transformers asks for one."""
+
+    module: torch.nn.Module
+    config: Any
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.module.state_dict()
+
+    def named_children(self) -> tuple[()]:
+        return ()
+
+
+_MAX_ARRAY_LENGTH = 1024
+"""No configuration has longer lists: one entry a layer at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReorderedTensor:
+    """A GGUF tensor after what transformers does to it (un-permuting attention rows, Gemma's `1 + w`, transposing)."""
+
+    tensor: GGUFTensor
+    processor: Any
+    names: Mapping[str, str]
+
+    @property
+    def origin(self) -> str:
+        return f"{self.tensor.origin} via {type(self.processor).__name__}"
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape after the map, or None when only reading can tell."""
+        return self.tensor.shape if self.row_order() is not None else None
+
+    @property
+    def quantized_blocks(self) -> QuantizedBlocks | None:
+        """The stored blocks in the parameter's order, or None when they are not the parameter's values."""
+        order = self.row_order()
+        return None if order is None else self.tensor.ordered_blocks(order)
+
+    def read(self) -> torch.Tensor:
+        try:
+            values = self._process(self.tensor.read().numpy())
+        except ValueError as error:
+            raise ModelError(f"{self.origin} cannot be read: {one_line(error)}.", "Download the file again.") from error
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def row_order(self) -> npt.NDArray[np.int64] | None:
+        """Which stored row each row of the parameter is, or None when the map is more than an order of rows.
+
+        Found by sending numbered rows through the map, so it needs no list of tensors or architectures.
+        """
+        rows = self.tensor.shape[0]
+        probe = np.arange(1, rows + 1, dtype=np.float32)
+        if len(self.tensor.shape) == 2:
+            probe = np.stack([probe, np.full(rows, -7.0, dtype=np.float32)], axis=1)
+        try:
+            out = self._process(probe)
+        except ValueError:
+            return None
+        if out.shape != probe.shape or (out.ndim == 2 and not np.array_equal(out[:, 1], probe[:, 1])):
+            return None
+        order = (out[:, 0] if out.ndim == 2 else out).astype(np.int64) - 1
+        return order if np.array_equal(np.sort(order), np.arange(rows)) else None
+
+    def _process(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        result = self.processor.process(
+            weights=values,
+            name=self.tensor.info.name,
+            tensor_key_mapping=self.names,
+            parsed_parameters={"tensors": {}},
+        )
+        return np.asarray(result.weights)

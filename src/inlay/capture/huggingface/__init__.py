@@ -1,0 +1,1 @@
+"""Hugging Face models: folders, ids and GGUF files through transformers."""

@@ -1,0 +1,304 @@
+"""Hugging Face folders, ids and GGUF files: a stock decoder without its weights, and where the weights are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.capture.fake_tensors import check_buffers, fake_parameters
+from inlay.capture.huggingface.quantization_checks import (
+    refuse_quantization_tensors,
+    refuse_quantized_config,
+    refuse_quantized_dtype,
+    summarize_names,
+)
+from inlay.capture.safetensors_files import SafetensorsTensor, index_folder
+from inlay.capture.source_model import Example, SourceModel
+from inlay.errors import ModelError, one_line
+from inlay.program.decoder import SIGNATURE
+from inlay.program.tracing_lock import tracing_lock
+from inlay.program.weights import CastTensor, MissingTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from inlay.capture.gguf.reader import GGUFFile
+    from inlay.program.weights import TensorRef
+
+_CONFIG_FACTS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "hidden_size": "hidden_size",
+    "vocabulary": "vocab_size",
+    "max_length": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class HFOptions:
+    """What a user may ask of a Hugging Face model. Remote code runs only when asked for."""
+
+    dtype: torch.dtype | None = None
+    trust_remote_code: bool = False
+
+
+def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
+    """A model from a folder with a `config.json` and, usually, safetensors files."""
+    config = _load_config(folder, name, options)
+    refuse_quantized_config(folder, name)
+    stored = index_folder(folder)
+    if not stored and any(folder.glob("*.bin")):
+        raise ModelError(
+            f"{name} holds its weights in pickled .bin files, which can run code when they are read.",
+            "Convert them to safetensors: transformers' save_pretrained does.",
+        )
+    model = _build_module(config, name, options)
+    leftover: list[str] = []
+    if stored:
+        from inlay.capture.huggingface.weight_conversion import map_tensors, unexpected_keys
+
+        refs = map_tensors(stored, model)
+        leftover = unexpected_keys(refs, model)
+        refuse_quantization_tensors(name, leftover)
+    else:
+        refs = {key: MissingTensor(key) for key in model.state_dict()}
+    tensors = _bind_weights(model, name, refs)
+    _check_unexpected_weights(name, leftover, "Use the checkpoint that belongs to the configuration.")
+    tokenizer = partial(_load_tokenizer, folder, name, trust_remote_code=options.trust_remote_code)
+    return _build_source_model(model, name, "huggingface", tensors, tokenizer)
+
+
+def open_gguf(path: Path, options: HFOptions) -> SourceModel:
+    """A model from a GGUF file; its quantised blocks stay reachable behind the references."""
+    header, config = _load_gguf_config(path)
+    from inlay.capture.gguf.conversion import map_tensors
+    from inlay.capture.gguf.reader import check_storage_types
+
+    check_storage_types(path.name, header)
+
+    model = _build_module(config, path.name, HFOptions(options.dtype or torch.float32))
+    refs, leftover = map_tensors(header, model)
+    tensors = _bind_weights(model, path.name, refs)
+    _check_unexpected_weights(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
+    tokenizer = partial(_load_tokenizer, path.parent, path.name, gguf_file=path.name)
+    return _build_source_model(model, path.name, "gguf", tensors, tokenizer)
+
+
+def _check_unexpected_weights(name: str, leftover: list[str], remedy: str) -> None:
+    """A weight that the model does not use was made for another model."""
+    if leftover:
+        raise ModelError(
+            f"{name} holds {summarize_names(leftover)}, which the model that transformers builds from its"
+            " configuration does"
+            " not use, so it is not the model these weights were made for.",
+            remedy,
+        )
+
+
+def folder_architecture(folder: Path, name: str, options: HFOptions) -> str:
+    """The architecture of a Hugging Face folder, from its configuration alone."""
+    return _architecture(_load_config(folder, name, options))
+
+
+def gguf_architecture(path: Path) -> str:
+    """The architecture of a GGUF file, from its header alone, as transformers calls it."""
+    return _architecture(_load_gguf_config(path)[1])
+
+
+def _architecture(config: Any) -> str:
+    return str(config.get_text_config().model_type)
+
+
+def _load_config(folder: Path, name: str, options: HFOptions) -> Any:
+    transformers = _import_transformers()
+    try:
+        with tracing_lock():
+            return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    except Exception as error:
+        raise _config_error(name, error) from error
+
+
+def _load_gguf_config(path: Path) -> tuple[GGUFFile, Any]:
+    try:
+        import gguf as _  # noqa: F401
+    except ImportError as error:
+        raise ModelError("Reading a GGUF file needs the gguf package.", "pip install 'inlay[gguf]'") from error
+    _import_transformers()
+    from inlay.capture.gguf.conversion import read_config
+    from inlay.capture.gguf.reader import read_header
+
+    header = read_header(path)
+    with tracing_lock():
+        return header, read_config(header)
+
+
+def _load_tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
+    try:
+        with tracing_lock():
+            return _import_transformers().AutoTokenizer.from_pretrained(folder, **arguments)
+    except Exception as error:
+        raise ModelError(
+            f"The tokenizer of {name} cannot be read: {one_line(error)}.",
+            "A Hugging Face folder needs tokenizer.json beside its config.json.",
+        ) from error
+
+
+def _build_module(config: Any, name: str, options: HFOptions) -> Any:
+    transformers = _import_transformers()
+    _refuse_encoder_decoder(config, name)
+    config.use_cache = False
+    dtype = {"dtype": options.dtype} if options.dtype is not None else {}
+    try:
+        with tracing_lock(), fake_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=options.trust_remote_code, **dtype
+            )
+        model.tie_weights()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{name} has a configuration no causal language model can be built from: {one_line(error)}.",
+            "For another kind of model, write a factory and pass it as package.module:factory.",
+        ) from error
+    check_buffers(model)
+    _check_class(model, name)
+    _refuse_recurrent(model, name)
+    return model.eval()
+
+
+def _refuse_encoder_decoder(config: Any, name: str) -> None:
+    if config.is_encoder_decoder:
+        stated = f" ({', '.join(config.architectures)})" if config.architectures else ""
+        raise ModelError(
+            f"{name} is a model with an encoder and a decoder{stated}; a causal language model built from its"
+            " configuration would be its decoder alone.",
+            "Write a factory that makes the part you want and pass it as package.module:factory.",
+        )
+
+
+def _refuse_recurrent(model: Any, name: str) -> None:
+    """A model none of whose layers attends: all of its state is one that no cache of keys and values holds."""
+    from inlay.capture.huggingface.static_cache import cache_layers
+
+    layers, attends = cache_layers(model.config)
+    if layers and not attends:
+        kinds = ", ".join(dict.fromkeys(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+        raise ModelError(
+            f"{name} keeps the states of convolutions and recurrences ({kinds or type(layers[0]).__name__} in all"
+            f" {len(layers)} layers) instead of keys and values, which is not supported yet.",
+            "Use a model whose layers attend.",
+        )
+
+
+def _check_class(model: Any, name: str) -> None:
+    """The checkpoint was made by the class that its configuration names, if transformers has that class."""
+    made = {type(each).__name__ for each in (model, model.base_model)}
+    stated = model.config.architectures or []
+    known = [each for each in stated if hasattr(_import_transformers(), each)]
+    if known and made.isdisjoint(stated):
+        raise ModelError(
+            f"{name} is a {known[0]}, not a causal language model: transformers would build a {type(model).__name__}"
+            " from its configuration, which is another model.",
+            "Write a factory that makes the model you want and pass it as package.module:factory.",
+        )
+
+
+def _build_source_model(
+    model: Any, name: str, kind: str, tensors: Mapping[str, TensorRef], tokenizer: Callable[[], Any]
+) -> SourceModel:
+    facts, architecture = read_config_facts(model)
+    vocabulary = max(1, facts.get("vocabulary", 1))
+    ids = (torch.arange(16) % vocabulary).reshape(2, 8)
+    example = Example(model, (), {SIGNATURE.tokens: ids}, {SIGNATURE.tokens: {0: "batch", 1: "length"}})
+    limits = {"length": facts["max_length"]} if facts.get("max_length", 0) > 8 else {}
+    return SourceModel(
+        name=name,
+        kind=kind,
+        example=example,
+        tensors=tensors,
+        config_facts=facts,
+        architecture=architecture,
+        max_sizes=limits,
+        load_tokenizer=tokenizer,
+    )
+
+
+def read_config_facts(model: Any) -> tuple[dict[str, int], str]:
+    """What the configuration of a stock model says: facts by name, and its architecture."""
+    config = model.config.get_text_config()
+    facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
+    return facts, _architecture(model.config)
+
+
+def _bind_weights(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+    """Bind every parameter to a reference of the right shape and dtype; tied parameters share one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    owners: dict[int, str] = {}
+    for target, value in parameters.items():
+        if target in refs:
+            owners.setdefault(id(value), target)
+    missing = [target for target, value in parameters.items() if id(value) not in owners]
+    if missing:
+        raise ModelError(
+            f"{name} lacks the weights {summarize_names(missing)}.",
+            "The download is incomplete or the configuration belongs to another checkpoint.",
+        )
+    bound: dict[str, TensorRef] = {}
+    for target, value in parameters.items():
+        ref = refs[owners[id(value)]]
+        if value.is_floating_point():
+            refuse_quantized_dtype(name, target, _dtype_names(ref))
+        shape = getattr(ref, "shape", None)
+        if shape is not None and tuple(shape) != tuple(value.shape):
+            raise ModelError(
+                f"{target} has shape {list(shape)} in {name}, but the configuration asks for {list(value.shape)}.",
+                "The configuration belongs to another checkpoint, or the file is damaged.",
+            )
+        bound[target] = _cast(ref, value.dtype)
+    for target, value in model.named_buffers():
+        if target in refs and not isinstance(refs[target], MissingTensor):
+            if value.is_floating_point():
+                refuse_quantized_dtype(name, target, _dtype_names(refs[target]))
+            bound[target] = _cast(refs[target], value.dtype)
+    return bound
+
+
+def _dtype_names(ref: TensorRef) -> tuple[str, ...]:
+    """The number formats a reference is stored in; none where its file says how to read it."""
+    return (ref.dtype_name,) if isinstance(ref, SafetensorsTensor) else getattr(ref, "dtype_names", ())
+
+
+def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
+    return ref if isinstance(ref, MissingTensor) else CastTensor(ref, dtype)
+
+
+def _config_error(name: str, error: Exception) -> ModelError:
+    text = str(error)
+    known = re.search(r"model type `([^`]+)`", text)
+    if known and "does not recognize" in text:
+        return ModelError(
+            f"{name} is of the model type {known.group(1)!r}, which the installed transformers does not know.",
+            "Upgrade transformers, or check model_type in config.json.",
+        )
+    if "trust_remote_code" in text or "custom code" in text:
+        return ModelError(
+            f"{name} brings Python code of its own, which is not run unless asked for.",
+            "Read that code, then pass --trust-remote-code.",
+        )
+    return ModelError(f"The configuration of {name} cannot be read: {one_line(error)}.", "Check its config.json.")
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("Hugging Face models need the transformers package.", "pip install 'inlay[hf]'") from error
+    return transformers

@@ -1,0 +1,215 @@
+"""Adapter: stock decoders with transformers' static cache, its tensors as named arguments of the captured program.
+
+A static cache layer holds rows for keys and values, and a counter of how many are filled, which it writes to as well.
+All three are state: `key_0`, `value_0`, `count_0` for the first layer, and so on. Positions and masks are computed from
+the counters, so nothing about the position in a stream is part of the program.
+
+A sliding layer keeps a second counter, a Python number, which capturing would freeze. It is replaced by a full layer:
+the mask that the model makes from its configuration already hides what lies outside of the window, and rows that are
+hidden add nothing. This costs memory (all rows are kept, not just the window), never numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.capture.fake_tensors import fake_mode_of
+from inlay.capture.huggingface.causal_lm import read_config_facts
+from inlay.capture.source_model import Example, SourceModel
+from inlay.errors import ModelError, UsageError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MASK_IMPLEMENTATIONS = ("sdpa", "eager")
+"""Ways to attend that take the mask as a tensor; others look at sizes of the cache themselves."""
+
+
+def with_static_cache(
+    model: SourceModel | Any, *, max_length: int, batch: int = 1, length: int | None = 1
+) -> SourceModel:
+    """A stock decoder as one step of a stream: tokens and caches in, logits out, the caches written to in place.
+
+    `model` is what `AutoModelForCausalLM` makes, or what `open_model` found, which has no weights in memory.
+    `max_length` is how many tokens a stream may have in all. `length` is how many each call takes: one to decode, None
+    for any number from two (an axis called `length`) to read a prompt. Both kinds of step take the same caches.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> step = with_static_cache(LlamaForCausalLM(small), max_length=32)
+    >>> {name: tuple(value.shape) for name, value in step.example.kwargs.items()}
+    {'key_0': (1, 2, 32, 4), 'value_0': (1, 2, 32, 4), 'count_0': ()}
+    """
+    found = _to_source_model(model)
+    stock = found.example.module
+    _check_model(stock)
+    _check_sizes(stock, max_length, batch, length)
+    module = StaticCacheStep(stock, max_length).eval()
+    caches = module.make_caches(batch)
+    any_length = length is None
+    ids = torch.zeros(batch, length or min(8, max_length), dtype=torch.int64, device=caches["count_0"].device)
+    return replace(
+        found,
+        example=Example(module, (ids,), caches, {"input_ids": {1: "length"}} if any_length else {}),
+        tensors={f"model.{name}": ref for name, ref in found.tensors.items()},
+        max_sizes={"length": max_length} if any_length else {},
+    )
+
+
+def _to_source_model(model: Any) -> SourceModel:
+    if isinstance(model, SourceModel):
+        return model
+    _check_model(model)
+    facts, architecture = read_config_facts(model)
+    return SourceModel(type(model).__name__, "huggingface", Example(model), {}, facts, architecture)
+
+
+class StaticCacheStep(torch.nn.Module):
+    """A stock decoder that is given the tensors of its cache at every call."""
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        super().__init__()
+        self.model = model
+        self._cache = _make_full_cache(model, max_length)
+        self._has_position_ids = "position_ids" in inspect.signature(model.forward).parameters
+        self.forward = self._make_forward()
+
+    def _make_forward(self) -> Callable[..., torch.Tensor]:
+        """`step` with every cache as a parameter of its own: torch.export knows no axes of what `**` gathers."""
+
+        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            return self.step(**signature.bind(*args, **kwargs).arguments)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("input_ids", *self.cache_names)])
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return forward
+
+    @property
+    def cache_names(self) -> list[str]:
+        """The caches, layer by layer."""
+        return [f"{what}_{index}" for index in range(len(self._cache.layers)) for what in ("key", "value", "count")]
+
+    def step(self, input_ids: torch.Tensor, **caches: torch.Tensor) -> torch.Tensor:
+        """Logits of all tokens given; their keys and values are written to the caches, behind those that are there."""
+        cache = copy.copy(self._cache)
+        cache.layers = [
+            _bind_layer(layer, caches[f"key_{index}"], caches[f"value_{index}"], caches[f"count_{index}"])
+            for index, layer in enumerate(self._cache.layers)
+        ]
+        return self._call_model(input_ids, cache, caches["count_0"])
+
+    def make_caches(self, batch: int) -> dict[str, torch.Tensor]:
+        """Caches of a stream that has not begun. Their shapes are those the model itself asks for."""
+        cache = copy.deepcopy(self._cache)
+        with torch.no_grad(), fake_mode_of(self.model):
+            ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
+            try:
+                self._call_model(ids, cache, ids.new_zeros(()))
+            except Exception as error:
+                raise ModelError(
+                    f"{type(self.model).__name__} cannot run with a static cache: {one_line(error)}.",
+                    "Capture it without a cache, or write a module that takes its state as arguments.",
+                ) from error
+        made: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(cache.layers):
+            if not layer.is_initialized:
+                raise ModelError(f"Layer {index} of {type(self.model).__name__} never wrote to its cache.")
+            held = {"key": layer.keys, "value": layer.values, "count": layer.cumulative_length}
+            for what, value in held.items():
+                made[f"{what}_{index}"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        return made
+
+    def _call_model(self, input_ids: torch.Tensor, cache: Any, count: torch.Tensor) -> torch.Tensor:
+        positions = {}
+        if self._has_position_ids:
+            positions["position_ids"] = (torch.arange(input_ids.shape[1], device=count.device) + count).unsqueeze(0)
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids, past_key_values=cache, use_cache=True, **positions
+        ).logits
+        return logits
+
+
+def _make_full_cache(model: Any, max_length: int) -> Any:
+    """The cache that transformers makes for a model, every layer of it a full one."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    try:
+        cache = StaticCache(config=model.config, max_cache_len=max_length)
+    except Exception as error:
+        raise ModelError(
+            f"transformers has no static cache for {type(model).__name__}: {one_line(error)}.",
+            "Capture it without a cache, or write a module that takes its state as arguments.",
+        ) from error
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticSlidingWindowLayer:
+            cache.layers[index] = StaticLayer(max_length)
+        elif type(layer) is not StaticLayer:
+            raise ModelError(
+                f"Layer {index} of {type(model).__name__} keeps its state in a {type(layer).__name__}, "
+                "which is neither a full nor a sliding window of keys and values.",
+                "Write a module that takes its state as arguments.",
+            )
+    return cache
+
+
+def _bind_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> Any:
+    """A layer like this one that has these tensors."""
+    made = copy.copy(layer)
+    made.keys, made.values, made.cumulative_length = keys, values, count
+    made.dtype, made.device, made.is_initialized = keys.dtype, keys.device, True
+    made.batch_size, made.num_heads = keys.shape[:2]
+    made.k_head_dim, made.v_head_dim = keys.shape[-1], values.shape[-1]
+    return made
+
+
+def _check_model(model: Any) -> None:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError as error:
+        raise ModelError("A static cache needs the transformers package.", "pip install 'inlay[hf]'") from error
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise UsageError(
+            f"A {type(model).__name__} is not a causal language model of transformers.",
+            "Pass what AutoModelForCausalLM.from_pretrained returns.",
+        )
+    config = model.config.get_text_config()
+    if config.is_encoder_decoder:
+        raise ModelError(f"{type(model).__name__} has an encoder, whose output a static cache does not hold.")
+    if config._attn_implementation not in _MASK_IMPLEMENTATIONS:
+        raise ModelError(
+            f"{type(model).__name__} attends by {config._attn_implementation}, which takes no mask as a tensor.",
+            f"Load it with attn_implementation={' or '.join(map(repr, _MASK_IMPLEMENTATIONS))}.",
+        )
+
+
+def _check_sizes(model: Any, max_length: int, batch: int, length: int | None) -> None:
+    if batch < 1:
+        raise UsageError(f"A batch of {batch} holds no sequence.")
+    if length is not None and length < 1:
+        raise UsageError(f"A step of length {length} holds no token.", "Give None for any length.")
+    least = 2 if length is None else length
+    if max_length < least:
+        raise UsageError(f"The caches hold max_length {max_length} tokens, and one step has {least}.")
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(known, int) and max_length > known:
+        raise UsageError(
+            f"max_length is {max_length}, but {type(model).__name__} knows {known} positions.",
+            f"Choose at most {known}.",
+        )
+
+
+def cache_layers(config: Any) -> tuple[list[Any], bool]:
+    """The layers of the cache that transformers makes for a model, and whether any holds keys and values."""
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+    try:
+        layers = list(DynamicCache(config=config).layers)
+    except Exception:  # transformers knows no cache for it, so nothing is known of its state
+        return [], False
+    return layers, any(isinstance(each, CacheLayerMixin) for each in layers)

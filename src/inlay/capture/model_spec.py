@@ -1,0 +1,236 @@
+"""What MODEL means, the same in every command."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inlay.capture.gguf.reader import is_split_file, split_error
+from inlay.capture.safetensors_files import index_folder
+from inlay.capture.source_model import Example, SourceModel
+from inlay.errors import ModelError, UsageError, one_line, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inlay.capture.huggingface.causal_lm import HFOptions
+
+MODEL_FORMS = (
+    "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, or package.module:factory."
+)
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?$")
+_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
+    """Find MODEL, check it and its weights, and build it without loading a weight.
+
+    >>> open_model("no/such folder")
+    Traceback (most recent call last):
+    ...
+    inlay.errors.ModelError: There is no file or folder no/such folder. MODEL is a Hugging Face folder or id \
+(org/name or org/name@revision), a GGUF file, or package.module:factory.
+    """
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            return _open_file(path, options)
+        if path.is_dir():
+            return _open_folder(path, text, options)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{text[:80]} cannot be read: {one_line(error)}.", MODEL_FORMS) from error
+    if _FACTORY.match(text):
+        if options is not None and options.dtype is not None:
+            raise UsageError(
+                f"A number format was asked for, but {text} makes its own module.", "Set it in the factory."
+            )
+        return _open_factory(text)
+    if _is_hub_id(text):
+        return _open_id(text, options)
+    raise ModelError(f"There is no file or folder {text}.", MODEL_FORMS)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a captured program is called and of which architecture it is; empty where that is not known."""
+
+    name: str
+    architecture: str = ""
+
+
+def identify(text: str, options: HFOptions | None = None) -> Identity:
+    """What MODEL is, from its configuration or header alone: no module is built, no weight looked at.
+
+    >>> identify("package.module:factory")
+    Identity(name='package.module:factory', architecture='')
+    """
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            _check_file(path)
+            from inlay.capture.huggingface.causal_lm import gguf_architecture
+
+            return Identity(path.name, gguf_architecture(path))
+        if path.is_dir():
+            _check_folder(path, text)
+            return _identify_folder(path, path.resolve().name, options)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{text[:80]} cannot be read: {one_line(error)}.", MODEL_FORMS) from error
+    if _FACTORY.match(text):
+        return Identity(text)
+    if _is_hub_id(text):
+        return _identify_id(text, options)
+    raise ModelError(f"There is no file or folder {text}.", MODEL_FORMS)
+
+
+def _identify_folder(path: Path, name: str, options: HFOptions | None) -> Identity:
+    from inlay.capture.huggingface.causal_lm import folder_architecture
+
+    return Identity(name, folder_architecture(path, name, _default_options(options)))
+
+
+def _identify_id(text: str, options: HFOptions | None) -> Identity:
+    repo, _, revision = text.partition("@")
+    arguments = {"repo_id": repo, "revision": revision or None, "allow_patterns": ["config.json"]}
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = _download_snapshot(snapshot_download, arguments, lambda folder: (folder / "config.json").exists())
+    except Exception:  # whatever the reason, its configuration is not to be had, and its name is known
+        return Identity(repo)
+    return _identify_folder(folder, _commit_name(repo, folder), options)
+
+
+def _is_hub_id(text: str) -> bool:
+    return bool(_HUB_ID.match(text)) and not text.endswith((".gguf", ".safetensors", ".json", ".py"))
+
+
+def _default_options(options: HFOptions | None) -> HFOptions:
+    from inlay.capture.huggingface.causal_lm import HFOptions
+
+    return options or HFOptions()
+
+
+def _open_file(path: Path, options: HFOptions | None) -> SourceModel:
+    from inlay.capture.huggingface.causal_lm import open_gguf
+
+    _check_file(path)
+    return open_gguf(path, _default_options(options))
+
+
+def _check_file(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return
+    if path.suffix in (".safetensors", ".json"):
+        raise ModelError(f"{path} is a part of a model.", f"Pass the folder it is in: {path.parent}")
+    raise ModelError(f"{path} is not a model file Inlay knows.", MODEL_FORMS)
+
+
+def _open_folder(path: Path, text: str, options: HFOptions | None) -> SourceModel:
+    from inlay.capture.huggingface.causal_lm import open_folder
+
+    _check_folder(path, text)
+    return open_folder(path, path.resolve().name, _default_options(options))
+
+
+def _check_folder(path: Path, text: str) -> None:
+    if (path / "current" / "manifest.json").exists():
+        raise ModelError(
+            f"{text} is a compiled package; this command needs the model it was built from.",
+            f"`inlay inspect {text}` says what it is.",
+        )
+    if not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        whole = [file for file in files if not is_split_file(file)]
+        if files and not whole:
+            raise split_error(files[0])
+        hint = f"Pass one of its GGUF files, such as {whole[0]}." if whole else MODEL_FORMS
+        raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
+
+
+def _open_factory(text: str) -> SourceModel:
+    module_name, _, attribute = text.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{text}: there is no Python module {error.name}.", "Run from the folder that holds it, or install it."
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"{text}: importing {module_name} failed: {one_line(error)}.", "Fix the import error above."
+        ) from error
+    factory: Any = module
+    for part in attribute.split("."):
+        factory = getattr(factory, part, None)
+    if not callable(factory):
+        raise ModelError(f"{module_name} has no callable {attribute}.", suggest(attribute, dir(module)))
+    try:
+        made = factory()
+    except Exception as error:
+        raise ModelError(f"{text} raised {type(error).__name__}: {one_line(error)}.", "Fix the error above.") from error
+    return SourceModel(text, "module", _to_example(text, made), {}, architecture="")
+
+
+def _to_example(text: str, made: Any) -> Example:
+    import torch
+
+    if isinstance(made, Example) and isinstance(made.module, torch.nn.Module):
+        return made
+    if isinstance(made, tuple) and 2 <= len(made) <= 3 and isinstance(made[0], torch.nn.Module):
+        module, args = made[0], made[1]
+        axes = made[2] if len(made) == 3 else {}
+        if isinstance(args, dict):
+            return Example(module, (), args, axes)
+        return Example(module, args if isinstance(args, tuple) else (args,), {}, axes)
+    raise ModelError(
+        f"{text} returned a {type(made).__name__} without a torch.nn.Module in its first place.",
+        "A factory returns inlay.Example(module, args, kwargs, axes) or a tuple (module, args[, axes]).",
+    )
+
+
+def _open_id(text: str, options: HFOptions | None) -> SourceModel:
+    from inlay.capture.huggingface.causal_lm import open_folder
+
+    repo, _, revision = text.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError("Hugging Face ids need the transformers package.", "pip install 'inlay[hf]'") from error
+    code = ["*.py"] if options is not None and options.trust_remote_code else []
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *code]
+    arguments: dict[str, Any] = {"repo_id": repo, "revision": revision or None, "allow_patterns": wanted}
+    try:
+        folder = _download_snapshot(snapshot_download, arguments, lambda folder: bool(index_folder(folder)))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{text} is no file or folder here, and it could not be fetched as a Hugging Face id: {one_line(error)}.",
+            "Check the spelling and the network, or pass a local folder.",
+        ) from error
+    return open_folder(folder, _commit_name(repo, folder), _default_options(options))
+
+
+def _commit_name(repo: str, folder: Path) -> str:
+    """The folder is named after the commit, so the name says exactly what was used, whatever was asked for."""
+    return f"{repo}@{folder.name[:12]}"
+
+
+def _download_snapshot(download: Any, arguments: dict[str, Any], suffices: Callable[[Path], bool]) -> Path:
+    """From the local cache if what is needed is there (no network then), else from the hub."""
+    try:
+        cached = Path(download(**arguments, local_files_only=True))
+        if suffices(cached):
+            return cached
+    except Exception:  # noqa: S110 - not cached: any reason leads to the same next step
+        pass
+    return Path(download(**arguments))

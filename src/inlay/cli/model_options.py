@@ -1,0 +1,97 @@
+"""MODEL on the command line: the same argument and options for every verb that takes one."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inlay.config import ConfigFile, ResolvedConfig
+    from inlay.program.program import Program
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face folder or id (org/name@revision), GGUF file, package.module:factory, or a dump (.py).",
+        show_default=False,
+    ),
+]
+
+
+CAPTURE_STEPS = {"importing": 2, "opening": 3, "exporting": 8, "making": 12, "reading": 1}
+"""The steps of a capture, by first word, and how long each takes relative to the others."""
+
+
+class DType(StrEnum):
+    """Number format to capture the model in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class WeightFormat(StrEnum):
+    """Number format of the weights of a package."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    STORED = "stored"
+    INT4 = "int4"
+    INT4_G64 = "int4-g64"
+    INT4_G128 = "int4-g128"
+    INT8 = "int8"
+
+
+class CodeTarget(StrEnum):
+    """What code is made for."""
+
+    NATIVE = "native"
+    PORTABLE = "portable"
+
+
+DTypeOption = Annotated[
+    DType | None, typer.Option("--dtype", help="Number format to capture in; by default the checkpoint's own.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that a Hugging Face model brings along.")
+]
+
+
+def resolve_config(
+    program: Program, files: Sequence[Path | ConfigFile] | None, settings: Sequence[str] | None
+) -> ResolvedConfig:
+    """The configuration for a program: defaults, overlays for its architecture, files and settings."""
+    from inlay.config import resolve_config
+
+    architecture, model = program.facts.architecture, program.name
+    return resolve_config(architecture=architecture, model=model, files=files or (), settings=settings or ())
+
+
+def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
+    """Capture MODEL, or read it when it is a dump, with a progress bar."""
+    with progress(CAPTURE_STEPS) as step:
+        step("importing torch")
+        if text.endswith(".py") and Path(text).is_file():
+            from inlay.errors import UsageError
+            from inlay.program.text.parser import load
+
+            if dtype is not None:
+                raise UsageError(f"--dtype was given, but {text} is a dump, which has its types.", "Leave it out.")
+            step("reading the dump")
+            return load(text)
+        import torch
+
+        from inlay.capture import capture
+        from inlay.capture.huggingface.causal_lm import HFOptions
+
+        options = HFOptions(getattr(torch, dtype.value) if dtype else None, trust)
+        return capture(text, options, on_step=step)

@@ -1,0 +1,111 @@
+"""What a call costs: whether it is a kernel of its own, and of which sort."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.graphs import is_mutation, is_view, target_text
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_ATEN: Any = torch.ops.aten
+_INLAY: Any = torch.ops.inlay
+
+
+class OpKind(StrEnum):
+    """Sorts of calls, by what they could be fused with."""
+
+    POINTWISE = "pointwise"
+    ROTATION = "rotation"
+    """Each number with another one of its row."""
+    REDUCTION = "reduction"
+    STENCIL = "stencil"
+    """A convolution of each channel by itself: a few neighbours a number."""
+    COPY = "copy"
+    """Moves numbers without computing any."""
+    VIEW = "view"
+    """Costs nothing."""
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    OTHER = "other"
+
+
+FUSIBLE = frozenset({OpKind.POINTWISE, OpKind.ROTATION, OpKind.REDUCTION, OpKind.STENCIL, OpKind.COPY})
+"""Calls that a compiler, or somebody with Triton, can put into one kernel."""
+
+_BY_TARGET = {
+    **dict.fromkeys((_ATEN._to_copy.default, _ATEN.to.dtype), OpKind.POINTWISE),
+    **dict.fromkeys((_INLAY.swiglu.default, _INLAY.geglu.default, _INLAY.clamped_swiglu.default), OpKind.POINTWISE),
+    **dict.fromkeys((_INLAY.rope.default, _INLAY.rope_interleaved.default), OpKind.ROTATION),
+    **dict.fromkeys((_INLAY.rms_norm.default, _INLAY.add_rms_norm.default), OpKind.REDUCTION),
+    **dict.fromkeys((_ATEN.softmax.int, _ATEN._softmax.default, _ATEN.logsumexp.default), OpKind.REDUCTION),
+    **dict.fromkeys((_ATEN.layer_norm.default, _ATEN.rms_norm.default), OpKind.REDUCTION),
+    **dict.fromkeys((_ATEN.clone.default, _ATEN.contiguous.default, _ATEN.cat.default), OpKind.COPY),
+    **dict.fromkeys((_ATEN.stack.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int), OpKind.COPY),
+    **dict.fromkeys((_ATEN.constant_pad_nd.default, _ATEN.roll.default, _ATEN.flip.default), OpKind.COPY),
+    **dict.fromkeys((_ATEN.linear.default, _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default), OpKind.GEMM),
+    **dict.fromkeys((_ATEN.matmul.default, _ATEN.baddbmm.default), OpKind.GEMM),
+    **dict.fromkeys((_INLAY.attention.default, _INLAY.cached_attention.default), OpKind.ATTENTION),
+    _ATEN.scaled_dot_product_attention.default: OpKind.ATTENTION,
+    _INLAY.gated_short_conv.default: OpKind.STENCIL,
+}
+_CONVOLUTIONS = {_ATEN.conv1d.default, _ATEN.conv2d.default}
+
+
+def op_kind(node: fx.Node) -> OpKind:
+    """The sort of a call.
+
+    >>> from torch import fx
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.ones(2, 2)
+    >>> relu = graph.call_function(torch.ops.aten.relu.default, (x,))
+    >>> relu.meta["val"] = torch.ones(2, 2)
+    >>> str(op_kind(relu)), str(op_kind(x))
+    ('pointwise', 'other')
+    """
+    if node.op != "call_function" or not _is_tensor(node.meta.get("val")) or is_mutation(node):
+        return OpKind.OTHER
+    if node.target in _BY_TARGET:
+        return _BY_TARGET[node.target]
+    if node.target in _CONVOLUTIONS:
+        return OpKind.STENCIL if _is_depthwise(node) else OpKind.GEMM
+    if is_view(node):
+        return OpKind.VIEW
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags:
+        return OpKind.POINTWISE
+    return OpKind.REDUCTION if torch.Tag.reduction in tags else OpKind.OTHER
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a call starts a kernel when it runs by itself."""
+    return op_kind(node) not in (OpKind.VIEW, OpKind.OTHER)
+
+
+def op_name(node: fx.Node) -> str:
+    """An operator's bare name.
+
+    >>> from torch import fx
+    >>> op_name(fx.Graph().call_function(torch.ops.aten.mul.Tensor, (1, 2)))
+    'mul'
+    """
+    return target_text(node.target).split(".")[1].strip("_")
+
+
+def _is_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(each, torch.Tensor) for each in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    weight: Any = node.args[1]
+    shape = weight.meta["val"].shape
+    groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+    return bool(groups == shape[0] and shape[1] == 1 and groups != 1)

@@ -1,0 +1,213 @@
+"""Running a program call by call: every value on the way can be looked at, in its own precision or in double."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from inlay.errors import ProgramError
+from inlay.program.bindings import Role
+from inlay.program.graphs import subgraphs, target_text, written_operands
+from inlay.program.type_checks import RunTypeChecker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.program.program import Program
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class ProgramInterpreter:
+    """Runs programs that share their weights, which are read once."""
+
+    weight_cache: dict[tuple[str, str, torch.dtype | None], torch.Tensor] = field(default_factory=dict)
+    """By name and origin: a transform may make something else of a weight and keep its name."""
+
+    def __call__(
+        self,
+        program: Program,
+        inputs: Mapping[str, Any],
+        *,
+        compute_dtype: torch.dtype | None = None,
+        on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
+    ) -> list[Any]:
+        """What a program returns for inputs by name. With `compute_dtype` every floating-point number is of that kind.
+
+        `on_value` sees every input and every value on the way, those of nested graphs included.
+        """
+        weights = {row.name for row in program.bindings.ins if row.role is not Role.INPUT}
+        names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+        given = [self._weight(program, name, compute_dtype) if name in weights else inputs[name] for name in names]
+        with torch.no_grad():
+            return list(_GraphInterpreter(program.graph, compute_dtype, on_value)(*given))
+
+    def _weight(self, program: Program, name: str, precise: torch.dtype | None) -> torch.Tensor:
+        ref = program.tensors[name]
+        key = name, ref.origin, precise
+        if key not in self.weight_cache:
+            self.weight_cache[key] = _cast(ref.read(), precise)
+        return self.weight_cache[key]
+
+
+class _GraphInterpreter(torch.nn.Module):
+    """A graph that is run call by call, and in the same way the graphs nested in it."""
+
+    def __init__(self, graph: fx.Graph, precise: torch.dtype | None, on_value: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__()
+        self.graph, self.compute_dtype, self.on_value = graph, precise, on_value
+        self.nested = {name: _GraphInterpreter(inner.graph, precise, on_value) for name, inner in subgraphs(graph)}
+
+    def forward(self, *inputs: Any) -> Any:
+        given = iter(inputs)
+        values: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], values.__getitem__)
+            if node.op == "get_attr":
+                values[node] = self.nested[node.target]
+                continue
+            if node.op == "placeholder":
+                values[node] = _cast(next(given), self.compute_dtype)
+            else:
+                values[node] = _call(node, values, self.compute_dtype)
+            self.on_value(node, values[node])
+            for operand in node.all_input_nodes:
+                if _is_last_use(operand, node):
+                    del values[operand]
+        raise ProgramError("The graph returns nothing.")
+
+
+def _is_last_use(operand: fx.Node, at: fx.Node) -> bool:
+    return all(user <= at for user in operand.users)
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any], precise: torch.dtype | None) -> Any:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if precise is not None:
+        args, kwargs = tree_map(lambda each: precise if _is_float_type(each) else each, (args, kwargs))
+    target: Any = node.target
+    versions = _versions(node, values)
+    try:
+        result = target(*args, **kwargs)
+        _check_undeclared_writes(node, versions, _versions(node, values))
+        return result
+    except RuntimeError:
+        if precise is not torch.float64:
+            raise
+    # Some operators, such as products of several experts at once, know no double: the next best is what they do know.
+    narrow = tree_map(lambda each: _cast(torch.float32 if each is precise else each, torch.float32), (args, kwargs))
+    return tree_map(lambda each: _cast(each, precise), target(*narrow[0], **narrow[1]))
+
+
+def _versions(node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, int]:
+    """How often each operand was written to, where torch counts it."""
+    held = {operand: values[operand] for operand in node.all_input_nodes}
+    return {
+        operand: value._version
+        for operand, value in held.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
+
+
+def _check_undeclared_writes(node: fx.Node, before: Mapping[fx.Node, int], after: Mapping[fx.Node, int]) -> None:
+    """A kernel that writes to an operand must say so in its schema: others read what it destroys.
+
+    Where one operand is written to, and said to be, others may be views of it and are not judged.
+    """
+    unsaid = [] if written_operands(node) else [operand for operand in before if after[operand] != before[operand]]
+    if unsaid and isinstance(node.target, torch._ops.OpOverload):
+        name = target_text(node.target)
+        raise ProgramError(f"{node} writes to its operand {unsaid[0]}, and the schema of {name} does not say so.")
+
+
+def _is_float_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _FLOATS
+
+
+def _cast(value: Any, precise: torch.dtype | None) -> Any:
+    if precise is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(precise)
+
+
+def find_type_mismatches(
+    program: Program, inputs: Mapping[str, Any], runner: ProgramInterpreter | None = None
+) -> dict[str, str]:
+    """The nodes whose value is of another dtype, shape or strides than they state, and what each states and is.
+
+    A fake kernel is held against the real one by that.
+    """
+    seen = RunTypeChecker(program.types)
+    try:
+        (runner or ProgramInterpreter())(program, inputs, on_value=seen.check)
+    except Exception:
+        if not seen.mismatches:  # else that is why it cannot be computed
+            raise
+    return seen.mismatches
+
+
+def random_inputs(
+    program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None, scale: float = 1.0
+) -> dict[str, Any]:
+    """Inputs of the sizes a program was captured with, or of others by the name of a symbol; axes in memory as there.
+
+    Whole numbers are below the vocabulary and the rows of tables that they choose from, others around 0, times `scale`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    known = {symbol.name: symbol.example for symbol in program.symbols.values()} | dict(sizes or {})
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    made: dict[str, Any] = {}
+    for row in program.bindings.with_role(Role.INPUT):
+        if not row.is_tensor:
+            made[row.name] = row.value
+            continue
+        shape = [size if isinstance(size, int) else known[size] for size in row.shape]
+        dtype: torch.dtype = getattr(torch, row.dtype)
+        if dtype.is_floating_point:
+            value = (torch.randn(shape, generator=generator) * scale).to(dtype)
+        else:
+            value = torch.randint(0, _limit(program, nodes[row.name]), shape, generator=generator).to(dtype)
+        made[row.name] = match_layout(value, nodes[row.name].meta["val"])
+    return made
+
+
+def other_sizes(program: Program) -> list[dict[str, int]]:
+    """Sizes that a program claims to take beside those it was captured with: the smallest, and larger ones."""
+    ranges = {symbol.name: (symbol.low, symbol.high, symbol.example) for symbol in program.symbols.values()}
+    named = {size for row in program.bindings.with_role(Role.INPUT) if row.is_tensor for size in row.shape}
+    if not ranges or not {size for size in named if isinstance(size, str)} <= set(ranges):
+        return []
+    larger = {name: 2 * example + 3 for name, (_, _, example) in ranges.items()}
+    most = {name: high if high is not None else larger[name] for name, (_, high, _) in ranges.items()}
+    return [
+        {name: max(low, 1) for name, (low, _, _) in ranges.items()},
+        {name: min(most[name], larger[name]) for name in ranges},
+    ]
+
+
+def match_layout(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with the axes in the order in memory that `like` has them in."""
+    if value.dim() != like.dim():
+        return value
+    steps = [int(step) if isinstance(step, int) else step.node.hint for step in like.stride()]
+    if None in steps or 0 in steps:
+        return value
+    order = sorted(range(value.dim()), key=lambda axis: -steps[axis])
+    back = [order.index(axis) for axis in range(value.dim())]
+    return value.permute(order).contiguous().permute(back)
+
+
+def _limit(program: Program, node: fx.Node) -> int:
+    """Below what whole numbers must lie: rows of the tables that they are looked up in, or the vocabulary."""
+    tables = [user.args[0] for user in node.users if user.target is torch.ops.aten.embedding.default]
+    rows = [each.meta["val"].shape[0] for each in tables if isinstance(each, fx.Node)]
+    known = [each for each in rows if isinstance(each, int)]
+    if program.facts.vocabulary:
+        known.append(program.facts.vocabulary.value)
+    return max(1, min(known, default=2))

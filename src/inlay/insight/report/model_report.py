@@ -1,0 +1,126 @@
+"""The report of a model: the transforms of a build are run on it and watched; nothing is compiled."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from inlay import flow, machine
+from inlay.config import resolve_config
+from inlay.errors import InlayError
+from inlay.insight.candidates import SIZES_TEXT, find_candidates
+from inlay.insight.explanation import drop_contract
+from inlay.insight.report.line_table import LineTable
+from inlay.insight.report.recorder import TransformRecorder
+from inlay.insight.report.tables import bindings_table, memory_table, plan_table, settings_table
+from inlay.insight.verify import NumericsCheck
+from inlay.program.text.folded_printer import dump_folded
+from inlay.transforms import configure, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from inlay.lowering.lower import LoweredProgram
+    from inlay.program.program import Program
+
+_PACKAGES = ("inlay", "torch", "transformers")
+
+
+def report_program(
+    program: Program,
+    options: flow.BuildOptions | None = None,
+    *,
+    drift: bool = False,
+    seconds: dict[str, float] | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> dict[str, Any]:
+    """All that a page says of a captured program: what a build with these options would do to it, and why.
+
+    With `drift` the program is also run before and after every transform, as `inlay verify` does.
+    """
+    options, clock, lines = options or flow.BuildOptions(), dict(seconds or {}), LineTable()
+    captured, start = program, time.perf_counter()
+    prepared = flow.prepare(program, options)
+    program, resolved = prepared.program, prepared.config
+    steps = configure(resolved)
+    watch = TransformRecorder(steps, lines, on_step)
+    before = lines.add(dump_folded(program).splitlines())
+    made, records = run(program, [drop_contract(step) for step in steps], [watch])
+    clock["transform"] = sum(record.seconds for record in records)
+    clock["watch"] = time.perf_counter() - start - clock["transform"]
+    on_step("lowering")
+    lowered, why = _lower(made, options, clock)
+    on_step("searching for candidates")
+    candidates = _candidates(made, clock)
+    return {
+        "kind": "model",
+        "title": program.name,
+        "architecture": program.facts.architecture,
+        "versions": versions(),
+        "facts": [[name, fact.value, fact.origin] for name, fact in program.facts.items()],
+        "nodes": [len(captured), len(made)],
+        "seconds": {name: round(value, 3) for name, value in clock.items()},
+        "transforms": watch.transforms,
+        "programs": [
+            {"title": "as captured", "lines": before},
+            {"title": "after all transforms", "lines": lines.add(dump_folded(made).splitlines())},
+        ],
+        "candidates": candidates,
+        "bindings": bindings_table(made.bindings, {name: ref.origin for name, ref in made.tensors.items()}),
+        "plan": {"buckets": plan_table(lowered) if lowered is not None else [], "why": why},
+        "memory": memory_table(made, lowered),
+        "drift": _drift(captured, options, on_step) if drift else _empty_drift(),
+        "configuration": {"rows": settings_table(resolved, steps), "why": ""},
+        "lines": lines.texts,
+    }
+
+
+def versions() -> dict[str, str]:
+    """What the figures were made with."""
+    return {name: found for name in _PACKAGES if (found := machine.package_version(name))}
+
+
+def _lower(program: Program, options: flow.BuildOptions, clock: dict[str, float]) -> tuple[LoweredProgram | None, str]:
+    start = time.perf_counter()
+    try:
+        return (
+            flow.lower_program(program, options),
+            "Sizes of code and the choice of kernels are measured when the model is built: `inlay report PACKAGE`.",
+        )
+    except InlayError as error:
+        return None, str(error)
+    finally:
+        clock["lower"] = time.perf_counter() - start
+
+
+def _candidates(program: Program, clock: dict[str, float]) -> dict[str, Any]:
+    start = time.perf_counter()
+    search = find_candidates(program)
+    clock["candidates"] = time.perf_counter() - start
+    why = "" if search.candidates else "Nothing that is repeated could be fused further."
+    return {"rows": [each.to_json() for each in search.candidates], "sizes": SIZES_TEXT, "why": why}
+
+
+def _empty_drift() -> dict[str, Any]:
+    return {
+        "rows": [],
+        "why": "Not measured. `inlay report MODEL --drift` or `inlay verify MODEL` runs the program before and after"
+        " every transform.",
+    }
+
+
+def _drift(program: Program, options: flow.BuildOptions, on_step: Callable[[str], None]) -> dict[str, Any]:
+    """What each transform does to numbers. A cache adds inputs, so the program is verified without one."""
+    on_step("verifying")
+    files: tuple[Path, ...] = options.config
+    resolved = resolve_config(
+        architecture=program.facts.architecture, model=program.name, files=files, settings=options.settings
+    )
+    seen = NumericsCheck(rounds=2)
+    try:
+        run(program, [drop_contract(step) for step in configure(resolved)], [seen])
+    except InlayError as error:
+        return {"rows": [], "why": f"Not measured: {error}"}
+    rows = [each.to_json() for each in seen.verdicts]
+    return {"rows": rows, "why": "" if rows else "No transform changed anything."}

@@ -1,0 +1,137 @@
+"""An observer for reports: of every transform the difference it made, its sites, its misses, its contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import ContractError
+from inlay.insight.explanation import collect_findings
+from inlay.insight.findings import format_layers, layer_of
+from inlay.program.fold import fold
+from inlay.program.graphs import all_nodes
+from inlay.program.text.diff import diff
+from inlay.rewrite.differences import code_location
+from inlay.transforms import TransformResult
+from inlay.transforms.pass_manager import check_contract, expected_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from inlay.insight.report.line_table import LineTable
+    from inlay.program.program import Program
+    from inlay.transforms import Transform, TransformRecord
+    from inlay.transforms.pass_manager import TransformStep
+
+_NAMES = 400
+"""Names of one group of sites that are kept; the rest is counted."""
+
+
+@dataclass
+class TransformRecorder:
+    """Keeps what a report says of each transform. Contracts are judged here, so that a broken one is shown."""
+
+    steps: Sequence[TransformStep]
+    lines: LineTable
+    on_step: Callable[[str], None] = lambda step: None
+    transforms: list[dict[str, Any]] = field(default_factory=list)
+    _before: Program | None = None
+
+    def before(self, transform: Transform, program: Program) -> None:
+        """Remember what goes in."""
+        self._before = program
+
+    def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
+        """Describe what came out."""
+        assert self._before is not None
+        self.on_step(f"transforming ({record.key})")
+        asked = self.steps[len(self.transforms)]
+        made = describe_transform(transform, record)
+        if record.status == "ran":
+            made["contract"] = _contract(asked, self._before, record)
+            made["places"] = _group_sites(self._before, record)
+            made["misses"] = [
+                _summarize_finding(each.to_json()) for each in collect_findings(transform, self._before, record)
+            ]
+        if record.status == "ran" and record.sites:
+            made["diff"] = compare_programs(self._before, program, self.lines)
+        self.transforms.append(made)
+
+
+def describe_transform(step: type[Transform] | Transform, record: TransformRecord) -> dict[str, Any]:
+    """What a record says, and what the transform says of itself."""
+    return {
+        "key": record.key,
+        "stage": record.stage,
+        "status": record.status,
+        "summary": step.summary(),
+        "numerics": step.numerics.value,
+        "sites": record.sites,
+        "nodes": list(record.nodes),
+        "seconds": round(record.seconds, 4),
+        "contract": None,
+        "places": [],
+        "misses": [],
+        "notes": [remark.reason for remark in record.notes],
+        "diff": None,
+    }
+
+
+def compare_programs(left: Program, right: Program, lines: LineTable) -> dict[str, Any]:
+    """Two programs side by side, folded alike."""
+    found = diff(left, right)
+    return {
+        "equal": found.is_equal,
+        "rows": lines.rows(found.rows),
+        "nodes": list(found.node_counts),
+        "operators": dict(found.operator_deltas),
+        "bindings": list(found.binding_changes),
+    }
+
+
+def _contract(step: TransformStep, before: Program, record: TransformRecord) -> dict[str, Any]:
+    options = step.transform.options
+    broken, wanted = "", None
+    try:
+        check_contract(step, before, TransformResult(before, record.sites))
+        if options.expect not in (None, "any"):
+            wanted = expected_count(options.expect, before)
+    except ContractError as error:
+        broken = error.problem
+    return {"expect": options.expect, "wanted": wanted, "reason": options.reason, "broken": broken}
+
+
+def _group_sites(before: Program, record: TransformRecord) -> list[dict[str, Any]]:
+    """The sites of a transform, those at the same place of several layers together."""
+    nodes = {node.name: node for node in all_nodes(before.graph)}
+    blocks = cache(lambda: fold(before).layer_of)
+    groups: dict[tuple[str, str], list[fx.Node]] = {}
+    for name in record.matched_roots:
+        if name in nodes:
+            groups.setdefault(code_location(nodes[name]), []).append(nodes[name])
+    found = []
+    for (module, source), group in groups.items():
+        layers = [number for node in group if (number := layer_of(node, blocks)) is not None]
+        found.append(
+            {
+                "module": module,
+                "source": source,
+                "count": len(group),
+                "layers": format_layers(layers) if layers else "",
+                "names": [node.name for node in group[:_NAMES]],
+            }
+        )
+    return found
+
+
+def _summarize_finding(finding: dict[str, Any]) -> dict[str, Any]:
+    """What a report needs of a finding."""
+    kept = ("kind", "reason", "source", "matched", "of", "suggestion")
+    made = {name: finding[name] for name in kept}
+    made["count"] = len(finding["roots"])
+    made["layers"] = format_layers(finding["layers"]) if finding["layers"] else ""
+    made["names"] = list(finding["roots"][:_NAMES])
+    return made

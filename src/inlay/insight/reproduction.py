@@ -1,0 +1,37 @@
+"""Showing again what a bisection found: what its scripts call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from inlay.capture import capture
+from inlay.capture.huggingface.causal_lm import HFOptions
+from inlay.config import resolve_config
+from inlay.insight.bisect import Bisection
+from inlay.insight.oracles import make_oracle
+from inlay.integrations.external_pass import load_foreign_pass
+from inlay.transforms import configure
+from inlay.transforms.pass_manager import TransformStep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: str = "logits", dtype: str = "") -> bool:
+    """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
+    program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
+    resolved = resolve_config(architecture=program.facts.architecture, model=program.name)
+    steps = [*configure(resolved), *(TransformStep(name, load_foreign_pass(name)) for name in culprits if ":" in name)]
+    keys = [step.key for step in steps]
+    last = max(keys.index(name) for name in culprits)
+    bisection = Bisection(program, steps[: last + 1], make_oracle(oracle, program))
+    sites = [
+        each
+        for each in bisection.sites
+        if (numbers := culprits.get(each.transform)) is None or each.site is None or each.site in numbers
+    ]
+    bad = not bisection.is_good(sites)
+    print(f"{model} with {bisection.format_sites(sites)}: {'bad' if bad else 'good'}")
+    return bad

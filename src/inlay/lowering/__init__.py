@@ -1,0 +1,1 @@
+"""From a transformed program to running code: partitioning, backends, compiled libraries, execution."""

@@ -1,0 +1,179 @@
+"""Compile a Program and call it: weights and state bound once, the rest by the signature of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from inlay.errors import UsageError
+from inlay.lowering.backends import find_backend
+from inlay.lowering.state.buffers import lift_mutated_buffers
+from inlay.lowering.state.declared_aliases import declare_aliases
+from inlay.lowering.state.in_place_writes import InPlaceProgram, write_in_place
+from inlay.lowering.state.state_copies import find_compiled_copies
+from inlay.program.bindings import Role, tensor_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.analysis.state_updates import StateUpdate
+    from inlay.lowering.backends import BindableCode, Run
+    from inlay.program.bindings import Binding, Bindings
+    from inlay.program.program import Program
+    from inlay.program.remarks import Remark
+
+
+__all__ = ["CompiledProgram", "compile_program"]
+
+
+def compile_program(
+    program: Program,
+    backend: str = "inductor",
+    *,
+    alias: Mapping[str | int, str | int] | None = None,
+    lift_mutable_buffers: bool = False,
+) -> CompiledProgram:
+    """Compile a program as it is: no transforms, no package.
+
+    `alias` declares outputs that live in the storage of inputs. With `lift_mutable_buffers` state that the module owns
+    is left to the caller, who reads `bindings`, makes tensors of those types, and passes them by name.
+
+    >>> import torch
+    >>> from inlay.testing import program_of
+    >>> program = program_of(lambda x, state: state.add_(x), [torch.ones(2), torch.zeros(2)])
+    >>> compiled, state = compile_program(program, "eager"), torch.zeros(2)
+    >>> compiled(torch.ones(2), state) is state, state
+    (True, tensor([1., 1.]))
+    """
+    if alias:
+        program = declare_aliases(program, alias)
+    if lift_mutable_buffers:
+        program = lift_mutated_buffers(program)
+    code = find_backend(backend)(program)
+    made = write_in_place(program)
+    if backend != "eager":
+        made = replace(made, states=tuple(find_compiled_copies(program)))
+    return CompiledProgram(made, code, backend)
+
+
+@dataclass(eq=False)
+class CompiledProgram:
+    """A program that runs. Its table says what it takes, what it returns, and which state it writes to."""
+
+    in_place_program: InPlaceProgram
+    code: BindableCode
+    backend: str
+    owned_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Weights, and the state that the program owns."""
+
+    def __post_init__(self) -> None:
+        self._validator = InputValidator(self.in_place_program.program)
+        self._bound_run: tuple[list[int], Run] | None = None
+        written = {row.name for row in self.bindings.state}
+        for row in self.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
+            value = self.in_place_program.program.tensors[row.name].read()
+            self.owned_tensors[row.name] = value.clone() if row.name in written else value
+
+    @property
+    def bindings(self) -> Bindings:
+        """The one table of all that goes in and comes out."""
+        return self.in_place_program.program.bindings
+
+    @property
+    def states(self) -> tuple[StateUpdate, ...]:
+        """The state bindings, how each is written, and whether this engine does that in place."""
+        return self.in_place_program.states
+
+    @property
+    def remarks(self) -> list[Remark]:
+        """What is not in place, or not known to be, and why."""
+        return self.in_place_program.remarks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it like the model; state that was lifted is passed by name."""
+        calling = self.in_place_program.program.call_spec
+        given, spec = tree_flatten((args, kwargs))
+        if spec != calling.in_spec:
+            given = self._reorder(args, kwargs)
+        rows = self.bindings.with_role(Role.INPUT)
+        values = self._validator(self.owned_tensors | dict(zip((row.name for row in rows), given, strict=True)))
+        results = iter(self._bind()([values[row.name] for row in rows]))
+        states = {state.output_index: values[state.binding.name] for state in self.states}
+        every = [states[index] if index in states else next(results) for index in range(len(self.bindings.outs))]
+        users = [self._user_value(index, every, values) for index in self._user_outputs()]
+        return tree_unflatten(users, calling.out_spec)
+
+    def _bind(self) -> Run:
+        """The code, bound to what is held now."""
+        places = [value.data_ptr() for value in self.owned_tensors.values()]
+        if self._bound_run is None or self._bound_run[0] != places:
+            self._bound_run = places, self.code(self.owned_tensors)
+        return self._bound_run[1]
+
+    def _user_outputs(self) -> list[int]:
+        return [index for index, row in enumerate(self.bindings.outs) if row.alias is None]
+
+    def _user_value(self, index: int, every: list[Any], values: Mapping[str, Any]) -> Any:
+        """An output that was declared to be a state is that state."""
+        declared = self.in_place_program.declared_outputs.get(index)
+        return every[index] if declared is None else values[declared]
+
+    def _reorder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Arguments given by name where the capture had them by position, or in another order."""
+        spec = self.in_place_program.program.call_spec.in_spec
+        wanted_args, wanted_kwargs = tree_unflatten(list(range(spec.num_leaves)), spec)
+        names = self.in_place_program.program.call_spec.arg_names
+        by_name = dict(zip(names, args, strict=False)) | kwargs
+        missing = [name for name in (*names[: len(wanted_args)], *wanted_kwargs) if name not in by_name]
+        unknown = sorted(set(kwargs) - set(names) - set(wanted_kwargs))
+        if missing or unknown:
+            what = f"lacks {', '.join(missing)}" if missing else f"takes no {', '.join(unknown)}"
+            raise UsageError(
+                f"The call {what}.", f"The program takes {', '.join(dict.fromkeys((*names, *wanted_kwargs)))}."
+            )
+        made = (
+            tuple(by_name[name] for name in names[: len(wanted_args)]),
+            {name: by_name[name] for name in wanted_kwargs},
+        )
+        given, found = tree_flatten(made)
+        if found != spec:
+            raise UsageError("The arguments are not nested like those the program was captured with.")
+        return given
+
+
+class InputValidator:
+    """The arguments of a program: types are checked, and tensors laid out in memory as they were captured."""
+
+    def __init__(self, program: Program) -> None:
+        captured = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+        self.rows = [row for row in program.bindings.with_role(Role.INPUT) if row.is_tensor]
+        self.state = {row.name for row in program.bindings.state}
+        self.contiguous_inputs = {
+            row.name for row in self.rows if (value := captured[row.name]) is not None and value.is_contiguous()
+        }
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """All values, those that need it in another layout."""
+        return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
+
+    def _validate(self, row: Binding, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"{row.target} is {row.type_text}, and a {type(value).__name__} was given.")
+        dtype = str(value.dtype).removeprefix("torch.")
+        fits = len(value.shape) == len(row.shape) and all(
+            isinstance(wanted, str) or wanted == size for wanted, size in zip(row.shape, value.shape, strict=True)
+        )
+        if dtype != row.dtype or not fits:
+            found = tensor_text(dtype, tuple(value.shape))
+            raise UsageError(f"{row.target} is {row.type_text}, and {found} was given.")
+        if row.name not in self.contiguous_inputs or value.is_contiguous():
+            return value
+        if row.name in self.state:
+            raise UsageError(
+                f"{row.target} is state, and a part or another view of a larger tensor was given.",
+                "Give a contiguous tensor: it is written to in place.",
+            )
+        return value.contiguous()

@@ -1,0 +1,208 @@
+"""Which kernel for which number of rows: measured at build on the shapes of a package, kept in it, shown by `inspect`.
+
+The C++ kernel has three ways to multiply by a packed weight, and all read the same bytes. Two of them turn x into bytes
+and give the same bits, so which of those is taken may depend on the number of rows; the third turns x into bfloat16. A
+bucket uses bytes or bfloat16, whatever the number of rows: what a row gives must not depend on the rows beside it.
+Kernels that want a layout of their own are timed beside them: what a second copy of the weights would buy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from functools import cache, lru_cache
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.errors import ProgramError
+from inlay.lowering.buckets import KernelRow
+from inlay.ops import native
+from inlay.ops.weight_layout import Packing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from inlay.program.program import Program
+
+    KernelCall = Callable[[torch.Tensor, torch.Tensor], Any]
+    KernelTrial = tuple[KernelCall, torch.Tensor, list[torch.Tensor]]
+
+_LINEAR, _ATTENTION = torch.ops.inlay.packed_linear.default, torch.ops.inlay.cached_attention.default
+VARIANTS = {"dot": 1, "tiles8": 2, "tiles16": 3}
+"""Bytes row by row, bytes in tiles, bfloat16 in tiles."""
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_WORKING_SET = 1 << 25
+"""Bytes of weights that are read in turn while timing: more than the caches next to a core hold."""
+_TURNS = 3
+"""How often each weight is read while timing."""
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def choose_kernels(
+    program: Program, sizes: Mapping[str, tuple[int, int | None]], level: str = "native", *, prefill: bool = False
+) -> tuple[Program, tuple[KernelRow, ...]]:
+    """A piece whose packed linear layers take the fastest way for rows of these sizes, and what was measured.
+
+    `prefill`: it is used for prompts alone, so attention may take many rows at once. Portable kernels have one way,
+    which is timed nowhere: who knows where it will run.
+    """
+    program = program.copy()
+    table = []
+    for node in program.graph.nodes:
+        if node.target is _ATTENTION and prefill:
+            node.kwargs = {**node.kwargs, "tiled": True}
+        if node.target is not _LINEAR:
+            continue
+        x, weight, bias, features, bits, zero = node.args[:6]
+        value = x.meta["val"]
+        depth = int(value.shape[-1])
+        group = depth // int(weight.meta["val"].shape[1])
+        rows = _rows(value.shape[:-1], {raw: sizes[symbol.name] for raw, symbol in program.symbols.items()})
+        packing = Packing(bits, zero, group)
+        has_ways = level == "native" and bits < 32  # float32 has one kernel
+        timings, spread = time_kernels(features, depth, packing, value.dtype, rows) if has_ways else ({}, 0.0)
+        singly, tiled = thresholds(timings, bits)
+        node.args = (x, weight, bias, features, bits, zero, singly, tiled)
+        texts = {str(count): each for count, each in timings.items()}
+        table.append(KernelRow(weight.name, features, depth, bits, zero, group, singly, tiled, texts, spread))
+    return program, tuple(table)
+
+
+def _rows(shape: Sequence[Any], sizes: Mapping[str, tuple[int, int | None]]) -> tuple[int, ...]:
+    """Numbers of rows that may come, up to the largest that is timed."""
+    low = high = 1
+    for size in shape:
+        least, most = (int(size),) * 2 if str(size).isdigit() else sizes.get(str(size), (1, None))
+        low, high = low * least, high * (_ROWS[-1] if most is None else most)
+    return tuple(count for count in _ROWS if low <= count <= high) or (_ROWS[-1],)
+
+
+MAX_ROWS = 1 << 31
+"""More rows than come."""
+
+
+def thresholds(timings: Mapping[int, Mapping[str, float]], bits: int = 4) -> tuple[int, int]:
+    """Up to how many rows `dot` is taken, and up to how many `tiles8` from there on: what loses least over all rows.
+
+    Beyond come no rows, or all of them: bytes and bfloat16 are not mixed. Weights of 16 bits are not made bytes.
+
+    >>> few = {1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 16: {"dot": 9, "tiles8": 5, "tiles16": 6}}
+    >>> thresholds(few) == (8, MAX_ROWS)
+    True
+    >>> thresholds({32: {"dot": 9, "tiles8": 5, "tiles16": 4}, 128: {"dot": 90, "tiles8": 50, "tiles16": 6}})
+    (0, 0)
+    """
+
+    def lost(singly: int, tiled: int) -> float:
+        ways = {count: "dot" if count <= singly else "tiles8" if count <= tiled else "tiles16" for count in timings}
+        return sum(took[ways[count]] / min(took[way] for way in VARIANTS) for count, took in timings.items())
+
+    singles = [MAX_ROWS] if bits == 16 else [0, *sorted(timings)]
+    singly, tiled = min([(0, 0), *((each, MAX_ROWS) for each in singles)], key=lambda pair: lost(*pair))
+    return _extend_threshold(singly, timings), tiled
+
+
+def _extend_threshold(count: int, timings: Mapping[int, Any]) -> int:
+    """Between two numbers that were timed, the way of the lower one goes on up to half the next."""
+    later = [each for each in sorted(timings) if each > count]
+    return max(count, later[0] // 2) if later and count else count
+
+
+@lru_cache(maxsize=256)
+def time_kernels(
+    features: int, depth: int, packing: Packing, dtype: torch.dtype, rows: tuple[int, ...]
+) -> tuple[dict[int, dict[str, float]], float]:
+    """Microseconds of each kernel for each number of rows, and how much longer than that half of the calls took."""
+    shape = packing.shape(features, depth)
+    size = shape[0] * shape[1] * shape[2]
+    weights = [torch.full(shape, 17, dtype=torch.uint8) for _ in range(max(1, min(_WORKING_SET // size, 64)))]
+    other = _aten_int4(features, depth, packing, len(weights)) or _one_dnn(features, depth, packing, len(weights))
+    found, spread = {}, 1.0
+    for count in rows:
+        x = torch.randn(count, depth).to(dtype)
+        calls: dict[str, KernelTrial] = {
+            way: (native_kernel(features, depth, packing, way), x, weights) for way in VARIANTS
+        }
+        if other is not None:
+            name, run, theirs = other
+            calls[name] = (run, x.bfloat16(), theirs)
+        took = _time_interleaved(calls)
+        found[count] = {name: round(min(each) * 1e6, 1) for name, each in took.items()}
+        spread = max(spread, *(sorted(took[way])[len(took[way]) // 2] / min(took[way]) for way in VARIANTS))
+    return found, round(spread, 2)
+
+
+def _time_interleaved(calls: Mapping[str, KernelTrial]) -> dict[str, list[float]]:
+    """Seconds of every call. Kernels take turns, so what disturbs disturbs them all; each reads another weight."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for turn in range(_TURNS * max(len(weights) for _, _, weights in calls.values())):
+            for place, (name, (run, x, weights)) in enumerate(calls.items()):
+                weight = weights[(turn + place * len(weights) // len(calls)) % len(weights)]
+                start = perf_counter()
+                run(x, weight)
+                took[name].append(perf_counter() - start)
+    return took
+
+
+@cache
+def _library() -> Any:
+    """The kernels, loaded into this process."""
+    torch.cpu._init_amx()
+    folder = tempfile.TemporaryDirectory()
+    file = Path(folder.name, native.LIBRARY_NAME)
+    native.install(file)
+    library: Any = ctypes.CDLL(str(file))
+    function = library.inlay_packed_linear
+    pointer, number, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = [pointer] * 4 + [short] * 2 + [number] * 4 + [short] * 3
+    function.restype = short
+    return function
+
+
+def native_kernel(features: int, depth: int, packing: Packing, variant: str) -> KernelCall:
+    """The C++ kernel, one of its ways."""
+    function = _library()
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(x.shape[0], features, dtype=x.dtype)
+        kind = _TYPES[x.dtype]
+        failed = function(
+            *(x.data_ptr(), weight.data_ptr(), None, y.data_ptr(), kind, kind, x.shape[0], features, depth),
+            *(packing.group_size, packing.bits, packing.zero_point, VARIANTS[variant]),
+        )
+        if failed:
+            raise ProgramError(f"The kernel refuses {features} features of {depth} columns in {packing}.")
+        return y
+
+    return run
+
+
+def _aten_int4(
+    features: int, depth: int, packing: Packing, count: int
+) -> tuple[str, KernelCall, list[torch.Tensor]] | None:
+    """ATen's kernel for four bits. It reads as many bytes; which, does not matter here."""
+    if packing.bits != 4 or features % 16:
+        return None
+    aten: Any = torch.ops.aten
+    packed = aten._convert_weight_to_int4pack_for_cpu(torch.ones(features, depth, dtype=torch.int32), 1)
+    factors = torch.ones(depth // packing.group_size, features, 2, dtype=torch.bfloat16)
+    weights = [packed.clone() for _ in range(count)]
+    return (
+        "aten int4",
+        lambda x, weight: aten._weight_int4pack_mm_for_cpu(x, weight, packing.group_size, factors),
+        weights,
+    )
+
+
+def _one_dnn(
+    features: int, depth: int, packing: Packing, count: int
+) -> tuple[str, KernelCall, list[torch.Tensor]] | None:
+    """oneDNN's kernel for bfloat16, as torch calls it."""
+    if packing.bits != 16:
+        return None
+    weights = [torch.ones(features, depth, dtype=torch.bfloat16) for _ in range(count)]
+    return "torch bf16", torch.nn.functional.linear, weights

@@ -1,0 +1,98 @@
+"""Lowering: a transformed program cut into pieces for each bucket of sizes, and compiled to run in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inlay.analysis.state_updates import find_state_updates
+from inlay.errors import UsageError, suggest
+from inlay.lowering.backends import find_backend
+from inlay.lowering.buckets import Bucket
+from inlay.lowering.executable import BoundStep, Executable, PlanExecutor
+from inlay.lowering.plan import make_plan
+from inlay.lowering.state.in_place_writes import copy_remarks
+from inlay.lowering.state.state_copies import find_compiled_copies, find_eager_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from inlay.lowering.plan import Piece, Plan
+    from inlay.program.program import Program
+
+SizeRanges = dict[str, tuple[int, int | None]]
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A program cut into pieces, once for each bucket of sizes; the last one takes all sizes."""
+
+    program: Program
+    buckets: tuple[tuple[str, SizeRanges, Plan], ...]
+
+    @property
+    def compiled_pieces(self) -> list[Piece]:
+        """The pieces that a compiler has to work on."""
+        return [piece for _, _, each in self.buckets for piece in each.pieces if not piece.is_eager]
+
+
+def lower(program: Program, buckets: Sequence[str] = ()) -> LoweredProgram:
+    """Plans for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for every size."""
+    every: SizeRanges = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
+    wanted = [_parse_bucket(text, every) for text in buckets]
+    named = [(text.replace(" ", ""), sizes) for text, sizes in zip(buckets, wanted, strict=True)]
+    plans = ((name, sizes, make_plan(program, sizes)) for name, sizes in (*named, ("all", every)))
+    return LoweredProgram(program, tuple(plans))
+
+
+def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
+    """A bucket from its text.
+
+    >>> _parse_bucket("length=1", {"batch": (1, 4), "length": (1, 64)})
+    {'batch': (1, 4), 'length': (1, 1)}
+    """
+    sizes = dict(every)
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        low, dots, high = value.partition("..")
+        if not equals or not low.isdigit() or (high and not high.isdigit()):
+            raise UsageError(
+                f"{text!r} is not a bucket.", "Write --buckets length=1 or --buckets batch=1,length=2..64."
+            )
+        if name not in every:
+            raise UsageError(f"The program has no size {name}.", suggest(name, every) or f"It has {', '.join(every)}.")
+        floor, ceiling = every[name]
+        least, most = int(low), int(high) if high else ceiling if dots else int(low)
+        if least < floor or (ceiling is not None and (most is None or most > ceiling)):
+            raise UsageError(f"{text}: {name} must be within {floor} … {ceiling}.")
+        sizes[name] = (least, most)
+    return sizes
+
+
+def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Executable:
+    """Compile all pieces with an engine; weights are read once and shared by all buckets."""
+    program = lowered.program
+    used = {name for _, _, plan in lowered.buckets for step in plan.steps for name in step.constants}
+    weights = {name: program.tensors[name].read() for name in used}
+    initial = {
+        row.name: program.tensors[row.name].read() for row in program.bindings.state if row.name in program.tensors
+    }
+    buckets = [
+        (Bucket(name, sizes, (), (), plan.results), _execution(plan, backend, weights))
+        for name, sizes, plan in lowered.buckets
+    ]
+    states = find_eager_copies(find_state_updates(program)) if backend == "eager" else find_compiled_copies(program)
+    return Executable(program.bindings, buckets, initial, copy_remarks(states))
+
+
+def _execution(plan: Plan, engine: str, weights: dict[str, torch.Tensor]) -> PlanExecutor:
+    pieces = {piece.name: piece for piece in plan.pieces}
+    code = {name: find_backend("eager" if piece.is_eager else engine)(piece.program) for name, piece in pieces.items()}
+    steps = []
+    for step in plan.steps:
+        names = [row.name for row in pieces[step.piece].constants]
+        held = {name: weights[of] for name, of in zip(names, step.constants, strict=True)}
+        steps.append(BoundStep(code[step.piece](held), step.ins, step.outs))
+    return PlanExecutor(steps, plan.results)

@@ -1,0 +1,171 @@
+"""Which states an engine does not update in place although that would be sound, and why.
+
+`find_state_updates` says whether a state *may* be written in place. Whether it is depends on who runs the program. The
+eager engine calls in-place operators, so only a new value that is computed apart, as large as the state, is copied.
+Compilers functionalise again: they keep an `index_put` into the whole state, a mutating operator, and a state of which
+every value is computed anew by one kernel. What they make of anything else is not known, and is said to be copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from inlay.analysis.auto_functionalized import is_auto_functionalized
+from inlay.analysis.state_updates import StateUpdate, find_aliases, find_state_updates
+from inlay.analysis.storage_slices import SCATTERS
+from inlay.lowering.state.index_put import canonicalize_updates
+from inlay.program.graphs import is_view, operands, target_text
+from inlay.program.symbols import is_statically_true
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from inlay.analysis.state_updates import StateWrite
+    from inlay.program.program import Program
+
+aten = torch.ops.aten
+_TINY = 64
+"""Bytes up to which a copy costs less than the call that makes it: counters, positions."""
+_POINTWISE_OPS = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.full.default)
+_ROWS = ("aten.index_", "aten.scatter")
+_MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+"""Eager writes only what the mask chooses, and compilers write everything."""
+
+
+def find_eager_copies(states: Sequence[StateUpdate]) -> list[StateUpdate]:
+    """Recognised states; one that the eager engine copies has a reason."""
+    return [
+        _with_reason(state, _full_value_reason(state) or _partial_view_reason(state), certain=True) for state in states
+    ]
+
+
+def find_compiled_copies(program: Program) -> list[StateUpdate]:
+    """The states of a program; one that engines which compile it copy, or may copy, has a reason."""
+    reasons = {
+        state.binding.name: _compiler_reason(state) for state in find_state_updates(canonicalize_updates(program)[0])
+    }
+    states = find_state_updates(program)
+    return [
+        _with_reason(state, reasons[state.binding.name] or _partial_view_reason(state), certain=False)
+        for state in states
+    ]
+
+
+def _with_reason(state: StateUpdate, reason: str, *, certain: bool) -> StateUpdate:
+    return state if state.reason or not reason else replace(state, reason=reason, is_certain=certain)
+
+
+def _full_value_reason(state: StateUpdate) -> str:
+    """Why the eager engine copies a state, if it does."""
+    if state.reason:
+        return ""
+    return next((_full_value_text(write.args[0]) for write in state.writes if _puts_all(write, state)), "")
+
+
+def _partial_view_reason(state: StateUpdate) -> str:
+    """Why more of a state is written than the model writes, if it is: rows of a part that is seen in two ways."""
+    for write in state.writes if state.is_eligible else ():
+        if write.target is aten.copy_.default and write.args[0] is write.node:
+            root = _view_base(write.node)
+            if root.target in SCATTERS or target_text(root.target).startswith(_ROWS):
+                return f"views: {root} writes to a part that is not followed back to the state, and all of it is copied"
+    return ""
+
+
+def _view_base(value: fx.Node) -> fx.Node:
+    """What a value is a view of."""
+    while value.op == "call_function" and is_view(value):
+        value = value.args[0]  # type: ignore[assignment]
+    return value
+
+
+def _full_value_text(value: fx.Node) -> str:
+    return f"computed apart: {value} is a new value of all of it"
+
+
+def _puts_all(write: StateWrite, state: StateUpdate) -> bool:
+    """Whether a write puts a value there that was computed before, and is as large as the state."""
+    if write.target is aten.copy_.default:
+        value = write.args[0]
+    elif write.target is aten.index_put_.default:
+        value = write.args[1]
+    else:
+        return False
+    whole = not write.storage_slice.views and write.target is aten.copy_.default
+    return (whole or str(write.size) == str(_whole(state).numel())) and _is_new(value, state)
+
+
+def _whole(state: StateUpdate) -> torch.Tensor:
+    held: torch.Tensor = next(each for each in state.versions if each.op == "placeholder").meta["val"]
+    return held
+
+
+def _is_new(value: fx.Node, state: StateUpdate) -> bool:
+    """Whether a value, or what it is a view of, was computed and is as large as the state."""
+    root = _view_base(value)
+    return root.op == "call_function" and not _is_smaller(root, state)
+
+
+def _is_smaller(node: fx.Node, state: StateUpdate) -> bool:
+    """Whether a value is known to have fewer elements than the state, or is none."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or is_statically_true(value.numel() < _whole(state).numel())
+
+
+def _compiler_reason(state: StateUpdate) -> str:
+    """Why compilers may copy a state whose updates are in canonical form; empty where they do not."""
+    if state.reason:
+        return state.reason
+    others = [write for write in state.writes if not _is_row_write(write)]
+    if _is_tiny(state):
+        return ""
+    if not others:
+        return next((_full_value_text(write.args[1]) for write in state.writes if _puts_all(write, state)), "")
+    if len(others) < len(state.writes) or any(write.storage_slice.views for write in others):
+        return f"no index_put: {others[0].form} is not one into the whole state, which compilers keep in place"
+    apart = next((node for write in others for node in _non_pointwise_calls(write.node, state)), None)
+    if apart is not None:
+        return f"computed apart: {apart} is not computed value by value"
+    own = {*state.versions, *(write.call for write in others), others[0].node.graph.output_node()}
+    new = [node for node, (_, count) in state.versions.items() if count]
+    late = next((user for node in new for user in node.users if user not in own), None)
+    return "" if late is None else f"read after the write: {late} reads what {others[-1].form} computes"
+
+
+def _is_row_write(write: StateWrite) -> bool:
+    """Whether compilers write no more than this write does, whatever else happens to the state."""
+    if is_auto_functionalized(write.call):
+        return True
+    if write.storage_slice.views or write.target not in (aten.index_copy_.default, aten.index_put_.default):
+        return False
+    indices = write.args[0] if write.target is aten.index_put_.default else ()
+    # A mask becomes a choice between the old and the new value for every one of them.
+    return not any(each is not None and each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices)
+
+
+def _is_tiny(state: StateUpdate) -> bool:
+    return all(isinstance(size, int) for size in state.binding.shape) and state.binding.nbytes <= _TINY
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return node.target in _POINTWISE_OPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _non_pointwise_calls(value: fx.Node, state: StateUpdate) -> Iterator[fx.Node]:
+    """The calls that a compiler cannot put into the kernel that writes all of a state, value by value."""
+    shared = find_aliases(dict.fromkeys(state.versions, 0))
+    seen, todo = {value}, [value]
+    while todo:
+        node = todo.pop()
+        if node in shared and node not in state.versions:
+            yield node  # it looks at the state in another order, or at a part of it
+        elif node.op != "call_function" or _is_smaller(node, state):
+            continue
+        elif not is_view(node) and (node.target in _MASKED or not _is_pointwise(node)):
+            yield node
+        todo += [each for each in operands(node) if each not in seen]
+        seen.update(operands(node))

@@ -1,0 +1,220 @@
+"""What this machine offers: the facts `inlay doctor` reports and packages are later checked against."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TESTED_TORCH = "2.13"
+"""The torch this version of Inlay is tested with."""
+INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
+_IMPORT_TIME = time.time()
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+
+class CheckStatus(StrEnum):
+    """How a check went: `warn` works with limits, `fail` does not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class MachineCheck:
+    """One line of the doctor's report."""
+
+    name: str
+    status: CheckStatus
+    found: str
+    remedy: str = ""
+
+
+def run_checks() -> Iterator[MachineCheck]:
+    """Look at everything Inlay needs, one check after the other."""
+    yield _python()
+    yield _torch()
+    yield _compiler()
+    yield _cpu()
+    yield _threads()
+    yield _memory()
+    yield _package("transformers", "hf", "Hugging Face models")
+    yield _package("safetensors", "hf", "weights in safetensors files")
+    yield _package("gguf", "gguf", "GGUF files")
+    yield _package("tokenizers", "run", "running language models")
+
+
+def cache_folder() -> Path:
+    """Where Inlay keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
+
+
+def make_private_folder(folder: Path) -> Path:
+    """A folder that nobody else can write to, made if it is not there: what lies in it is loaded as code.
+
+    Raises PermissionError where it belongs to somebody else.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user, who could put code there")
+    if found.st_mode & 0o022:
+        folder.chmod(0o700)
+    return folder
+
+
+def process_start_time() -> float:
+    """When this process began, in seconds since 1970: what is older is still what it was when it was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks += 2  # the clock of the system is that coarse, and so soon Python has imported nothing of anybody's
+        running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return _IMPORT_TIME
+    return min(time.time() - running, _IMPORT_TIME)  # a process that was forked has imported things before it began
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage tells what the parent had, where that was more
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def cpu_name() -> str:
+    """What this CPU is called."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def compiler_version() -> str:
+    """The C++ compiler and its version, or nothing."""
+    name = os.environ.get("CXX") or "g++"
+    if shutil.which(name) is None:
+        return ""
+    said = subprocess.run([name, "--version"], capture_output=True, text=True).stdout
+    return f"{name}: {said.partition(chr(10))[0]}"
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets of this CPU that kernels care about."""
+    info = Path("/proc/cpuinfo")
+    flags: set[str] = set()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+    return tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package, or nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def core_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _python() -> MachineCheck:
+    found = f"{platform.python_version()} ({platform.machine()})"
+    if sys.version_info < (3, 11):  # noqa: UP036 - the doctor is for people whose setup is wrong
+        return MachineCheck("python", CheckStatus.FAIL, found, "Install Python 3.11 or newer.")
+    return MachineCheck("python", CheckStatus.OK, found)
+
+
+def _torch() -> MachineCheck:
+    if importlib.util.find_spec("torch") is None:
+        return MachineCheck("torch", CheckStatus.FAIL, "not installed", INSTALL_TORCH)
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    found = f"{torch.__version__} ({build} build)"
+    if not torch.__version__.startswith(TESTED_TORCH):
+        return MachineCheck(
+            "torch", CheckStatus.WARN, found, f"Inlay is tested with torch {TESTED_TORCH}: {INSTALL_TORCH}"
+        )
+    return MachineCheck("torch", CheckStatus.OK, found)
+
+
+def _compiler() -> MachineCheck:
+    """Compile, link and run a program the way Inductor will."""
+    compiler = os.environ.get("CXX") or "g++"
+    remedy = "Install a C++ compiler: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)."
+    if shutil.which(compiler) is None:
+        return MachineCheck("compiler", CheckStatus.FAIL, f"{compiler} not found", remedy)
+    source = '#include <omp.h>\n#include <cstdio>\nint main() { std::printf("%d", omp_get_max_threads()); }\n'
+    with tempfile.TemporaryDirectory() as folder:
+        file, program = Path(folder, "check.cpp"), Path(folder, "check")
+        file.write_text(source)
+        try:
+            build = [compiler, "-std=c++17", "-fopenmp", str(file), "-o", str(program)]
+            for command in (build, [str(program)]):
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+            version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=60).stdout
+        except (subprocess.SubprocessError, OSError):
+            return MachineCheck(
+                "compiler", CheckStatus.FAIL, f"{compiler} cannot build a C++17 program with OpenMP", remedy
+            )
+    return MachineCheck("compiler", CheckStatus.OK, f"{compiler} {version.strip()}")
+
+
+def _cpu() -> MachineCheck:
+    features = cpu_features()
+    found = ", ".join(features) or "none of the instruction sets Inlay knows"
+    if "avx2" not in features:
+        return MachineCheck(
+            "cpu", CheckStatus.WARN, found, "Kernels need AVX2 to be fast; capture and inspection work without."
+        )
+    return MachineCheck("cpu", CheckStatus.OK, found)
+
+
+def _threads() -> MachineCheck:
+    available = core_count()
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked and asked.isdigit() and int(asked) > available:
+        remedy = f"Unset OMP_NUM_THREADS or set it to {available}."
+        return MachineCheck("threads", CheckStatus.WARN, f"{asked} asked for, {available} cores", remedy)
+    return MachineCheck("threads", CheckStatus.OK, f"{asked or available} on {available} cores")
+
+
+def _memory() -> MachineCheck:
+    if not hasattr(os, "sysconf"):
+        return MachineCheck("memory", CheckStatus.OK, "unknown")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if total < 4:
+        return MachineCheck(
+            "memory", CheckStatus.WARN, f"{total:.1f} GiB", "Compiling takes up to 3 GiB on top of the model."
+        )
+    return MachineCheck("memory", CheckStatus.OK, f"{total:.1f} GiB")
+
+
+def _package(name: str, extra: str, purpose: str) -> MachineCheck:
+    try:
+        return MachineCheck(name, CheckStatus.OK, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return MachineCheck(
+            name, CheckStatus.WARN, f"not installed; needed for {purpose}", f"pip install 'inlay[{extra}]'"
+        )

@@ -1,0 +1,85 @@
+"""Attention over a cache with one slot a sequence. Only rows that were filled are read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from inlay.ops.attention import attention
+from inlay.ops.registration import check_range, custom_op
+
+_TENSOR = "AtenTensorHandle"
+_SHIM = f"{', '.join([_TENSOR] * 5)}, double, int64_t, double, {_TENSOR}*, {_TENSOR}*, int32_t"
+
+
+@custom_op("cached_attention", _SHIM)
+def cached_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tiled: bool = False,
+) -> Tensor:
+    """Causal attention of `query`, `[batch, heads, length, head]`, over what its sequences hold.
+
+    Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
+    there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
+    a number format of their own. With `tiled`, the C++ kernel multiplies many rows at once where the processor can:
+    what a row gives depends on that, and never on the rows beside it. The other arguments are those of `attention`. A
+    slot that the caches have not, or a length that leaves no room for the rows of this call, is an error, here and in
+    the C++ kernel.
+
+    >>> rows = torch.full((2, 1, 4, 2), float("nan"))
+    >>> rows[1, :, :3] = 1.0
+    >>> cached_attention(torch.ones(1, 1, 1, 2), rows, rows, torch.tensor([1]), torch.tensor([2]), 1.0, 0, 0.0)
+    tensor([[[[1., 1.]]]])
+    """
+    batch, _, length, _ = query.shape
+    check_range("slot", slots, keys.shape[0] - 1)
+    check_range("length", lengths, keys.shape[2] - length)
+    results = _empty_result(query, values)
+    plain = not softcap and slopes is None and sinks is None
+    # Slopes count keys from the first one that is read; a shift of all scores matters only where a sink stays behind.
+    sloping_to_sinks = slopes is not None and sinks is not None
+    for index, (slot, before) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        filled = before + length
+        first = max(0, filled - window - length + 1) if window and not sloping_to_sinks else 0
+        rows = query[index : index + 1]
+        key, value = (each[slot : slot + 1, :, first:filled].to(query.dtype) for each in (keys, values))
+        if plain and (length == 1 or (before == 0 and not window)):
+            causal = length > 1
+            result = scaled_dot_product_attention(rows, key, value, scale=scale, is_causal=causal, enable_gqa=True)
+        else:
+            mask = _causal_mask(before, length, first, window)
+            bias = slopes.reshape(-1) if slopes is not None else None
+            result = attention(rows, key, value, mask, scale, False, 0, softcap, slopes=bias, sinks=sinks)
+        if batch == 1 and result.transpose(1, 2).is_contiguous():
+            return result
+        results[index : index + 1] = result
+    return results
+
+
+@cached_attention.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, *_: object, **__: object) -> Tensor:
+    return _empty_result(query, values)
+
+
+def _empty_result(query: Tensor, values: Tensor) -> Tensor:
+    """Room for the result; heads lie beside each other in memory, as whoever reads it wants them."""
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, values.shape[3]).transpose(1, 2)
+
+
+def _causal_mask(before: int, length: int, first: int, window: int) -> Tensor:
+    """Which rows from `first` on each of the new positions sees."""
+    rows = torch.arange(before, before + length)[:, None]
+    columns = torch.arange(first, before + length)[None, :]
+    seen = columns <= rows
+    return seen & (columns > rows - window) if window else seen

@@ -1,0 +1,59 @@
+"""Linear layers and embeddings over packed weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inlay.ops.registration import check_range, custom_op
+from inlay.ops.weight_layout import Packing
+
+_TENSOR = "AtenTensorHandle"
+
+
+@custom_op("packed_linear", f"{_TENSOR}, {_TENSOR}, {_TENSOR}*, int64_t, int64_t, int64_t, int64_t, int64_t")
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    features: int,
+    bits: int,
+    zero: int,
+    singly: int = 8,
+    tiled: int = 16,
+) -> Tensor:
+    """`linear` with a packed weight. The reference multiplies in x's own number format.
+
+    The C++ kernel turns up to `singly` rows into bytes and multiplies those row by row, up to `tiled` rows in tiles;
+    more rows go through bfloat16 tiles. Whichever way: a row of x that holds NaN or infinities gives what is not
+    finite, in all features, and no other row does.
+
+    >>> weight = Packing(4, 8).pack(torch.full((16, 32), 9), torch.full((16, 1), 2.0))
+    >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
+    tensor([64., 64., 64.])
+    """
+    plain = Packing(bits, zero, x.shape[-1] // weight.shape[1]).unpack(weight, features)
+    return torch.nn.functional.linear(x, plain.to(x.dtype), bias)
+
+
+@packed_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, *_: object, **__: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], features)
+
+
+@custom_op("packed_embedding", f"{_TENSOR}, {_TENSOR}, int64_t, int64_t, int64_t, int64_t, int32_t")
+def packed_embedding(
+    weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows of a packed weight that has so many features. Other tokens are an error, here and in the C++ kernel."""
+    check_range("token", tokens, features - 1)
+    if not tokens.numel():
+        return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)
+    lanes = Packing(bits, zero, group).unpack(weight[tokens.reshape(-1) // 16], tokens.numel() * 16)
+    rows = lanes.view(tokens.numel(), 16, -1)[torch.arange(tokens.numel()), tokens.reshape(-1) % 16]
+    return rows.view(*tokens.shape, -1).to(dtype)
+
+
+@packed_embedding.register_fake
+def _(weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype) -> Tensor:
+    return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)

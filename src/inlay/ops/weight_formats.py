@@ -1,0 +1,216 @@
+"""What weights are packed from: blocks as GGUF files store them, or plain values that are quantised here.
+
+Each format is a weight map, `pack:Q4_1` or `pack:int4-g64`, so a package says how its weights were made and can be
+refitted. Not part of `import inlay.ops`: what runs a package never needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from inlay.ops.weight_layout import LANES, Packing
+from inlay.program.weights import WEIGHT_MAPS, WeightMap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_CHUNK_VALUES = 1 << 20
+"""Values that are worked on at a time: what packing needs beside the weight and its packed form."""
+_EXTRA_STEPS = (0.0, -1.0, 0.5, 1.0, 1.5, 2.0)
+"""Steps that a group of 16 levels is tried with beyond its 15: values at the ends are worth less than all others."""
+
+_REQUANTIZED_FORMATS = (
+    *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+"""Stored formats that no kernel reads as they are: their values go to int8."""
+
+
+@dataclass(frozen=True)
+class ErrorStats:
+    """How far packed values are from the original: root mean square, and the largest relative to the largest value."""
+
+    rms: float
+    max_relative: float
+
+    @classmethod
+    def worst(cls, errors: Iterable[ErrorStats]) -> ErrorStats:
+        """The largest of each; not a number if one of them is not.
+
+        >>> ErrorStats.worst([ErrorStats(0.1, 0.5), ErrorStats(float("nan"), 0.2), ErrorStats(0.3, 0.1)])
+        ErrorStats(rms=nan, max_relative=0.5)
+        """
+        return cls(
+            *torch.tensor([(each.rms, each.max_relative) for each in errors], dtype=torch.float64).amax(0).tolist()
+        )
+
+    @property
+    def text(self) -> str:
+        """In per cent.
+
+        >>> ErrorStats(0.0712, 0.1).text
+        'error 7.12 % (rms), at most 10 % of the largest value'
+        """
+        return f"error {100 * self.rms:.3g} % (rms), at most {100 * self.max_relative:.3g} % of the largest value"
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A format: how it is packed, and how its rows become integers, scales and minima."""
+
+    name: str
+    packing: Packing
+    to_integers: Callable[[Tensor], tuple[Tensor, ...]]
+    to_values: Callable[[Tensor], Tensor]
+    """The values that rows stand for."""
+    is_block_format: bool = False
+    """Whether rows are stored blocks, not values."""
+    is_exact: bool = False
+    """Whether the packed weight has the integers and groups that were stored."""
+
+    @property
+    def map_name(self) -> str:
+        """The name of the weight map."""
+        return f"pack:{self.name}"
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """All rows as one packed weight; little more than both is held."""
+        packed = torch.empty(0, dtype=torch.uint8)
+        at = 0
+        for part in _chunks(rows):
+            made = self.packing.pack(*self.to_integers(part))
+            if not at:
+                packed = torch.empty(-(-len(rows) // LANES), *made.shape[1:], dtype=torch.uint8)
+            packed[at : at + len(made)] = made
+            at += len(made)
+        return packed
+
+    def measure_error(self, rows: Tensor) -> ErrorStats:
+        """How far the packed values are from the original ones; not a number where a value is not finite."""
+        sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        for part in _chunks(rows):
+            wanted = self.to_values(part).double()
+            gap = self.packing.unpack(self.packing.pack(*self.to_integers(part)), len(part)).double() - wanted
+            sums += torch.stack([gap.square().sum(), wanted.square().sum()])
+            most = torch.maximum(most, torch.stack([gap.abs().max(), wanted.abs().max()]))  # Python's max hides NaN
+        (square, whole), (worst, largest) = sums.tolist(), most.tolist()
+        return ErrorStats((square / whole) ** 0.5 if whole else 0.0, worst / largest if largest else 0.0)
+
+
+def _chunks(rows: Tensor) -> Iterator[Tensor]:
+    size = max(_CHUNK_VALUES // rows.shape[1] // LANES, 1) * LANES
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def _unpack_q4_0(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 18)
+    return _unpack_nibbles(blocks[:, :, 2:]), _unpack_halves(blocks[:, :, :2])[0]
+
+
+def _unpack_q4_1(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 20)
+    return _unpack_nibbles(blocks[:, :, 4:]), *_unpack_halves(blocks[:, :, :4])
+
+
+def _unpack_q8_0(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 34)
+    return (blocks[:, :, 2:] ^ 128).reshape(len(rows), -1), _unpack_halves(blocks[:, :, :2])[0]
+
+
+def _unpack_nibbles(stored: Tensor) -> Tensor:
+    return torch.cat([stored & 15, stored >> 4], dim=2).reshape(len(stored), -1)
+
+
+def _unpack_halves(stored: Tensor) -> tuple[Tensor, ...]:
+    return stored.contiguous().view(torch.float16).unbind(2)
+
+
+def quantize_int8(values: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor]:
+    """Integers around 128 and a scale a group.
+
+    >>> q, scale = quantize_int8(torch.arange(-127.0, 127, 2).reshape(1, 127)[:, :32])
+    >>> q[0, :3].tolist(), scale.tolist()
+    ([1, 3, 5], [[1.0]])
+    """
+    groups = values.float().view(len(values), -1, group_size)
+    scale = (groups.abs().amax(2) / 127).to(torch.float16)
+    steps = groups / scale.float().unsqueeze(2).clamp(min=1e-9)
+    return (steps.round().clamp(-128, 127) + 128).to(torch.uint8).view(values.shape), scale
+
+
+def quantize_int4(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """16 levels a group, `q * scale + minimum`: of a few ranges the one with the least square error.
+
+    For each range, scale and minimum are what fits its integers best, as float16, and the integers are taken anew.
+    """
+    x = values.float().view(-1, group_size)
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    best = torch.full_like(low, torch.inf)
+    chosen = [torch.zeros_like(x), torch.zeros_like(low), torch.zeros_like(low)]
+    for more in _EXTRA_STEPS:
+        plain = (high - low) / 15
+        fits = [(plain, low), _fit_affine(x, _quantize_levels(x, (high - low) / (15 + more), low))]
+        for scale, minimum in fits if not more else fits[1:]:
+            scale, minimum = scale.half().float(), minimum.half().float()
+            q = _quantize_levels(x, scale, minimum)
+            error = (q * scale + minimum - x).square().sum(1, keepdim=True)
+            better = error < best
+            best = torch.where(better, error, best)
+            chosen = [torch.where(better, new, old) for new, old in zip((q, scale, minimum), chosen, strict=True)]
+    q, scale, minimum = chosen
+    shape = len(values), -1
+    return q.to(torch.uint8).view(values.shape), scale.half().view(shape), minimum.half().view(shape)
+
+
+def _quantize_levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    return ((x - minimum) / scale.clamp(min=1e-9)).round().clamp(0, 15)
+
+
+def _fit_affine(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The line through integers and values, by least squares."""
+    mean_q, mean_x = q.mean(1, keepdim=True), x.mean(1, keepdim=True)
+    spread = (q - mean_q).square().sum(1, keepdim=True)
+    scale = ((q - mean_q) * (x - mean_x)).sum(1, keepdim=True) / spread.clamp(min=1e-9)
+    return scale, mean_x - scale * mean_q
+
+
+def _dequantize(name: str, rows: Tensor) -> Tensor:
+    from gguf import GGMLQuantizationType, dequantize
+
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[name]))
+
+
+def _build_formats() -> Iterator[PackedFormat]:
+    kept = {
+        "Q4_0": (Packing(4, 8), _unpack_q4_0),
+        "Q4_1": (Packing(4, -1), _unpack_q4_1),
+        "Q8_0": (Packing(8, 128), _unpack_q8_0),
+    }
+    for name, (packing, integers) in kept.items():
+        yield PackedFormat(name, packing, integers, partial(_dequantize, name), is_block_format=True, is_exact=True)
+    for name in _REQUANTIZED_FORMATS:
+        values = partial(_dequantize, name)
+        yield PackedFormat(name, Packing(8, 128), partial(_requantize_int8, values), values, is_block_format=True)
+    yield PackedFormat("bfloat16", Packing(16, 0), lambda values: (values,), Tensor.float)
+    yield PackedFormat("float32", Packing(32, 0), lambda values: (values,), Tensor.float, is_exact=True)
+    yield PackedFormat("int8", Packing(8, 128), quantize_int8, Tensor.float)
+    for group in (32, 64, 128):
+        yield PackedFormat(
+            f"int4-g{group}", Packing(4, -1, group), partial(quantize_int4, group_size=group), Tensor.float
+        )
+
+
+def _requantize_int8(values: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+    return quantize_int8(values(rows))
+
+
+FORMATS = {each.name: each for each in _build_formats()}
+"""Every format by name: those of stored blocks, and those that plain values are quantised to."""
+WEIGHT_MAPS.update(
+    {each.map_name: WeightMap(each.pack, each.name if each.is_block_format else "") for each in FORMATS.values()}
+)

@@ -1,0 +1,276 @@
+"""The copy proof of a package: state is written where it lies, and no step costs more because a cache is longer.
+
+Static: every generated kernel or call that touches a state is listed with the bytes it reads and writes, as the
+compiler's own scheduler states them, and held against the generated source; what is not understood fails the proof. Of
+a cache, only attention may read more than the rows a step adds.
+Measured (`traffic`): every bucket runs on empty, half-full and full caches whose pages are watched, with allocations
+counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import UsageError
+from inlay.lowering.aoti import READS_FILLED_ROWS
+from inlay.package import copy_proof
+from inlay.package.memory_traffic import measure_in_subprocess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from inlay.lowering.buckets import Bucket, PieceFile
+    from inlay.package.loader import LoadedPackage
+    from inlay.package.memory_traffic import Traffic
+
+
+@dataclass
+class StateProof:
+    """What is known of one state."""
+
+    name: str
+    kind: str
+    bytes: int
+    bytes_written: int = 0
+    """In a step of one token a sequence: what kernels write, from their own index ranges."""
+    bytes_copied: int = 0
+    pages_read: int = 0
+    """Measured: the most in any step."""
+    pages_written: int = 0
+    row_bytes: int = 0
+    """Bytes of one row of one sequence, if this is a cache of rows."""
+    accesses: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Proof:
+    """The states of a package, and what speaks against it."""
+
+    states: list[StateProof]
+    problems: list[str] = field(default_factory=list)
+    cache_lengths: tuple[int, ...] = ()
+    """Lengths of caches that were measured."""
+    steps: int = 0
+    """How many steps were measured."""
+    allocated_bytes: int | None = None
+    """The most bytes that a step allocated, in blocks of a kilobyte and more; None: not measured."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is copied and everything is understood."""
+        return not self.problems and not any(state.bytes_copied for state in self.states)
+
+    def to_json(self) -> dict[str, Any]:
+        """The proof for machines."""
+        measured = {"steps": self.steps, "cache_lengths": self.cache_lengths, "allocated_bytes": self.allocated_bytes}
+        states = [vars(state) for state in self.states]
+        return {"holds": self.holds, "problems": self.problems, "measured": measured, "states": states}
+
+
+def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
+    """Prove a package, statically and by measuring; `longer` is one of the same model with longer caches."""
+    manifest = package.manifest
+    states = {
+        row.name: StateProof(row.name, manifest.bindings.find_alias(row.name).kind, row.nbytes)
+        for row in manifest.states
+    }
+    if package.cache is not None:
+        for row in manifest.states:
+            if package.cache.is_cache(row.shape):
+                states[row.name].row_bytes = row.nbytes // (package.cache.slots * package.cache.max_seq_len)
+    proof = Proof(list(states.values()))
+    for bucket in manifest.buckets:
+        _prove_bucket(bucket, package.folder, states, proof)
+    rooms = [each.cache.max_seq_len for each in (package, longer) if each is not None and each.cache is not None]
+    if longer is not None and rooms != sorted(set(rooms)):
+        raise UsageError("The caches of the other package are not longer.", "Build it with a larger --max-length.")
+    if states and not proof.problems:
+        traffic = measure_in_subprocess(package.folder)
+        _note(traffic, states, proof)
+        if longer is not None:
+            other = measure_in_subprocess(longer.folder)
+            proof.cache_lengths += (other.max_seq_len,)
+            proof.problems += other.problems()
+            proof.problems += traffic.find_growth(other)
+    return proof
+
+
+def _note(traffic: Traffic, states: dict[str, StateProof], proof: Proof) -> None:
+    """What was measured."""
+    proof.cache_lengths, proof.steps = (traffic.max_seq_len,), len(traffic.steps)
+    proof.problems += traffic.problems()
+    if traffic.counts_allocations:
+        proof.allocated_bytes = max(step.allocated_bytes for step in traffic.steps)
+    for step in traffic.steps:
+        for name, pages in step.pages.items():
+            states[name].pages_read = max(states[name].pages_read, pages.reads)
+            states[name].pages_written = max(states[name].pages_written, pages.writes)
+        if step.filled_rows is None:  # nothing to compare with: what is as large as a state may be a copy of it
+            blocks = sorted((Counter(step.allocations or ()) - Counter(step.result_sizes)).elements())
+            for state in sorted(states.values(), key=lambda each: -each.bytes):
+                if blocks and blocks[-1] >= state.bytes:
+                    state.bytes_copied = max(state.bytes_copied, blocks.pop())
+
+
+def _prove_bucket(bucket: Bucket, folder: Path, states: dict[str, StateProof], proof: Proof) -> None:
+    pieces = {piece.name: piece for piece in bucket.pieces}
+    for piece in bucket.pieces:
+        proof.problems += [f"{bucket.name}: {piece.name}: {text}" for text in _read_source(piece, folder)]
+    sizes = {name: low for name, (low, _) in bucket.sizes.items()}
+    written = dict.fromkeys(states, False)
+    totals = dict.fromkeys(states, 0)
+    for number, step in enumerate(bucket.steps):
+        piece, where = pieces[step.piece], f"{bucket.name}: step {number} ({step.piece})"
+        for name, value in zip(piece.ins, step.ins, strict=True):
+            if name in piece.mutated_inputs and value not in states:
+                proof.problems.append(f"{where} writes to {value}, which is no state: a cache is staged there")
+            if value in states and name not in piece.states:
+                proof.problems.append(f"{where} takes the state {value} in code that nobody looked at")
+        for access in piece.accesses:
+            state = states.get(step.ins[piece.ins.index(access["state"])])
+            if state is None:
+                continue
+            totals[state.name] += _account(access, state, sizes, where, proof)
+            written[state.name] |= bool(access.get("writes"))
+        proof.problems += [f"{where} hands {name} on as a new value" for name in step.outs if name in states]
+    for name in states:
+        states[name].bytes_written = max(states[name].bytes_written, totals[name])
+    proof.problems += [f"{bucket.name}: nothing writes to {name}" for name, done in written.items() if not done]
+
+
+def _account(access: dict[str, str], state: StateProof, sizes: dict[str, int], where: str, proof: Proof) -> int:
+    """Note one access; how many bytes it writes at these sizes."""
+    if access.get("unknown"):
+        proof.problems.append(f"{where}: {access['kernel']} touches {state.name}: {access['unknown']}")
+        return 0
+    noted: dict[str, Any] = {key: access[key] for key in ("kernel", "reads", "writes", "copies") if key in access}
+    state.accesses.append({"where": where, **noted})
+    reads = access.get("reads", "")
+    most = state.row_bytes * sizes.get("batch", 1) * sizes.get("length", 1)
+    if state.row_bytes and reads != READS_FILLED_ROWS and (count := _evaluate(reads, sizes)) > most:
+        done = f"{access['kernel']} reads {count:,} bytes of {state.name}, and the step adds {most:,}"
+        proof.problems.append(f"{where}: {done}: only attention may read what is there")
+    copied = _evaluate(access.get("copies", "0"), sizes)
+    state.bytes_copied = max(state.bytes_copied, copied)
+    return _evaluate(access.get("writes", "0"), sizes)
+
+
+def _read_source(piece: PieceFile, folder: Path) -> list[str]:
+    """What the generated source does to state that the list of accesses does not say."""
+    if not piece.states:
+        return []
+    file = folder / piece.file
+    calls = json.loads(file.with_suffix(".json").read_text())["nodes"]
+    listed = {
+        state: (
+            any(each.get("reads") for each in piece.accesses if each["state"] == state),
+            any(each.get("writes") for each in piece.accesses if each["state"] == state),
+        )
+        for state in piece.states
+    }
+    found = []
+    for each in copy_proof.find_input_uses(file.with_suffix(".cpp").read_text(), calls):
+        state = piece.ins[each.input_index] if 0 <= each.input_index < len(piece.ins) else ""
+        if each.input_index >= 0 and state not in piece.states:
+            continue
+        reads, writes = listed.get(state, (False, False))
+        if not each.is_understood:
+            found.append(f"a line of its source is not understood: {each.callee}")
+        elif each.reads and not reads:
+            found.append(f"{each.callee} reads {state}, which is not listed")
+        elif each.writes and not writes:
+            found.append(f"{each.callee} writes to {state}, which is not listed")
+    return found
+
+
+_ARITHMETIC: dict[type[Any], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def _evaluate(text: str, sizes: dict[str, int]) -> int:
+    """A number of bytes at these sizes.
+
+    >>> _evaluate("128*batch*length + 2", {"batch": 2, "length": 1})
+    258
+    """
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return sizes.get(name, 1)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                result: int = _ARITHMETIC[type(op)](value(left), value(right))
+                return result
+        raise ValueError(text)
+
+    return value(ast.parse(text or "0", mode="eval").body)
+
+
+_BEGIN, _END = "void AOTInductorModel::run_impl(", "} // AOTInductorModel::run_impl"
+_INPUT = re.compile(r"^auto (\w+) = std::move\(inputs\[(\d+)\]\);$")
+_HARMLESS = (
+    re.compile(r"^auto \w+_(size|stride) = \w+\.(sizes|strides)\(\);$"),
+    re.compile(r"^if \(_check_aoti_runtime_check_inputs_env\(\)\) \{ assert_size_stride\(.*\); \}$"),
+    re.compile(r"^\w+\.reset\(\);$"),
+    re.compile(r"^//"),
+    re.compile(r"^int64_t \w+ = \w+_size\[\d+\];$"),
+)
+_KERNEL = re.compile(r"^(?:kernels\.)?(cpp_\w+)\(")
+_TORCH = re.compile(r"aoti_torch_(?:cpu_)?(\w+)\(")
+_PROXY = re.compile(r"aoti_torch_proxy_executor_call_function\(proxy_executor, (\d+),")
+
+
+@dataclass(frozen=True)
+class InputUse:
+    """A line that names an input: who is called, whether it may read or write there, or that it is not understood."""
+
+    input_index: int
+    callee: str
+    reads: bool
+    writes: bool
+    is_understood: bool = True
+
+
+def find_input_uses(source: str, calls: Sequence[Any]) -> Iterator[InputUse]:
+    """All lines of the code that runs which name an input, but those that only look at its sizes."""
+    begin = source.find(_BEGIN)
+    if begin < 0 or _END not in source[begin:]:
+        yield InputUse(-1, "the source has no code that runs", False, False, is_understood=False)
+        return
+    names: dict[str, int] = {}
+    for raw in source[begin : source.index(_END, begin)].splitlines():
+        line = raw.strip()
+        if (given := _INPUT.match(line)) is not None:
+            names[given[1]] = int(given[2])
+            continue
+        found = [name for name in dict.fromkeys(re.findall(r"\w+", line)) if name in names]
+        if not found or any(pattern.match(line) for pattern in _HARMLESS):
+            continue
+        for name in found:
+            yield _classify_use(line, name, names[name], calls)
+
+
+def _classify_use(line: str, name: str, number: int, calls: Sequence[Any]) -> InputUse:
+    if (kernel := _KERNEL.match(line)) is not None:
+        reads = re.search(rf"\(const [\w:]+\*\)\({name}\b", line) is not None
+        writes = re.search(rf"\((?!const )[\w:]+\*\)\({name}\b", line) is not None
+        return InputUse(number, kernel[1], reads, writes, is_understood=reads or writes)
+    if (proxy := _PROXY.search(line)) is not None and int(proxy[1]) < len(calls):
+        target = calls[int(proxy[1])]["node"]["target"]
+        return InputUse(number, target, True, False)
+    if (torch := _TORCH.search(line)) is not None:
+        return InputUse(number, torch[1], True, torch[1].endswith("_") or "_out" in torch[1] or "copy_" in torch[1])
+    return InputUse(number, line[:80], False, False, is_understood=False)

@@ -1,0 +1,86 @@
+"""Loading a package: everything is checked, then libraries are loaded and weights mapped. Nothing is compiled.
+
+A package holds native code: load only what you or somebody you trust built. Hashes find damage, not malice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import PackageError
+from inlay.lowering.aoti_runtime import Library, chain_steps
+from inlay.lowering.eager_graph import EagerGraph
+from inlay.lowering.executable import BoundStep, Executable, PlanExecutor
+from inlay.ops import native
+from inlay.package import store, weights_file
+from inlay.package.integrity import check_package as check_package
+from inlay.package.integrity import read_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from inlay.lowering.buckets import Bucket, PieceFile
+    from inlay.package.manifest import Manifest
+
+    BindConstants = Callable[[list[torch.Tensor]], Any]
+
+
+def read_manifest(path: str | Path) -> tuple[Manifest, Path]:
+    """The manifest of a package and the folder of its current version; no other file is opened."""
+    folder = store.locate(Path(path))
+    return read_version(folder), folder
+
+
+def load_package(path: str | Path, *, verify: bool = False) -> LoadedPackage:
+    """Check a package, map its weights and load its libraries."""
+    folder = store.locate(Path(path))
+    try:
+        manifest = read_version(folder)
+        check_package(manifest, folder, verify=verify)
+        return LoadedPackage(manifest, folder)
+    except (PackageError, OSError):
+        if store.locate(Path(path)) == folder:
+            raise
+    return load_package(path, verify=verify)  # somebody has built a new version meanwhile, and removed the old one
+
+
+class LoadedPackage(Executable):
+    """A package that runs. Weights are mapped once and shared by all its buckets."""
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self.manifest, self.folder = manifest, folder
+        self.weights = weights_file.map_tensors(folder / weights_file.NAME, manifest.weights)
+        code = [{piece.name: self._load_piece(piece) for piece in bucket.pieces} for bucket in manifest.buckets]
+        # All that can be found wrong was found by now: from here on native code is loaded.
+        self.kernels = native.load(folder / native.LIBRARY_NAME) if native.LIBRARY_NAME in manifest.files else None
+        self.steps = [self._bind_steps(bucket, made) for bucket, made in zip(manifest.buckets, code, strict=True)]
+        """For each bucket its steps, one by one."""
+        buckets = [
+            (bucket, PlanExecutor(chain_steps(steps, bucket.results), bucket.results))
+            for bucket, steps in zip(manifest.buckets, self.steps, strict=True)
+        ]
+        super().__init__(manifest.bindings, buckets, {name: self.weights[of] for name, of in manifest.initial.items()})
+
+    def _bind_steps(self, bucket: Bucket, code: dict[str, BindConstants]) -> list[BoundStep]:
+        return [
+            BoundStep(code[step.piece]([self.weights[name] for name in step.constants]), step.ins, step.outs)
+            for step in bucket.steps
+        ]
+
+    def _load_piece(self, piece: PieceFile) -> BindConstants:
+        """Something that makes a call of a piece from its constants."""
+        file = self.folder / piece.file
+        if file.suffix == ".json":
+            calls = EagerGraph.read(file)
+            return lambda constants: lambda inputs: calls([*constants, *inputs])
+
+        library = Library(file, len(piece.ins), len(piece.outs))
+
+        def bind(constants: list[torch.Tensor]) -> Any:
+            library.kernels = None if piece.fallback_calls else self.kernels
+            return library.bind(dict(zip(piece.constants, constants, strict=True)))
+
+        return bind

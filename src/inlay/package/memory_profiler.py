@@ -1,0 +1,169 @@
+"""What a call reads, writes and allocates, measured: pages of memory and blocks of it, whatever code did it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import math
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+_PAGE = mmap.PAGESIZE
+READ, WRITTEN = 1, 2
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """What happened in one call."""
+
+    written_bytes: int
+    """Bytes of the watched tensor's pages that were written to."""
+    allocation_sizes: tuple[int, ...]
+    """Sizes of all blocks of memory that torch allocated, in bytes."""
+
+    def copied_bytes(self, size: int) -> int:
+        """Bytes that were allocated in blocks at least as large as a state of `size` bytes."""
+        return sum(each for each in self.allocation_sizes if each >= size)
+
+
+def allocate_paged(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in memory of their own pages, which `profile_memory` can tell apart from everything else.
+
+    >>> allocate_paged([2, 3]).shape
+    torch.Size([2, 3])
+    """
+    count = math.prod(shape)
+    size = max(count * dtype.itemsize, 1)
+    held = mmap.mmap(-1, -(-size // _PAGE) * _PAGE)
+    return torch.frombuffer(held, dtype=dtype, count=count).view(*shape)
+
+
+def profile_memory(call: Callable[[], Any], state: torch.Tensor) -> MemoryProfile:
+    """Run `call` twice: once watching which pages of `state` (made by `allocate_paged`) it writes, once what it
+    allocates.
+    """
+    written = sum(find_written_pages(call, state)) * _PAGE
+    return MemoryProfile(written, tuple(record_torch_allocations(call)))
+
+
+def find_written_pages(call: Callable[[], Any], state: torch.Tensor) -> list[int]:
+    """Run `call`; 1 for every page of `state` (made by `allocate_paged`) that it wrote to, 0 for the others."""
+    return [int(mark & WRITTEN != 0) for mark in find_accessed_pages(call, state)]
+
+
+def find_accessed_pages(call: Callable[[], Any], state: torch.Tensor) -> bytes:
+    """Run `call`; for every page of `state` (made by `allocate_paged`) whether it was `READ`, `WRITTEN`, both, or
+    neither: 0.
+    """
+    if state.data_ptr() % _PAGE:
+        raise UsageError(
+            "The state does not begin at a page.", "Make it with inlay.package.memory_profiler.allocate_paged."
+        )
+    library = _library()
+    size = -(-state.numel() * state.element_size() // _PAGE) * _PAGE
+    marks = (ctypes.c_ubyte * (size // _PAGE))()
+    if library.watch_start(ctypes.c_void_p(state.data_ptr()), ctypes.c_long(size), ctypes.c_long(_PAGE), marks):
+        raise UsageError("The memory of the state cannot be protected.")
+    try:
+        call()
+    finally:
+        library.watch_stop()
+    return bytes(marks)
+
+
+def allocate_arena(
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tensors of these types, each in its own pages, within one tensor that `find_written_pages` can watch."""
+    sizes = {
+        name: -(-max(math.prod(shape) * dtype.itemsize, 1) // _PAGE) * _PAGE for name, (shape, dtype) in shapes.items()
+    }
+    whole = allocate_paged([sum(sizes.values())], torch.uint8)
+    made, at = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        made[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        at += sizes[name]
+    return whole, made
+
+
+def malloc_counter_env() -> dict[str, str] | None:
+    """Variables with which a new process can use `record_mallocs`; None where allocations cannot be counted."""
+    try:
+        file = _compile("malloc.c")
+    except UsageError:
+        return None
+    before = os.environ.get("LD_PRELOAD")
+    # Objects of Python would otherwise lie in arenas, which are made at any time.
+    return {**os.environ, "LD_PRELOAD": f"{file}:{before}" if before else str(file), "PYTHONMALLOC": "malloc"}
+
+
+def record_mallocs(call: Callable[[], Any], smallest: int = 1024) -> list[int] | None:
+    """Run `call`; the sizes of all blocks of memory that anybody asked for, from `smallest` bytes on.
+
+    None, and `call` did not run, where the process was not started with `malloc_counter_env`.
+    """
+    counter = ctypes.CDLL(None)
+    if not hasattr(counter, "inlay_malloc_start"):
+        return None
+    found = ctypes.POINTER(ctypes.c_size_t)()
+    counter.inlay_malloc_stop.restype = ctypes.c_long
+    counter.inlay_malloc_start(ctypes.c_size_t(smallest))
+    try:
+        call()
+    finally:
+        count = counter.inlay_malloc_stop(ctypes.byref(found))
+    if count < 0:
+        raise UsageError("More blocks of memory were allocated than can be counted.")
+    return sorted(found[:count])
+
+
+def record_torch_allocations(call: Callable[[], Any]) -> list[int]:
+    """Run `call`; the sizes of all blocks of memory that torch allocated, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        measured.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [
+        event["args"]["Bytes"] for event in events if event.get("name") == "[memory]" and event["args"]["Bytes"] > 0
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_compile("memory_profiler.c")))
+
+
+@cache
+def _compile(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source, made = folder / name, folder / f"{name}.so"
+    source.write_text(resources.files("inlay.package").joinpath(name).read_text())
+    try:
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, source], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError("A C compiler is needed to watch memory.", "Install gcc or clang as `cc`.") from error
+    return made
+
+
+__all__ = ["MemoryProfile", "allocate_paged", "profile_memory"]

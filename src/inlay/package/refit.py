@@ -1,0 +1,87 @@
+"""Refit: new weights in a compiled package, through the maps that its manifest names. Nothing is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from inlay.capture import open_model
+from inlay.capture.huggingface.causal_lm import HFOptions
+from inlay.errors import UsageError
+from inlay.ops import weight_formats as _  # noqa: F401 - registers the weight maps of packed weights
+from inlay.package import store, weights_file
+from inlay.package.loader import check_package, read_manifest
+from inlay.program.weights import DerivedTensor, InMemoryTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from inlay.capture import SourceModel
+    from inlay.package.manifest import Manifest, WeightRow
+    from inlay.program.weights import TensorRef
+
+
+def refit(
+    path: str | Path, weights: str, *, output: Path | None = None, on_step: Callable[[str], None] = lambda step: None
+) -> Manifest:
+    """A package with the weights of another checkpoint of the same model, in its place or at `output`."""
+    manifest, folder = read_manifest(path)
+    check_package(manifest, folder)
+    on_step("opening the weights")
+    model = open_model(weights, HFOptions(_dtype(manifest)))
+    tensors = dict(model.tensors) or {
+        name: InMemoryTensor(value) for name, value in model.example.module.state_dict().items()
+    }
+    _check_model(manifest, model, tensors)
+    old = weights_file.map_tensors(folder / weights_file.NAME, manifest.weights)
+    home = output or Path(path)
+    with store.stage_version(home) as staging:
+        store.link_files(manifest.files, folder, staging)
+        on_step("writing weights")
+
+        def read(name: str) -> torch.Tensor:
+            row = manifest.weights[name]
+            if not row.sources:
+                return old[name]
+            return _derive(row, tensors).read()
+
+        written = weights_file.write(staging / weights_file.NAME, manifest.weights, read)
+        made = replace(manifest, weights_file=written, model=model.name)
+        store.publish(home, staging, made.text())
+    return made
+
+
+def _dtype(manifest: Manifest) -> torch.dtype | None:
+    """The number format of the weights that checkpoints hold."""
+    found = [getattr(torch, row.dtype) for row in manifest.weights.values() if row.sources]
+    return next((dtype for dtype in found if dtype.is_floating_point), None)
+
+
+def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, TensorRef]) -> None:
+    if manifest.architecture and model.architecture and manifest.architecture != model.architecture:
+        raise UsageError(
+            f"{model.name} is of the architecture {model.architecture}, and the package is {manifest.architecture}.",
+            "Refit with a checkpoint of the same model, or build a new package.",
+        )
+    for name, row in manifest.weights.items():
+        missing = [source for source in row.sources if source not in tensors]
+        if missing:
+            raise UsageError(f"{model.name} has no {missing[0]}, from which {name} is made.")
+        _derive(row, tensors).readers()
+    facts = [(name, model.config_facts.get(name), value) for name, value in manifest.facts.items()]
+    differing = [
+        (name, new, old) for name, new, old in facts if new is not None and new != old and name != "max_length"
+    ]
+    if differing:
+        name, new, old = differing[0]
+        raise UsageError(
+            f"{model.name} has {new:,} {name.replace('_', ' ')}, and the package was built for {old:,}.",
+            "Refit with a checkpoint of the same model, or build a new package.",
+        )
+
+
+def _derive(row: WeightRow, tensors: Mapping[str, TensorRef]) -> DerivedTensor:
+    return DerivedTensor({source: tensors[source] for source in row.sources}, row.map)

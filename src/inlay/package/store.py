@@ -1,0 +1,128 @@
+"""Where a package lies: a folder of versions and one link that says which of them it is.
+
+DIR/current → versions/HASH, and HASH is the hash of the manifest in there, which holds the hashes of all other files.
+A version is written whole and on the disk before the link is switched, so a build that dies leaves the package as it
+was, or none. Who writes holds a lock, on the folder it writes to; the system drops it when the writer dies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inlay.errors import PackageError, UsageError
+from inlay.package import integrity
+from inlay.package import manifest as manifests
+from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_folder, sync
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+LINK, VERSIONS, STAGING = "current", "versions", ".building-"
+_HASH = re.compile("[0-9a-f]{64}")
+_REMEDY = "Copy or build the package again."
+
+
+def locate(path: Path) -> Path:
+    """The folder of the current version of a package. Links that lead anywhere else are not followed."""
+    link = path / LINK
+    if not link.is_symlink():
+        if link.exists():
+            raise PackageError(
+                f"{path} was copied without its links: {LINK} must be one.", "Copy it with `cp -a` or `rsync -a`."
+            )
+        raise PackageError(f"{path} is not an Inlay package.", "Make one with `inlay build MODEL -o DIR`.")
+    folder, _, name = os.readlink(link).partition("/")
+    if folder != VERSIONS or not _HASH.fullmatch(name):
+        raise PackageError(f"{path} is damaged: {LINK} does not lead to one of its versions.", _REMEDY)
+    found = path / VERSIONS / name
+    if found.is_symlink() or not found.is_dir():
+        raise PackageError(f"{path} is incomplete: {name[:12]} is missing.", _REMEDY)
+    return found
+
+
+def is_package(path: Path) -> bool:
+    """Whether a path is a package, whole or not."""
+    return (path / LINK).is_symlink()
+
+
+def check_free(path: Path) -> None:
+    """A folder with something else in it is not written to."""
+    versions = path / VERSIONS
+    if versions.is_dir() and not versions.is_symlink() and all(map(_is_version, versions.iterdir())):
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path} exists and is not an Inlay package.", "Choose another folder, or empty it.")
+
+
+@contextmanager
+def stage_version(path: Path) -> Iterator[Path]:
+    """A folder to write a new version into. It is gone afterwards, unless it was published."""
+    check_free(path)
+    (path / VERSIONS).mkdir(parents=True, exist_ok=True)
+    with lock_folder(path / VERSIONS):
+        _sweep(path)
+        folder = Path(tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS))
+        handle = os.open(folder, os.O_RDONLY)
+        lock(handle)
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def link_files(names: Iterable[str], version: Path, staging: Path) -> None:
+    """Files of a version in a new one too: under another name, or copied where the disk cannot do that."""
+    for name in names:
+        target = staging / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(version / name, target)
+        except OSError:
+            shutil.copyfile(version / name, target)
+
+
+def publish(path: Path, folder: Path, text: str) -> Path:
+    """Make a staged folder, with this manifest, the package."""
+    (folder / manifests.NAME).write_bytes(text.encode())
+    for file in sorted(folder.rglob("*")):
+        sync(file)
+    sync(folder)
+    home = path / VERSIONS / manifests.version_hash(text.encode())
+    with lock_folder(path / VERSIONS):
+        # The same bytes were built before: they stay where they are, for taking them away would be a moment without.
+        if not (home.is_dir() and integrity.is_intact(home)):
+            shutil.rmtree(home, ignore_errors=True)
+            folder.rename(home)
+        sync(home.parent)
+        link = path / f".{LINK}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"{VERSIONS}/{home.name}")
+        link.rename(path / LINK)
+        sync(path)
+        sync(path.absolute().parent)
+        for other in (path / VERSIONS).iterdir():
+            if other != home and _HASH.fullmatch(other.name):
+                shutil.rmtree(other, ignore_errors=True)
+    return home
+
+
+def _is_version(path: Path) -> bool:
+    return bool(_HASH.fullmatch(path.name)) or path.name.startswith(STAGING)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what builds that died have left behind: nobody holds a lock on it any more."""
+    for folder in (path / VERSIONS).glob(f"{STAGING}*"):
+        handle = os.open(folder, os.O_RDONLY)
+        if lock(handle, EXCLUSIVE | NON_BLOCKING):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+    (path / f".{LINK}").unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""Adapter: what `ExportedProgram.run_decompositions({})` gives, without what that costs whatever the program is.
+
+The only file that imports torch.export's tables of composite operators; tested on torch 2.13.0. An empty table says
+that composite operators stay whole. torch then registers the thousand of them that exist anew at every call, which
+takes longer than tracing a small program. Only the ones a program calls can matter, unless it calls an operator whose
+parts are composite themselves: such a program, and every program on a torch that has other tables, goes the public way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inlay.program.graphs import all_nodes
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_ATEN = torch.ops.aten
+ALWAYS_DECOMPOSED: frozenset[Any] = frozenset(
+    {
+        *(_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default),
+        *(_ATEN.contiguous.default, _ATEN.reshape.default, _ATEN.flatten.using_ints, _ATEN.unflatten.int),
+        *(_ATEN.view_as.default, _ATEN.expand_as.default, _ATEN.movedim.int, _ATEN.movedim.intlist),
+        *(_ATEN.sym_size.int, _ATEN.sym_numel.default),
+        *(_ATEN.chunk.default, _ATEN.narrow.default, _ATEN.dropout.default, _ATEN.numpy_T.default),
+    }
+)
+"""Composite operators that torch takes apart in any case, because their results may be views, and of whose parts none
+is composite and could stay whole (tests/program/test_decomposition.py)."""
+
+
+_EXPECTED_PARAMETERS = {"ep", "cia_to_decomp", "python_decomp_table", "joint_loss_index", "decompose_custom_triton_ops"}
+"""Parameters of torch's function."""
+
+
+def decompose(exported: ExportedProgram) -> ExportedProgram:
+    """Make a program functional; composite operators stay whole where they compute something new."""
+    called = {node.target for node in all_nodes(exported.graph) if node.op == "call_function"}
+    tables = _load_torch_internals()
+    if tables is None or not all(map(_is_known, called)):
+        whole: ExportedProgram = exported.run_decompositions({})
+        return whole
+    preserve, decomposed = tables
+    made: ExportedProgram = decomposed(
+        exported,
+        cia_to_decomp=dict.fromkeys(filter(_is_preserved, called), preserve),
+        python_decomp_table={},
+        joint_loss_index=None,
+        decompose_custom_triton_ops=False,
+    )
+    return made
+
+
+def _is_known(target: Any) -> bool:
+    """Whether it is clear what becomes of a call."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return not isinstance(target, torch._ops.OperatorBase)  # a higher-order operator has graphs of its own
+    if target._schema.is_mutable:
+        packet = getattr(torch.ops, target.namespace), target._schema.name.partition("::")[2].removesuffix("_")
+        functional = getattr(getattr(*packet, None), target._overloadname, target)
+        return not _is_composite(target) and not _is_composite(functional)
+    return target in ALWAYS_DECOMPOSED or not _is_composite(target) or _is_preserved(target)
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    from torch._export.utils import _is_cia_op
+
+    return bool(_is_cia_op(target))
+
+
+def _is_preserved(target: Any) -> bool:
+    from torch._export.utils import _is_preservable_cia_op
+
+    return isinstance(target, torch._ops.OpOverload) and bool(_is_preservable_cia_op(target))
+
+
+@cache
+def _load_torch_internals() -> tuple[Any, Any] | None:
+    """How torch marks a composite operator that stays whole, and what takes marked operators; none if it has others."""
+    try:
+        from torch._export.utils import (  # noqa: F401 - all that is used here has to be there
+            _is_cia_op,
+            _is_preservable_cia_op,
+            _special_op_to_preserve_cia,
+        )
+        from torch.export.exported_program import _decompose_exported_program
+    except ImportError:
+        return None
+    takes = set(inspect.signature(_decompose_exported_program).parameters)
+    if takes != _EXPECTED_PARAMETERS:
+        return None
+    return _special_op_to_preserve_cia, _decompose_exported_program

@@ -1,0 +1,30 @@
+"""Pausing Python's cycle collector where many objects are made that all stay alive.
+
+Otherwise it walks the whole graph again and again, and time per node grows with the size of the program.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def pause_gc() -> Iterator[None]:
+    """Also usable as a decorator.
+
+    >>> with pause_gc():
+    ...     gc.isenabled()
+    False
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Programs as text: printer, parser, folded form, structural diff."""

@@ -1,0 +1,296 @@
+"""Lay a pattern over a graph where it does not match: the way with the fewest differences.
+
+The matcher stops at the first disagreement, which may be the wrong one to blame: a node too many shifts what follows.
+Here a disagreement is noted, with every way to go on after it: the program has a node too many, lacks one, has another
+operator, another constant. Of all ways the cheapest is the explanation. That takes longer than matching does, and runs
+only when somebody asks why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.program.call_arguments import COMMUTATIVE, normalize_args
+from inlay.program.graphs import operands
+from inlay.rewrite.differences import (
+    PartialMatch,
+    PatternDifference,
+    children,
+    code_location,
+    constant_difference,
+    extra_node,
+    missing_node,
+    missing_node_between,
+    subtree_calls,
+)
+from inlay.rewrite.matcher import argument_orders, is_same_constant
+from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable
+from inlay.rewrite.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+_MAX_STEPS = 4000
+"""A place where more than this was tried is explained by the best found until then."""
+MAX_DIFFERENCES = 3
+"""A place that differs by more is not almost a site."""
+_BUDGETS = (1.1, 2.1, MAX_DIFFERENCES + 0.6)
+_CONFLICT_COST = 1.5
+_MIN_COST = 1.0
+"""What any difference costs at least."""
+_UNUSUAL_COST = 0.01
+_OPERAND_COUNT_COST = 0.5
+
+
+class Aligner:
+    """Lays one pattern over places of a graph."""
+
+    def __init__(
+        self,
+        tree: PatternTree,
+        example: Mapping[str, Any],
+        ignored_args: frozenset[str] = frozenset(),
+        site_values: Mapping[str, set[Any]] | None = None,
+        is_site_location: Callable[[fx.Node], bool] = lambda node: False,
+        site_nodes: Collection[fx.Node] = (),
+    ) -> None:
+        """`site_values` says what variables stand for where the pattern matched: of two ways that is the better.
+        `is_site_location` says whether a node stands where, in other layers, nodes of sites do: then it is there
+        instead of one.
+        `site_nodes` are nodes of sites: they cannot be part of another one.
+        """
+        self.tree, self.example, self.ignored_args = tree, example, ignored_args
+        self.site_values, self.is_site_location, self.site_nodes = site_values or {}, is_site_location, site_nodes
+        self.budget, self.steps = 0.0, 0
+
+    def best_match(self, root: fx.Node) -> PartialMatch | None:
+        """The pattern with its first output at `root`, differing as little as it can; none when it differs much."""
+        for budget in _BUDGETS:
+            self.budget, self.steps = budget, 0
+            best: PartialMatch | None = None
+            for partial in self._align(self.tree.outputs[0], root, root, PartialMatch()):
+                complete = self._check_consumers(self._align_other_outputs(partial), root)
+                better = best is None or (complete.cost, -len(complete.nodes)) < (best.cost, -len(best.nodes))
+                if complete.cost <= self.budget and better:
+                    best, self.budget = complete, complete.cost
+                if self.steps > _MAX_STEPS:
+                    break
+            if best is not None:
+                return best
+        return None
+
+    def _align(
+        self, pattern: Any, value: Any, reader: fx.Node, state: PartialMatch, name: str = ""
+    ) -> Iterator[PartialMatch]:
+        """Every way to lay `pattern` over `value`, which `reader` reads under `name`."""
+        self.steps += 1
+        if state.cost > self.budget or self.steps > _MAX_STEPS:
+            return
+        if isinstance(pattern, PatternVariable):
+            yield from self._align_variable(pattern, value, reader, state)
+        elif isinstance(pattern, PatternCall):
+            yield from self._align_call(pattern, value, reader, state)
+        elif isinstance(pattern, list):
+            yield from self._align_list(pattern, value, reader, state, name)
+        elif is_same_constant(pattern, value):
+            yield state
+        else:
+            yield state.with_difference(constant_difference(name, pattern, value, reader))
+
+    def _align_list(
+        self, pattern: list[Any], value: Any, reader: fx.Node, state: PartialMatch, name: str
+    ) -> Iterator[PartialMatch]:
+        if isinstance(value, (list, tuple)) and len(value) == len(pattern):
+            pairs = [(name, one, two) for one, two in zip(pattern, value, strict=True)]
+            if any(isinstance(each, (PatternCall, PatternVariable)) for each in pattern):
+                yield from self._align_all(pairs, reader, state)
+                if len(pattern) == 2:
+                    yield from self._align_swapped(pairs, reader, state)
+                return
+            if all(is_same_constant(one, two) for _, one, two in pairs):
+                yield state
+                return
+            if any(isinstance(each, fx.Node) for each in value):
+                yield from self._align_all(pairs, reader, state)
+                return
+        lost = sum(len(subtree_calls(each) - state.nodes.keys()) for each in pattern)
+        yield state.with_difference(constant_difference(name, pattern, value, reader), extra_cost=lost)
+
+    def _align_swapped(
+        self, pairs: list[tuple[str, Any, Any]], reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        (name, one, first), (other, two, second) = pairs
+        difference = PatternDifference(Reason.MISSING, f"the operands of {reader} stand the other way round", reader)
+        yield from self._align_all(
+            [(name, one, second), (other, two, first)], reader, state.with_difference(difference)
+        )
+
+    def _align_variable(
+        self, pattern: PatternVariable, value: Any, reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        name = pattern.name
+        known = state.values.get(name, state)
+        if known is state:
+            yield from self._bind_variable(name, value, reader, state)
+            return
+        if known is value or is_same_constant(known, value):
+            yield state
+            return
+        if isinstance(value, fx.Node) and isinstance(known, fx.Node):
+            for node in _connecting_call(value, known):
+                yield state.with_difference(extra_node(node), node)
+            for node in _connecting_call(known, value):
+                yield state.bind(name, value).with_difference(extra_node(node), node)
+        node = value if isinstance(value, fx.Node) and value.op == "call_function" else reader
+        text = f"{name} is {known} in one place and {value} in another"
+        yield state.with_difference(PatternDifference(Reason.MISSING, text, node, _CONFLICT_COST))
+
+    def _bind_variable(self, name: str, value: Any, reader: fx.Node, state: PartialMatch) -> Iterator[PartialMatch]:
+        bound, expected = state.bind(name, value), self.example.get(name)
+        computed, tensor = isinstance(value, fx.Node), isinstance(expected, torch.Tensor)
+        if tensor == computed:
+            odd = name in self.site_values and value_signature(value) not in self.site_values[name]
+            yield replace(bound, cost=bound.cost + _UNUSUAL_COST) if odd else bound
+        elif tensor:
+            text = f"{name} is {value} in {reader}, a tensor expected"
+            yield bound.with_difference(PatternDifference(Reason.CONSTANT, text, reader))
+        else:
+            yield bound.with_difference(
+                PatternDifference(Reason.CONSTANT, f"{name} is computed, not a constant", value)
+            )
+
+    def _align_call(
+        self, pattern: PatternCall, value: Any, reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        if pattern in state.nodes:
+            yield from self._align_repeated_call(pattern, state.nodes[pattern], value, reader, state)
+            return
+        free = (
+            value not in self.site_nodes and value not in state.nodes.values() if isinstance(value, fx.Node) else False
+        )
+        if free and value.target is pattern.target:
+            yield from self._align_same_operator(pattern, value, state)
+            if not any(each.target is pattern.target for each in operands(value)):
+                return
+        if state.cost + _MIN_COST > self.budget:
+            return
+        unseen = len(subtree_calls(pattern) - state.nodes.keys())
+        if isinstance(value, fx.Node) and value.op == "call_function":
+            for each in dict.fromkeys(operands(value)):
+                yield from self._align(pattern, each, value, state.with_difference(extra_node(value), value))
+            yield from self._align_other_operator(pattern, value, reader, state)
+        for child in children(pattern):
+            lost = unseen - 1 - len(subtree_calls(child) - state.nodes.keys())
+            instead = isinstance(child, PatternVariable) and isinstance(value, fx.Node) and self.is_site_location(value)
+            left_out = missing_node(pattern, value, reader) if instead else missing_node_between(pattern, value, reader)
+            yield from self._align(child, value, reader, state.with_difference(left_out, extra_cost=lost))
+        yield state.with_difference(missing_node(pattern, value, reader), extra_cost=unseen - 1)
+
+    def _align_repeated_call(
+        self, pattern: PatternCall, known: fx.Node, value: Any, reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        """A call that the pattern reads twice must be one node."""
+        if known is value:
+            yield state
+            return
+        if isinstance(value, fx.Node):
+            for node in _connecting_call(value, known):
+                yield state.with_difference(extra_node(node), node)
+        node = value if isinstance(value, fx.Node) and value.op == "call_function" else reader
+        yield state.with_difference(
+            PatternDifference(Reason.MISSING, f"{known} expected, {value} found", node, _CONFLICT_COST)
+        )
+
+    def _align_same_operator(self, pattern: PatternCall, value: fx.Node, state: PartialMatch) -> Iterator[PartialMatch]:
+        found, actual = state.with_node(pattern, value), dict(normalize_args(value))
+        for arguments in argument_orders(pattern):
+            pairs = [(name, each, actual.get(name)) for name, each in arguments if name not in self.ignored_args]
+            yield from self._align_all(pairs, value, found)
+        inputs = [
+            (name, each, actual.get(name))
+            for name, each in pattern.args
+            if isinstance(each, (PatternCall, PatternVariable))
+        ]
+        if len(inputs) == 2 and pattern.target not in COMMUTATIVE:
+            rest = [
+                (name, each, actual.get(name))
+                for name, each in pattern.args
+                if not isinstance(each, (PatternCall, PatternVariable)) and name not in self.ignored_args
+            ]
+            for swapped in self._align_swapped(inputs, value, found):
+                yield from self._align_all(rest, value, swapped)
+
+    def _align_other_operator(
+        self, pattern: PatternCall, value: fx.Node, reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        """Another operator in the place of the pattern's, its operands perhaps the pattern's."""
+        wanted, given = children(pattern), operands(value)
+        more = 0.0 if len(wanted) == len(given) else _OPERAND_COUNT_COST
+        for order in [given, given[::-1]] if len(given) == 2 else [given]:
+            lost = sum(len(subtree_calls(each) - state.nodes.keys()) for each in wanted[len(order) :])
+            changed = state.with_difference(missing_node(pattern, value, reader), value, extra_cost=more + lost)
+            yield from self._align_all(
+                [("", one, two) for one, two in zip(wanted, order, strict=False)], value, changed
+            )
+
+    def _align_all(
+        self, pairs: list[tuple[str, Any, Any]], reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        if not pairs:
+            yield state
+            return
+        (name, pattern, value), *rest = pairs
+        for each in self._align(pattern, value, reader, state, name):
+            yield from self._align_all(rest, reader, each)
+
+    def _align_other_outputs(self, partial: PartialMatch) -> PartialMatch:
+        for output in self.tree.outputs[1:]:
+            if output in partial.nodes:
+                continue
+            near = [each for each in (*partial.nodes.values(), *partial.values.values()) if isinstance(each, fx.Node)]
+            users = sorted({user for node in near for user in node.users} - set(partial.nodes.values()))
+            ways = [
+                way
+                for node in users
+                if node.target is output.target
+                for way in self._align(output, node, node, partial)
+            ]
+            lost = len(subtree_calls(output) - set(partial.nodes))
+            none = partial.with_difference(
+                missing_node(output, None, next(iter(partial.nodes.values()), near[0])), extra_cost=lost - 1
+            )
+            partial = min([*ways, none], key=lambda way: way.cost)
+        return partial
+
+    def _check_consumers(self, partial: PartialMatch, root: fx.Node) -> PartialMatch:
+        """Nothing outside may read a value that disappears."""
+        inside = set(partial.nodes.values())
+        known = inside | partial.extra_nodes
+        outputs = {root, *(partial.nodes[call] for call in self.tree.outputs if call in partial.nodes)}
+        for name, value in partial.values.items():
+            if isinstance(value, fx.Node) and value in inside:
+                text = f"{value} is both {name} and inside the pattern"
+                partial = partial.with_difference(PatternDifference(Reason.ANOTHER_CONSUMER, text, value))
+        for node in sorted(inside - outputs):
+            other = next((user for user in node.users if user not in known), None)
+            if other is not None:
+                text = f"{node} is also read by {other}"
+                partial = partial.with_difference(PatternDifference(Reason.ANOTHER_CONSUMER, text, node))
+        return partial
+
+
+def value_signature(value: Any) -> Any:
+    """What a variable stands for, the same for each layer: a number, or an operator and where it is called."""
+    if not isinstance(value, fx.Node):
+        return value
+    return (value.target, code_location(value)) if value.op == "call_function" else value.op
+
+
+def _connecting_call(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """The call that `start` is, if one step leads from it to `end`."""
+    if start.op == "call_function" and end in operands(start):
+        yield start

@@ -1,0 +1,214 @@
+"""Adapter: pattern trees from Inductor's `fx_to_pattern`. The only file that imports its private matcher.
+
+A pattern function is exported exactly like a model (torch.export, `run_decompositions({})`), so that it means what it
+says, and turned into Inductor's pattern tree. The tree is then put into our own four shapes, which the matcher reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+from torch._inductor import pattern_matcher as inductor
+from torch.utils import _pytree as pytree
+
+from inlay.errors import ProgramError, one_line
+from inlay.program.call_arguments import normalize_args
+from inlay.program.decomposition import decompose
+from inlay.program.graphs import ancestors
+from inlay.program.tracing_lock import tracing_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class PatternCall:
+    """A call of one operator; `args` are (name, value) with values that are patterns, constants or lists of them."""
+
+    target: Any
+    args: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class PatternVariable:
+    """An argument of the pattern function: any value, the same at each place it is used."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class PatternTree:
+    """A pattern: what each of its outputs is, and how many calls it has."""
+
+    outputs: tuple[PatternCall, ...]
+    num_calls: int
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _PatternSource:
+    """A pattern function and the arguments it is traced with; a number among them is a variable like any other."""
+
+    function: Callable[..., Any]
+    example: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if set(self.variables) != set(self.example):
+            raise ProgramError(
+                f"The examples of a pattern name {sorted(self.example)}, its arguments are {self.variables}."
+            )
+
+    @property
+    def variables(self) -> list[str]:
+        return list(inspect.signature(self.function).parameters)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: held for name in self.variables if isinstance(held := self.example[name], torch.Tensor)}
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return {name: self.example[name] for name in self.variables if name not in self.tensors}
+
+
+class _PatternModule(torch.nn.Module):
+    """Several pattern functions, each on arguments of its own: what export costs, it costs for all of them once."""
+
+    def __init__(self, patterns: Sequence[_PatternSource]) -> None:
+        super().__init__()
+        self.patterns = patterns
+
+    def forward(self, *values: torch.Tensor) -> list[Any]:
+        given = iter(values)
+        return [each.function(**dict(zip(each.tensors, given, strict=False)), **each.scalars) for each in self.patterns]
+
+
+def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
+    """The tree of a pattern function, traced with example arguments.
+
+    A number among the example arguments is a variable too: it must be a value that occurs nowhere else.
+    """
+    return _trace([_PatternSource(function, example)])[0]
+
+
+def _trace(patterns: Sequence[_PatternSource]) -> list[PatternTree]:
+    """The trees of pattern functions."""
+    values = tuple(value for each in patterns for value in each.tensors.values())
+    try:
+        # A backend is called while Dynamo traces: export would take its sizes and guards for those of the pattern.
+        with tracing_lock(), tracing(None):
+            exported = torch.export.export(_PatternModule(patterns), values, strict=False)
+            graph = decompose(exported).graph
+    except Exception as error:
+        raise ProgramError(f"The pattern cannot be traced: {one_line(error)}.") from error
+    from inlay.program.exported_program import strip_metadata_asserts
+
+    strip_metadata_asserts(graph)
+    given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    inputs = iter([given[name] for name in exported.graph_signature.user_inputs])
+    output: Any = graph.output_node().args[0]
+    results = iter(pytree.tree_unflatten(output, exported.call_spec.out_spec))
+    return [_tree(each, [next(inputs) for _ in each.tensors], next(results)) for each in patterns]
+
+
+def _tree(pattern: _PatternSource, inputs: list[fx.Node], results: Any) -> PatternTree:
+    """The tree of one pattern, whose nodes are among those of others."""
+    graph = fx.Graph()
+    own = {node: graph.node_copy(node) for node in inputs}
+    names: dict[Any, tuple[str, ...]] = {}
+    outputs = pytree.tree_leaves(results)
+    for node in sorted({each for output in outputs for each in ancestors(output)} - own.keys()):
+        made = own[node] = graph.node_copy(node, own.__getitem__)
+        names[made.target] = tuple(name for name, _ in normalize_args(made))
+        made.args, made.kwargs = tuple(value for _, value in normalize_args(made)), {}
+    graph.output(tuple(own[node] for node in outputs))
+    workaround = {name: value for name, value in pattern.scalars.items() if type(value) in (int, float)}
+    tree = inductor.fx_to_pattern(
+        fx.GraphModule(torch.nn.Module(), graph), argnames=list(pattern.tensors), scalar_workaround=workaround
+    )
+    return _Converter(names).tree(tree, pattern.variables)
+
+
+class _Converter:
+    """Inductor's tree in our shapes; nodes used twice stay one object."""
+
+    def __init__(self, names: Mapping[Any, tuple[str, ...]]) -> None:
+        self.names = names
+        self.calls: dict[int, PatternCall] = {}
+
+    def tree(self, tree: Any, variables: Sequence[str]) -> PatternTree:
+        outputs = tree.outputs if isinstance(tree, inductor.MultiOutputPattern) else [tree]
+        converted = tuple(self.value(each) for each in outputs)
+        if not all(isinstance(each, PatternCall) for each in converted):
+            raise ProgramError("A pattern must compute each of its outputs.")
+        return PatternTree(converted, len(self.calls), tuple(variables))
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, inductor.KeywordArg):
+            return PatternVariable(value.name)
+        if isinstance(value, inductor.CallFunction):
+            if id(value) not in self.calls:
+                target = value.fns[0]
+                values = (self.value(each) for each in value.args)
+                self.calls[id(value)] = PatternCall(target, tuple(zip(self.names[target], values, strict=True)))
+            return self.calls[id(value)]
+        if isinstance(value, (list, tuple)):
+            return [self.value(each) for each in value]
+        return value
+
+
+def called_operators(pattern: Any) -> list[set[Any]]:
+    """The operators that one of Inductor's own patterns calls; alternatives of one call are together."""
+    found: list[set[Any]] = []
+    seen: set[int] = set()
+    todo = [pattern]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, (list, tuple)):
+            todo += each
+        elif isinstance(each, inductor.PatternExpr) and id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, (inductor.CallFunction, inductor.CallFunctionVarArgs)):
+                found.append(set(each.fns))
+            todo += [getattr(each, name, ()) for name in ("args", "outputs", "pattern", "inner_pattern")]
+            todo += getattr(each, "kwargs", {}).values()
+    return found
+
+
+@dataclass
+class PatternCache:
+    """Traced patterns, by function and example types: traced together they take half the time."""
+
+    trees: dict[Any, PatternTree] = field(default_factory=dict)
+
+    def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
+        """The tree of a pattern, traced once."""
+        key = self._key(function, example)
+        if key not in self.trees:
+            self.trees[key] = trace_pattern(function, example)
+        return self.trees[key]
+
+    def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
+        """Trace together what is not traced yet; if one of them cannot be, that is said when it is asked for."""
+        fresh = {self._key(*each): each for each in patterns}
+        fresh = {key: each for key, each in fresh.items() if key not in self.trees}
+        if len(fresh) > 1:
+            with suppress(ProgramError):
+                trees = _trace([_PatternSource(*each) for each in fresh.values()])
+                self.trees.update(zip(fresh, trees, strict=True))
+
+    def _key(self, function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
+        return (getattr(function, "__func__", function), *((name, _kind(value)) for name, value in example.items()))
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+
+
+PATTERNS = PatternCache()

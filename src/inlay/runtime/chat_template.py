@@ -1,0 +1,134 @@
+"""Chat templates: messages to one prompt, as transformers renders them, without transformers.
+
+Templates come with a model, so they are somebody else's code: they run in jinja2's sandbox and see plain data only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from inlay.errors import ModelError, UsageError, one_line
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from jinja2.parser import Parser
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: `[{"role": "user", "content": "Hello"}]`."""
+
+
+class ChatTemplate:
+    """The template of a model and the special tokens it may name.
+
+    >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ end }}{% endfor %}"
+    >>> ChatTemplate(source, {"end": "."}).render([{"role": "user", "content": "Hello"}])
+    'user: Hello.'
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+
+    def render(self, messages: Messages) -> str:
+        """The prompt for the next answer in this conversation."""
+        template, plain = self._compiled, _plain(messages)
+        try:
+            return template.render(
+                messages=plain, tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
+            )
+        except Exception as error:  # anything: it is somebody else's code that ran
+            raise UsageError(
+                f"The chat template of this model refuses the messages: {one_line(error)}.",
+                "Change the roles or their order, or give the prompt raw.",
+            ) from error
+
+    @cached_property
+    def _compiled(self) -> Template:
+        try:
+            return _environment().from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"The chat template of this model is not a template: {one_line(error)}.",
+                "Mend chat_template.jinja, or give the prompt raw.",
+            ) from error
+
+
+def _plain(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as JSON has them: objects with methods have no business in somebody else's template."""
+    if not messages or any(not isinstance(message, Mapping) or "role" not in message for message in messages):
+        raise UsageError(
+            "A conversation is a list of at least one message, and each message has a role.",
+            'Such as [{"role": "user", "content": "Hello"}].',
+        )
+    try:
+        plain: list[dict[str, Any]] = json.loads(json.dumps([dict(message) for message in messages]))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"A message holds what JSON cannot: {one_line(error)}.", "Use text.") from error
+    return plain
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model said, for training; here it is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _PublicNamespace(Namespace):
+    """A namespace without private names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be called self
+        self, *given = args
+        values = dict(*given, **attributes)
+        for name in values:
+            _check_public(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"the template stores {name!r}, a private name")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> Environment:
+    """jinja2 set up as chat templates expect it; see `_compile_jinja_template` of transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = _PublicNamespace
+    return environment

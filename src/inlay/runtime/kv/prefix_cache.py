@@ -1,0 +1,98 @@
+"""Sequences and the cache: a prompt begins with what is held of it; what becomes a whole block is kept for others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from inlay.runtime.generation_state import GenerationState
+    from inlay.runtime.kv.block import Block
+    from inlay.runtime.kv.block_manager import BlockManager
+    from inlay.runtime.kv.memory import KVMemory
+    from inlay.runtime.request import RequestHandle
+
+
+class SequenceState:
+    """A request on its way through the engine."""
+
+    def __init__(self, answer: RequestHandle, writer: GenerationState) -> None:
+        self.handle, self.generation = answer, writer
+        self.slot = -1
+        self.computed_tokens = 0
+        """Tokens whose keys and values are in the slot."""
+        self.blocks: list[Block] = []
+        """Those of the cache that its rows are equal to, from the first on."""
+        self.has_lookup = self.is_cache_full = False
+        """Whether the cache was asked for its prompt; whether the cache had no room for its blocks."""
+        self.last_token_time = answer.arrival_time
+        """When its last token came."""
+
+    @property
+    def prefill_tokens_left(self) -> int:
+        """Tokens of its prompt that were not read yet."""
+        return max(0, len(self.handle.request.prompt) - self.computed_tokens)
+
+
+class PrefixCache:
+    """Moves rows between slots and blocks as the books of the cache say; without a cache it does nothing."""
+
+    def __init__(
+        self, cache: BlockManager | None, memory: KVMemory, counts: Counter[str], *, can_store_generated: bool
+    ) -> None:
+        """`can_store_generated`: what was made for tokens of an answer is what a prompt with them would have made, to
+        the bit.
+        """
+        self._cache, self._memory, self._counts, self._can_store_generated = cache, memory, counts, can_store_generated
+
+    def reuse(self, sequence: SequenceState) -> None:
+        """Begin with what the cache holds of a prompt: all but its last token may come from there."""
+        sequence.has_lookup = True
+        if self._cache is None:
+            return
+        request = sequence.handle.request
+        sequence.blocks = self._cache.lookup(request.prompt[:-1], request.salt)
+        self._cache.acquire(sequence.blocks)
+        for block in sequence.blocks:
+            moves = self._cache.promote(block)
+            if moves is None:
+                self._counts["fallback.promote_failed"] += 1
+            else:
+                self._memory.move(moves)
+            self._memory.load(sequence.slot, sequence.computed_tokens, block.level, block.index)
+            sequence.computed_tokens += self._cache.block_size
+        sequence.handle.cached_tokens = sequence.computed_tokens
+        self._counts["cached_tokens"] += sequence.computed_tokens
+        self._counts["prefix_cache_hits" if sequence.computed_tokens else "prefix_cache_misses"] += 1
+
+    def store(self, sequence: SequenceState) -> None:
+        """Put what has become a whole block into the cache."""
+        cache, request = self._cache, sequence.handle.request
+        rows = (
+            sequence.computed_tokens
+            if self._can_store_generated
+            else min(sequence.computed_tokens, len(request.prompt))
+        )
+        while cache is not None and not sequence.is_cache_full:
+            start = len(sequence.blocks) * cache.block_size
+            stop = start + cache.block_size
+            if stop > rows:
+                return
+            parent = sequence.blocks[-1] if sequence.blocks else None
+            placed = cache.store(parent, tuple(sequence.generation.history[start:stop]), request.salt, request.priority)
+            if placed is None:
+                self._counts["fallback.cache_full"] += 1
+                sequence.is_cache_full = True
+                return
+            cache.acquire([placed.block])
+            sequence.blocks.append(placed.block)
+            if placed.is_new:
+                self._memory.move(placed.moves)
+                self._memory.save(sequence.slot, start, placed.block.index)
+
+    def release(self, sequence: SequenceState) -> None:
+        """It relies on its blocks no longer."""
+        if self._cache is not None:
+            self._cache.release(sequence.blocks)
+        sequence.blocks, sequence.is_cache_full = [], True

@@ -1,0 +1,224 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+
+from inlay import __version__
+from inlay.errors import UsageError, suggest
+from inlay.runtime.request import EngineClosedError, QueueFullError
+from inlay.serve.http import request_builder
+from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
+from inlay.serve.http.middleware import RequestMiddleware
+from inlay.serve.http.responses import EventStreamResponse, FullResponse, HandleGroup
+from inlay.serve.http.schema import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+    ModelCard,
+    Models,
+)
+from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer
+from inlay.serve.kv_events.json_feed import add_kv_routes
+
+if TYPE_CHECKING:
+    from inlay.runtime.request import RequestHandle
+    from inlay.serve.http.server_context import ServerContext
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+REASONS = dict.fromkeys(
+    ("union_tag_invalid", "union_tag_not_found"), "its role must be system, developer, user or assistant"
+)
+"""For what pydantic says in words of its own."""
+JSON_ERRORS: dict[type[BaseException], str] = {
+    UnicodeDecodeError: "its bytes are not UTF-8",
+    RecursionError: "it is nested too deeply",
+    ValueError: "a number has too many digits",
+}
+"""What json says in words of its own."""
+LONGEST_ECHO = 128
+"""Characters of what a client wrote that stand in an error."""
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(context: ServerContext) -> RequestMiddleware:
+    """The server as an ASGI application."""
+    app = FastAPI(title="Inlay", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(Exception, _handle_internal_error)
+    _add_status_routes(app, context)
+    _add_generation_routes(app, context)
+    if context.settings.kv_routes:
+        add_kv_routes(app, context, ERRORS)
+    return RequestMiddleware(app, context)
+
+
+def _add_status_routes(app: FastAPI, serving: ServerContext) -> None:
+    """Routes that say how things stand."""
+    model = ModelCard(id=serving.settings.name, created=serving.created, max_model_len=serving.engine.max_seq_len)
+
+    @app.get("/healthz", response_class=PlainTextResponse, responses=ERRORS)
+    async def healthz() -> PlainTextResponse:
+        """Whether the process runs."""
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz", response_class=PlainTextResponse, responses=ERRORS)
+    async def readyz() -> PlainTextResponse:
+        """Whether requests are taken."""
+        if serving.is_draining:
+            raise draining_error()
+        return PlainTextResponse("ready\n")
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(serving.metrics.text(), media_type=METRICS)
+
+    @app.get("/v1/models", response_model=Models, responses=ERRORS)
+    async def models() -> Models:
+        """The model that can be asked."""
+        return Models(data=[model])
+
+    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
+    async def one_model(name: str) -> ModelCard:
+        """One model."""
+        _check_model(name, serving)
+        return model
+
+
+def _add_generation_routes(app: FastAPI, serving: ServerContext) -> None:
+    """Routes that ask the model."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    streamed = {"text/event-stream": {"schema": event}}
+
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses={**ERRORS, 200: {"content": streamed}})
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await _reply(asked, request, serving)
+
+    @app.post("/v1/completions", response_model=CompletionResponse, responses={**ERRORS, 200: {"content": streamed}})
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        """Continue a text."""
+        return await _reply(asked, request, serving)
+
+
+async def _reply(asked: ChatRequest | CompletionRequest, request: Request, serving: ServerContext) -> Response:
+    _check_model(asked.model, serving)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
+    state, choices = request.scope["state"], asked.n or 1
+    prompts = await request_builder.encode(asked, serving.engine.text, serving.limits)
+    wanted = request_builder.build_requests(
+        asked, prompts, serving.limits, state["tenant"], state["tenant"] or state["record"].id
+    )
+    if len(wanted) > serving.admission.share:
+        message = f"These are {len(wanted)} answers, and one request may have {serving.admission.share} at once."
+        raise ApiError(400, message, param="n" if choices > 1 else "prompt")
+    state["place"].acquire(len(wanted) - 1)
+    answers = HandleGroup(_submit(wanted, serving), choices, state["record"])
+    chat = isinstance(asked, ChatRequest)
+    head = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{state['record'].id}",
+        "created": int(time()),
+        "model": serving.settings.name,
+        "system_fingerprint": serving.fingerprint,
+    }
+    with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    spelling = None if wanted[0].logprobs is None else serving.token_text
+    form = (ChatSerializer if chat else CompletionSerializer)(head, spelling, with_usage)
+    seconds = serving.settings.write_seconds
+    return (
+        EventStreamResponse(answers, form, seconds, with_usage)
+        if asked.stream
+        else FullResponse(answers, form, seconds)
+    )
+
+
+def _submit(wanted: list[Any], serving: ServerContext) -> list[RequestHandle]:
+    """Ask for all of them, or none."""
+    answers: list[RequestHandle] = []
+    loop = asyncio.get_running_loop()
+    try:
+        answers.extend(serving.engine.submit(each, loop) for each in wanted)
+    except UsageError as error:
+        for answer in answers:
+            answer.cancel()
+        if isinstance(error, QueueFullError):
+            raise overloaded_error(error.retry_after) from error
+        if isinstance(error, EngineClosedError):
+            raise draining_error() from error
+        raise ApiError(400, str(error)) from error
+    return answers
+
+
+def _check_model(name: str, serving: ServerContext) -> None:
+    if name != serving.settings.name:
+        message = f"Model {name[:LONGEST_ECHO]!r} not found; this server serves {serving.settings.name!r}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _handle_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    unread = JSON_ERRORS.get(type(error.__cause__)) if error.__cause__ is not None else None
+    if unread is not None:
+        error = ApiError(400, f"The request is not JSON: {unread}.")
+    elif not isinstance(error, ApiError):
+        error = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path[:LONGEST_ECHO]}.")
+    record = request.scope["state"]["record"]
+    record.error = record.error or error.brief
+    return Response(error.body(), error.status_code, dict(error.headers or {}), "application/json")
+
+
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
+    """The first field that is wrong; of several forms a field may have, the one it comes nearest to."""
+    assert isinstance(error, RequestValidationError)
+    found = [(_field_path(each["loc"]), each) for each in error.errors()]
+    first = found[0][0][:1]
+    place, worst = max((each for each in found if each[0][:1] == first), key=_nearness)
+    name = ".".join(map(str, place))[:LONGEST_ECHO]
+    reason = REASONS.get(worst["type"], str(worst["msg"]))
+    if place[-1:] == ("type",) and "content" in place:
+        reason = "this model reads parts of type text only"
+    if worst["type"] == "json_invalid":
+        said = str(worst["ctx"]["error"]).removesuffix(" at").removesuffix(" starting")
+        refusal = ApiError(400, f"The request is not JSON: {said}, at character {place[-1]}.")
+    elif worst["type"] == "missing" and not place:
+        refusal = ApiError(400, "The request is empty. Send a JSON object, with Content-Type: application/json.")
+    elif worst["type"] == "model_attributes_type" and not place:
+        refusal = ApiError(400, "The request is not a JSON object. Send one, with Content-Type: application/json.")
+    elif worst["type"] == "extra_forbidden":
+        known = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
+        hint = suggest(str(place[-1]), known) or "Leave it out."
+        refusal = ApiError(400, f"This route does not know {name}. {hint}", param=name, code="unknown_parameter")
+    else:
+        refusal = ApiError(400, f"{name or 'The request'}: {reason}.", param=name or None)
+    return await _handle_http_error(request, refusal)
+
+
+def _nearness(found: tuple[tuple[str | int, ...], Any]) -> tuple[int, bool]:
+    place, error = found
+    return len(place), not error["type"].endswith("_type")
+
+
+async def _handle_internal_error(request: Request, error: Exception) -> Response:
+    return await _handle_http_error(request, ApiError(500, "Internal server error.", code="internal_error"))
+
+
+def _field_path(loc: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """Where a field is, without the names of the types it was tried as."""
+    types = ("str", "system", "developer", "user", "assistant")
+    return tuple(
+        each
+        for at, each in enumerate(loc[1:])
+        if isinstance(each, int) or at == 0 or (each.isidentifier() and each not in types)
+    )

@@ -1,0 +1,183 @@
+"""The front door: before a request is read it has an id, a key and a place, and what is read of it is bounded.
+
+Plain ASGI, as what every token passes through has to be cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
+from inlay.serve.http.request_log import RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    from inlay.serve.http.admission import Permit
+    from inlay.serve.http.server_context import ServerContext
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PUBLIC_ROUTES = frozenset({"/healthz", "/readyz"})
+"""Routes that need no key."""
+GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Routes that need a place."""
+KNOWN_ROUTES = (
+    PUBLIC_ROUTES | GENERATION_ROUTES | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
+)
+"""Routes that are counted apart."""
+MAX_PENDING_BODIES = 64
+"""Requests of the largest size that may be on their way at once: what is not complete is in memory."""
+SMALL = 1 << 16
+"""Bytes of a request that are read whatever others send: the connection has room for as many anyway."""
+CLIENT_CLOSED_REQUEST = 499
+"""What logs call it when a client goes before it is answered, as nginx does."""
+ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestMiddleware:
+    """Stands before the application."""
+
+    def __init__(self, app: App, context: ServerContext) -> None:
+        self._app, self._context = app, context
+        self._pending_bytes = 0
+        """Bytes of requests that are not complete."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, from its headers to its line in the log."""
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        record = RequestRecord(_id(headers), _route(scope), scope["client"][0] if scope.get("client") else "")
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        try:
+            await self._admit(scope, headers, record, receive, sending)
+        except ApiError as error:
+            record.error = error.brief
+            await refuse(error, sending)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            record.status = record.status or CLIENT_CLOSED_REQUEST
+            self._context.log_request(record)
+
+    async def _admit(
+        self, scope: Scope, headers: dict[bytes, bytes], record: RequestRecord, receive: Receive, send: Send
+    ) -> None:
+        serving, path = self._context, scope["path"]
+        state = scope.setdefault("state", {})
+        state["record"] = record
+        if (
+            serving.settings.allowed_hosts
+            and parse_host(headers.get(b"host", b"")) not in serving.settings.allowed_hosts
+        ):
+            message = f"This server is {' or '.join(serving.settings.allowed_hosts)}. Ask for it by that name."
+            raise ApiError(421, message, code="wrong_host")
+        if path not in PUBLIC_ROUTES:
+            state["tenant"] = serving.keys.authenticate(headers.get(b"authorization", b""))
+            if state["tenant"] is None:
+                raise ApiError(401, "Send an API key that is known here, as a bearer token.", code="invalid_api_key")
+        if scope["method"] != "POST" or path not in GENERATION_ROUTES:
+            await self._app(scope, receive, send)
+            return
+        if serving.is_draining:
+            raise draining_error()
+        body = await self._read(receive, headers)
+        if body is None:
+            return
+        if serving.is_draining:
+            raise draining_error()
+        # After the body: who sends it slowly keeps nobody out. One key alone has nobody to share with.
+        place: Permit = serving.admission.admit(state["tenant"] if len(serving.keys) > 1 else "")
+        state["place"] = place
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            place.release(is_completed=record.status == 200)
+
+    async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
+        """The body, or None if the client goes away before it is whole."""
+        most, seconds = self._context.settings.max_body, self._context.settings.read_seconds
+        too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
+        length = headers.get(b"content-length", b"")
+        if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
+            raise ApiError(415, "The request is compressed. Send it as it is, without Content-Encoding.")
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    body += part
+                    self._pending_bytes += len(part)
+                    if len(body) > most:
+                        raise too_large
+                    if self._pending_bytes > MAX_PENDING_BODIES * most and len(body) > SMALL:
+                        raise overloaded_error(seconds)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"The request did not come in within {seconds:.0f} s.", code="timeout") from None
+        finally:
+            self._pending_bytes -= len(body)
+
+
+async def refuse(error: ApiError, send: Send) -> None:
+    """Send an error."""
+    body = error.body()
+    headers = [*error.raw_headers(), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """What was read, once; then what comes, which is that the client goes away."""
+    given: bytes | None = body
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given is None:
+            return await receive()
+        message, given = {"type": "http.request", "body": given, "more_body": False}, None
+        return message
+
+    return again
+
+
+def parse_host(header: bytes) -> str:
+    """The name of a server in a Host header, without its port.
+
+    >>> parse_host(b"localhost:8000"), parse_host(b"127.0.0.1"), parse_host(b"[::1]:80"), parse_host(b"")
+    ('localhost', '127.0.0.1', '::1', '')
+    """
+    text = header.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
+def _id(headers: dict[bytes, bytes]) -> str:
+    """The client's own name for a request, if it is a decent one."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _route(scope: Scope) -> str:
+    """Method and path, short of what a client can make up at will."""
+    path = scope["path"] if scope["path"] in KNOWN_ROUTES else "other"
+    return f"{scope['method']} {path}" if scope["method"] in ("GET", "POST", "HEAD") else "other"

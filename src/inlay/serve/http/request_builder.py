@@ -1,0 +1,172 @@
+"""From what a client asks to what an engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import ModelError, UsageError
+from inlay.runtime.request import Request
+from inlay.runtime.sampling import MIN_TEMPERATURE, Sampling
+from inlay.serve.http.errors import ApiError
+from inlay.serve.http.schema import AssistantInputMessage, ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tokenizers import Tokenizer
+
+    from inlay.runtime.text_codec import TextCodec
+    from inlay.serve.http.schema import InputMessage
+
+MAX_INLINE_CHARS = 4096
+"""Characters from which on a prompt is read in another thread: others wait for the event loop."""
+DEFAULT_TOKENS = 16
+"""What OpenAI's older route makes unless told."""
+CHAT_TOKENS = 1024
+"""What an answer in a conversation has at most unless told: a model that does not end would take a slot to its end."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """How long prompts and answers may be."""
+
+    max_prompt_tokens: int
+    max_tokens: int
+    vocab_size: int
+    max_prompt_chars: int
+    """A prompt of more has more tokens than it may have: it is not worth looking closer."""
+
+
+async def encode(
+    body: ChatRequest | CompletionRequest, text: TextCodec, bounds: RequestLimits
+) -> list[tuple[int, ...]]:
+    """The prompts of a request as tokens."""
+    if isinstance(body, ChatRequest):
+        messages = [_turn(message) for message in body.messages]
+        size = sum(len(each["content"]) for each in messages)
+        prompts = [await _run_encoding(size, lambda: _encode_chat(text, messages, bounds), "messages")]
+    elif isinstance(body.prompt, str) or isinstance(body.prompt[0], str):
+        texts: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        prompts = await _run_encoding(
+            sum(map(len, texts)), lambda: [_encode(text, each, bounds) for each in texts], "prompt"
+        )
+    else:
+        given: Any = body.prompt
+        prompts = given if isinstance(given[0], list) else [given]
+        if (largest := max(map(max, prompts))) >= bounds.vocab_size:
+            known = f"this model knows {bounds.vocab_size} tokens"
+            raise ApiError(400, f"There is no token {largest}: {known}, counted from 0.", param="prompt")
+    for prompt in prompts:
+        _check_prompt(prompt, bounds, "messages" if isinstance(body, ChatRequest) else "prompt")
+    return [tuple(prompt) for prompt in prompts]
+
+
+def build_requests(
+    body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: RequestLimits, salt: str, owner: str
+) -> list[Request]:
+    """A request to the engine for each choice, those of the first prompt first."""
+    tokens, stop = _tokens(body, bounds), body.stop or ()
+    return [
+        Request(
+            prompt,
+            _sampling(body, choice),
+            tokens,
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=_logprobs(body),
+            salt=f"{salt}/{body.cache_salt}" if body.cache_salt else salt,
+            owner=owner,
+        )
+        for prompt in prompts
+        for choice in range(body.n or 1)
+    ]
+
+
+def _encode_chat(text: TextCodec, messages: list[dict[str, Any]], bounds: RequestLimits) -> list[int]:
+    if text.chat is None:
+        return text.encode_chat(messages)  # says what is wrong
+    return _encode(text, text.chat.render(messages), bounds, special=False)
+
+
+def _encode(text: TextCodec, prompt: str, bounds: RequestLimits, special: bool = True) -> list[int]:
+    """As `TextCodec.encode`, by a call that lets other threads run: what is long takes a second for a million
+    characters.
+    """
+    if len(prompt) > bounds.max_prompt_chars:
+        raise _too_long(
+            f"{len(prompt)} characters, which cannot be {bounds.max_prompt_tokens} tokens, the most it may have"
+        )
+    return list(text.tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids)
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of a text that one token can stand for at most; normalizers may drop some of them before."""
+    return max(map(len, tokenizer.get_vocab())) * (1 if tokenizer.normalizer is None else 4)
+
+
+def _turn(message: InputMessage | AssistantInputMessage) -> dict[str, Any]:
+    """A message as templates know it: text in one piece, and no role that is OpenAI's alone."""
+    content = message.content
+    if content is None:
+        content = (isinstance(message, AssistantInputMessage) and message.refusal) or ""
+    elif not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+async def _run_encoding(size: int, work: Callable[[], Any], param: str) -> Any:
+    try:
+        return work() if size < MAX_INLINE_CHARS else await asyncio.to_thread(work)
+    except (UsageError, ModelError) as error:
+        raise ApiError(400, str(error), param=param) from error
+    except ApiError as error:
+        error.param = param
+        raise
+
+
+def _check_prompt(prompt: list[int], bounds: RequestLimits, param: str) -> None:
+    if not prompt:
+        raise ApiError(400, "The prompt is empty, and this model has no begin token.", param=param)
+    if len(prompt) > bounds.max_prompt_tokens:
+        raise _too_long(f"{len(prompt)} tokens, but may have {bounds.max_prompt_tokens} at most", param)
+
+
+def _too_long(what: str, param: str | None = None) -> ApiError:
+    return ApiError(400, f"The prompt has {what}.", param=param, code="context_length_exceeded")
+
+
+def _tokens(asked: ChatRequest | CompletionRequest, bounds: RequestLimits) -> int:
+    if isinstance(asked, ChatRequest):
+        name = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
+        tokens = asked.max_completion_tokens or asked.max_tokens or min(CHAT_TOKENS, bounds.max_tokens)
+    else:
+        name, tokens = "max_tokens", asked.max_tokens or min(DEFAULT_TOKENS, bounds.max_tokens)
+    if tokens > bounds.max_tokens:
+        raise ApiError(400, f"{name} is {tokens}, but may be {bounds.max_tokens} at most.", param=name)
+    return tokens
+
+
+def _sampling(asked: ChatRequest | CompletionRequest, choice: int) -> Sampling:
+    """The choices of one seed are not alike, but the same ones each time."""
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    return Sampling(
+        temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        max(asked.top_k or 0, 0),
+        1.0 if asked.top_p is None else asked.top_p,
+        asked.min_p or 0.0,
+        1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        None if asked.seed is None else (asked.seed + choice) % 2**64,
+    )
+
+
+def _logprobs(asked: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(asked, CompletionRequest):
+        return asked.logprobs
+    if asked.logprobs:
+        return asked.top_logprobs or 0
+    if asked.top_logprobs is not None:
+        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return None

@@ -1,0 +1,142 @@
+"""A server from its start to its end. SIGTERM ends it when all that was begun is answered; a second one ends it now."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import socket
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from inlay.errors import MachineError, UsageError
+from inlay.package import store
+from inlay.serve.http.app import create_app
+from inlay.serve.http.connection import Connection, max_connections
+from inlay.serve.http.request_log import LogHandler
+from inlay.serve.http.server_context import ServerContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from inlay.runtime.engine import Engine
+    from inlay.serve.http.settings import ServerSettings
+
+SEND_BUFFER = 1 << 18
+"""Bytes that the system keeps for a reader that is slow; left to itself, it takes megabytes for each."""
+KEEP_ALIVE = 75
+"""Seconds that a connection stays open between requests: longer than clients and proxies keep theirs."""
+LAST_SECONDS = 5
+"""How long connections may take to close, once all is answered."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which takes its time to end: those who ask while it does are told to ask elsewhere."""
+
+    def __init__(self, context: ServerContext, drain_seconds: float, ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            create_app(context),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST_SECONDS,
+        )
+        super().__init__(config)
+        Connection.read_seconds, Connection.max_connections = context.settings.read_seconds, max_connections()
+        Connection.log_request = context.log_request
+        self._context, self._seconds, self._ready = context, drain_seconds, ready
+        self._drain_task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal to end came. What is to be done is done in the event loop, soon."""
+        if self._context.is_draining:
+            self.should_exit = self.force_exit = True
+        self._context.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second."""
+        if self._context.is_draining and self._drain_task is None:
+            self._drain_task = asyncio.create_task(self._drain())
+        return await super().on_tick(counter)
+
+    async def _drain(self) -> None:
+        self._context.log_writer.write(
+            {"level": "info", "message": "shutting down", "active_requests": self._context.admission.active}
+        )
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._context.admission.wait_empty()
+        except TimeoutError:
+            await asyncio.to_thread(self._context.engine.close)  # the rest is broken off, and told so
+        self._context.shutdown_event.set()
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """An address to listen on, before anything slow is done."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # with the protocol named: asyncio sends small packets at once only where it is, others wait 40 ms
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        problem = f"Nothing can be served at {host} port {port}: {error}."
+        raise (MachineError if taken else UsageError)(problem, "Choose another --port.") from error
+    return found
+
+
+def fingerprint(package: Path | str) -> str:
+    """What clients see of which package answers: other code or other weights have another one."""
+    return f"fp_{store.locate(Path(package)).name[:12]}"
+
+
+def serve(
+    engine: Engine,
+    settings: ServerSettings,
+    listener: socket.socket,
+    version: str,
+    *,
+    drain_seconds: float = 30.0,
+    kv_events: str | None = None,
+    kv_replay: str | None = None,
+    ready: Callable[[ServerContext], None] = lambda serving: None,
+) -> None:
+    """Serve an engine until a signal comes."""
+    serving = ServerContext(engine, settings, version)
+    logging.getLogger().addHandler(LogHandler(serving.log_writer))
+    gc.freeze()  # what is loaded stays: going through it again and again stops everybody for a tenth of a second
+    try:
+        engine.start(warm=True)
+        with _open_publisher(engine, kv_events, kv_replay):
+            Server(serving, drain_seconds, lambda: ready(serving)).run([listener])
+            engine.close()
+    finally:
+        engine.close()
+        serving.log_writer.close()
+
+
+def _open_publisher(engine: Engine, events: str | None, replay: str | None) -> AbstractContextManager[object]:
+    if events is None:
+        return nullcontext()
+    from inlay.serve.kv_events.publisher import Publisher
+
+    return Publisher(engine.event_log, engine.settings.block_size, bind=events, replay=replay)

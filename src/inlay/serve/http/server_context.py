@@ -1,0 +1,59 @@
+"""What all routes share: the engine, and what is allowed and counted around it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property
+from time import time
+from typing import TYPE_CHECKING
+
+from inlay.serve.http.admission import AdmissionControl
+from inlay.serve.http.api_keys import Keys
+from inlay.serve.http.metrics import Metrics
+from inlay.serve.http.request_builder import RequestLimits, longest_token
+from inlay.serve.http.request_log import LogWriter
+from inlay.serve.http.token_text import TokenText
+
+if TYPE_CHECKING:
+    from inlay.runtime.engine import Engine
+    from inlay.serve.http.request_log import RequestRecord
+    from inlay.serve.http.settings import ServerSettings
+
+
+class ServerContext:
+    """One engine that is being served."""
+
+    def __init__(
+        self, engine: Engine, settings: ServerSettings, fingerprint: str, log_writer: LogWriter | None = None
+    ) -> None:
+        self.engine, self.settings, self.fingerprint = engine, settings, fingerprint
+        self.keys = Keys(settings.keys)
+        most = settings.max_concurrent or engine.slots + engine.settings.max_waiting
+        self.admission = AdmissionControl(most, min(most, engine.slots))
+        prompt = min(settings.max_prompt or engine.max_seq_len, engine.max_seq_len)
+        tokenizer = engine.text.tokenizer
+        self.limits = RequestLimits(
+            prompt,
+            min(settings.max_tokens or engine.max_seq_len, engine.max_seq_len),
+            tokenizer.get_vocab_size(),
+            prompt * longest_token(tokenizer),
+        )
+        self.log_writer = log_writer or LogWriter()
+        self.metrics = Metrics(engine.counts, lambda: self.admission.active)
+        engine.add_observer(self.metrics)
+        self.created = int(time())
+        self.is_draining = False
+        """Whether new requests are turned away, because the server is about to end."""
+        self.shutdown_event = asyncio.Event()
+        """Everything is answered: what goes on without end ends now."""
+
+    @cached_property
+    def token_text(self) -> TokenText:
+        """How single tokens are written."""
+        return TokenText(self.engine.text)
+
+    def log_request(self, record: RequestRecord) -> None:
+        """A request was dealt with: count it, and write a line about it."""
+        self.metrics.count_request(record)
+        if record.route != "GET /healthz" and record.route != "GET /readyz":
+            self.log_writer.write(record.fields())

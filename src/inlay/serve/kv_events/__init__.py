@@ -1,0 +1,1 @@
+"""KV-cache events for routers: wire formats, publisher, subscriber."""

@@ -1,0 +1,92 @@
+"""What a router is told about a cache, in the wire format.
+
+Routers hash the tokens themselves. vLLM names a salt only in `extra_keys` of the first block, which routers may not
+read: blocks with a salt are not published.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inlay.runtime.kv.events import CacheMirror, ClearedEvent, CreatedEvent, RemovedEvent, StoredEvent, UpdatedEvent
+from inlay.serve.kv_events.wire_format import CLEARED_EVENT, FIELDS, MEDIA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inlay.runtime.kv.events import CacheEvent
+
+
+class WireEncoder:
+    """What a router is told about one cache. It knows the blocks: the wire asks for the tokens of one that moved.
+
+    >>> told = WireEncoder(block_size=2)
+    >>> stored = StoredEvent(None, 7, (1, 2), "", 0, 0), StoredEvent(7, 8, (3, 4), "", 0, 0)
+    >>> stored = *stored, StoredEvent(None, 9, (1, 2), "me", 0, 0)
+    >>> told.encode(stored)  # doctest: +NORMALIZE_WHITESPACE
+    [{'type': 'BlockStored', 'block_hashes': [7, 8], 'parent_block_hash': None, 'token_ids': [1, 2, 3, 4],
+      'block_size': 2, 'lora_id': None, 'medium': 'GPU', 'lora_name': None}]
+    >>> told.encode([RemovedEvent(8, 0), RemovedEvent(9, 0), UpdatedEvent(7, priority=(0, 1))]), told.skipped_blocks
+    ([{'type': 'BlockRemoved', 'block_hashes': [8], 'medium': 'GPU'}], 1)
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.skipped_blocks = 0
+        """Stored blocks that were not told of, because they have a salt."""
+        self._replica = CacheMirror()
+
+    def encode(self, events: Iterable[CacheEvent]) -> list[dict[str, Any]]:
+        """Events as maps. A block that moved is removed here and stored there. Priorities are not told."""
+        made: list[dict[str, Any]] = []
+        for event in events:
+            known = self._replica.blocks.get(event.hash) if isinstance(event, RemovedEvent | UpdatedEvent) else None
+            self._replica.apply(event)
+            match event:
+                case CreatedEvent() | ClearedEvent():
+                    made.append(CLEARED_EVENT)
+                case StoredEvent():
+                    self._add_stored(made, event)
+                case RemovedEvent() if known is not None:
+                    _add_removed(made, known)
+                case UpdatedEvent(level=(_, _)) if known is not None:
+                    _add_removed(made, known)
+                    self._add_stored(made, self._replica.blocks[event.hash], again=True)
+                case _:
+                    pass
+        return made
+
+    def encode_snapshot(self, blocks: Iterable[StoredEvent] | None = None) -> list[dict[str, Any]]:
+        """All that is held, for one who knows nothing, or wrong things; with `blocks`, these are held from now on."""
+        if blocks is not None:
+            self._replica = CacheMirror(blocks)
+        made = [CLEARED_EVENT]
+        for block in self._replica.blocks.values():
+            self._add_stored(made, block, again=blocks is None)
+        return made
+
+    def _add_stored(self, made: list[dict[str, Any]], block: StoredEvent, again: bool = False) -> None:
+        if block.salt:
+            self.skipped_blocks += not again
+            return
+        medium, last = _medium(block), made[-1] if made else CLEARED_EVENT
+        if last["type"] == "BlockStored" and last["medium"] == medium and last["block_hashes"][-1] == block.parent:
+            last["block_hashes"].append(block.hash)
+            last["token_ids"].extend(block.tokens)
+            return
+        values = ([block.hash], block.parent, list(block.tokens), self.block_size, None, medium, None)
+        made.append({"type": "BlockStored"} | dict(zip(FIELDS["BlockStored"], values, strict=True)))
+
+
+def _add_removed(made: list[dict[str, Any]], block: StoredEvent) -> None:
+    if block.salt:
+        return
+    medium, last = _medium(block), made[-1] if made else CLEARED_EVENT
+    if last["type"] == "BlockRemoved" and last["medium"] == medium:
+        last["block_hashes"].append(block.hash)
+    else:
+        made.append({"type": "BlockRemoved", "block_hashes": [block.hash], "medium": medium})
+
+
+def _medium(block: StoredEvent) -> str:
+    return MEDIA[min(block.level, len(MEDIA) - 1)]

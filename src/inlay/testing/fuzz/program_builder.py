@@ -1,0 +1,43 @@
+"""A program around a graph that was made, not captured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.utils._pytree import tree_structure
+
+from inlay.program.bindings import Binding, Bindings, Role
+from inlay.program.facts import Facts
+from inlay.program.graphs import TypeFormatter, attach_subgraphs, subgraphs
+from inlay.program.program import CallSpec, Program, Symbol
+from inlay.program.weights import InMemoryTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import fx
+
+
+def build_program(
+    graph: fx.Graph,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+    symbols: Mapping[str, Symbol] | None = None,
+) -> Program:
+    """A program around a graph: placeholders are parameters or inputs, what is returned is outputs."""
+    tensors = {name: InMemoryTensor(value) for name, value in (parameters or {}).items()}
+    types = TypeFormatter({raw: symbol.name for raw, symbol in (symbols or {}).items()})
+    ins = [node for node in graph.nodes if node.op == "placeholder"]
+    outs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    rows = [_row(node.name, Role.PARAMETER if node.name in tensors else Role.INPUT, node, types) for node in ins]
+    rows += [_row(f"out_{index}", Role.OUTPUT, node, types) for index, node in enumerate(outs)]
+    names = tuple(row.name for row in rows if row.role is Role.INPUT)
+    in_spec = tree_structure((tuple(range(len(names))), {}))
+    calling = CallSpec(in_spec, tree_structure(tuple(range(len(outs)))), names)
+    attach_subgraphs(graph, dict(subgraphs(graph)))
+    return Program("fuzz", graph, Bindings(tuple(rows)), tensors, symbols or {}, calling, Facts())
+
+
+def _row(name: str, role: Role, node: fx.Node, types: TypeFormatter) -> Binding:
+    value = node.meta["val"]
+    return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))

@@ -1,0 +1,199 @@
+"""`check_model`: a model compiled against itself run eagerly."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from inlay.integrations.torch_compile import inlay
+from inlay.testing.compiler import record_compiles, use_eager_random
+from inlay.testing.inputs import as_input_sets, call, compile_model, copy_inputs, refuse_compiled
+from inlay.testing.value_comparison import TOLERANCE, ValueDifference, find_differences, flatten_named, format_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from inlay.testing.compiler import CompiledFrame
+    from inlay.testing.inputs import Inputs, Model
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What `check_model` looked at."""
+
+    runs: int
+    """Compiled runs: dtypes times input sets, with gradients and without."""
+    values: int
+    """Values that were compared: outputs, arguments and state afterwards, gradients."""
+    frames: int
+    """Pieces of Python that were compiled, again included."""
+
+
+@dataclass(frozen=True)
+class _ModelRun:
+    model: Model
+    dtype: torch.dtype | None
+    gradients: bool
+    prepare: Callable[[Model], Model] = field(default=lambda model: model)
+
+    def execute(self, inputs: Inputs) -> dict[str, Any]:
+        """All values of one run from fresh state, by name."""
+        model, given = copy.deepcopy(self.model), copy_inputs(inputs, self.dtype)
+        if isinstance(model, torch.nn.Module):
+            model.zero_grad(set_to_none=True)
+            if self.dtype is not None:
+                model.to(self.dtype)
+        places = {name: value.data_ptr() for name, value in _state(model).items()}
+        torch.manual_seed(0)
+        with nullcontext() if self.gradients else torch.no_grad():
+            outputs = call(self.prepare(model), given)
+        values = flatten_named("output", outputs)
+        values |= _find_shared_memory(values, flatten_named("input", given))
+        values |= {f"{name} afterwards": value for name, value in flatten_named("input", given).items()}
+        for name, value in _state(model).items():
+            values[f"state {name} afterwards"] = value
+            values[f"memory of {name}"] = "where it was" if places.get(name) == value.data_ptr() else "elsewhere"
+        if self.gradients:
+            _backward(outputs)
+            trained = flatten_named("input", given) | _state(model)
+            wanted = {name: value for name, value in trained.items() if getattr(value, "requires_grad", False)}
+            values |= {f"gradient of {name}": value.grad for name, value in wanted.items() if value.is_leaf}
+        return values
+
+
+def check_model(
+    model: Model,
+    inputs: Inputs | list[Inputs],
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    dtypes: Sequence[torch.dtype | None] = (torch.float32, torch.bfloat16),
+    gradients: bool | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    tolerance: Mapping[torch.dtype, float] | None = None,
+    strides: bool = True,
+) -> ModelCheck:
+    """The compiled model gives what the model gives: values, dtypes, strides, gradients, state, and who shares memory.
+
+    `inputs` is one set (a tuple by position, a mapping by name) or a list of sets, which may have different shapes: one
+    compiled model serves all of them, from the same state each time. Model and floating point inputs are converted to
+    each of `dtypes`; None leaves them as they are. Errors are measured against the model in float64 where that can be
+    computed: a compiled value may be off by `tolerance` (a share of the largest value) plus twice what eager is off; a
+    tolerance of 0 means equal to eager.
+    Gradients are compared where a parameter or an input requires one, unless the backend is Inlay's, which has none.
+    With `strides=False` the layout of outputs is free. What a plain function keeps outside its arguments is not reset,
+    and tensors inside objects that torch cannot look into are not converted.
+
+    >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
+    ModelCheck(runs=8, values=64, frames=8)
+    """
+    refuse_compiled(model)
+    sets = as_input_sets(inputs)
+    if gradients is None:
+        gradients = backend not in ("inlay", inlay) and any(_requires_grad(model, each) for each in sets)
+    allowed = {**TOLERANCE, **(tolerance or {})}
+    found: list[ValueDifference] = []
+    compared = frames = 0
+    for dtype, training in product(dtypes, (False, True) if gradients else (False,)):
+        eager = _ModelRun(model, dtype, training)
+        fast = replace(eager, prepare=lambda each: compile_model(each, backend, options, dynamic))
+        torch.compiler.reset()
+        with record_compiles() as made, use_eager_random(), torch.random.fork_rng(devices=[]):
+            for index, given in enumerate(sets):
+                run = _run_text(dtype, index, training)
+                one, two = eager.execute(given), _run_with_note(run, fast, given)
+                found += find_differences(
+                    run, one, two, _reference(eager, given), _widen_tolerance(allowed, dtype), strides
+                )
+                compared += len(one)
+        _assert_compiled(made)
+        frames += len(made)
+    assert not found, (
+        f"The compiled model ({_backend_text(backend)}) differs from eager in {len(found)} places.\n"
+        f"{format_table(found)}"
+    )
+    return ModelCheck(len(dtypes) * len(sets) * (1 + gradients), compared, frames)
+
+
+def _widen_tolerance(allowed: Mapping[torch.dtype, float], dtype: torch.dtype | None) -> dict[torch.dtype, float]:
+    """A value that is wider than what it was computed in is no more exact."""
+    floor = 0.0 if dtype is None else allowed.get(dtype, 0.0)
+    return {each: max(share, floor) for each, share in allowed.items()}
+
+
+def _assert_compiled(made: Sequence[CompiledFrame]) -> None:
+    assert made, (
+        "Nothing was compiled, so nothing was checked. Is torch.compile disabled, by a stance or by "
+        "TORCHDYNAMO_DISABLE, or does the model leave everything to functions that Dynamo skips?"
+    )
+    assert not any(each.has_hit_limit for each in made), (
+        "The model was compiled so often that the last input sets ran eagerly. Give dynamic=True, or fewer sets."
+    )
+
+
+def _run_text(dtype: torch.dtype | None, index: int, training: bool) -> str:
+    name = "as given" if dtype is None else str(dtype).removeprefix("torch.")
+    return f"{name}, inputs {index}, {'with' if training else 'without'} gradients"
+
+
+def _backend_text(backend: str | Callable[..., Any]) -> str:
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend))
+
+
+def _run_with_note(run: str, plan: _ModelRun, inputs: Inputs) -> dict[str, Any]:
+    try:
+        return plan.execute(inputs)
+    except Exception as error:
+        error.add_note(f"check_model was running the compiled model: {run}.")
+        raise
+
+
+def _reference(eager: _ModelRun, inputs: Inputs) -> dict[str, Any]:
+    """The same in float64; nothing where a model cannot be run so, or computes no floating point values."""
+    if eager.dtype is None or eager.dtype is torch.float64:
+        return {}
+    try:
+        return _ModelRun(eager.model, torch.float64, eager.gradients).execute(inputs)
+    except Exception:
+        return {}
+
+
+def _state(model: Model) -> dict[str, torch.Tensor]:
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _find_shared_memory(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
+    """For every output, which inputs lie in its memory: a caller who writes to it must not change more than before."""
+
+    def storage(value: Any) -> int | None:
+        return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
+
+    held: dict[int | None, list[str]] = {}
+    for name, value in inputs.items():
+        held.setdefault(storage(value), []).append(name)
+    shared = {name: ", ".join(held.get(storage(value), ())) for name, value in outputs.items() if storage(value)}
+    return {f"memory of {name}": names or "its own" for name, names in shared.items()}
+
+
+def _requires_grad(model: Model, inputs: Inputs) -> bool:
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    leaves = (*parameters, *tree_leaves(inputs))
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves)
+
+
+def _backward(outputs: Any) -> None:
+    """From every output that has a gradient, with random ones of the same kind in every run."""
+    ends = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+    if not ends:
+        return
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in ends]
+    torch.autograd.backward(ends, given)

@@ -1,0 +1,251 @@
+"""Transforms broken on purpose: what a test of one must notice.
+
+    for breakage in breakages(MatchSwiGLU):
+        with breakage():
+            ...  # a test that still passes here does not notice
+
+A transform that does nothing, one that computes something else, one that fires everywhere, and one for each condition
+that it forgets: a `match.require(…)`, or an `if` that returns a `Refusal` or raises `Refused`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inlay.transforms.base import Transform, TransformResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from inlay.program.program import Program
+
+NOTHING, WRONG, EVERYWHERE = "does nothing", "computes something else", "fires everywhere"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way in which a transform is broken while the context lasts."""
+
+    name: str
+    start: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self.start()
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A statement that keeps a rule from firing."""
+
+    file: Path
+    line: int
+    text: str
+
+    @property
+    def location(self) -> str:
+        """File and line, as a table shows them."""
+        return f"{self.file.stem}:{self.line}"
+
+
+def find_conditions(file: Path) -> list[Condition]:
+    """The conditions in a file, in order."""
+    return [Condition(file, each.lineno, _reason(each)) for each in _statements(ast.parse(file.read_text()))]
+
+
+def _statements(tree: ast.AST) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr == "require":
+                found.append(node)
+        elif isinstance(node, ast.If) and _is_refusal(node.body[-1]):
+            found.append(node)
+    return sorted(found, key=lambda each: each.lineno)
+
+
+def _is_refusal(statement: ast.stmt) -> bool:
+    """Whether a statement refuses a match: `return Refusal(…)` or `raise Refused(…)`, or a helper that makes one."""
+    match statement:
+        case ast.Return(value=ast.Call(func=ast.Name(id=name))) | ast.Raise(exc=ast.Call(func=ast.Name(id=name))):
+            return name in ("Refusal", "Refused", "MixingCall") or name.endswith("_refusal")
+    return False
+
+
+def find_guards(file: Path) -> list[Condition]:
+    """Every statement in a file that keeps something from being done, in order: the conditions of rules, and each `if`
+    that only gives up: it says why, and returns a value that was there before or none, raises, or goes on."""
+    tree = ast.parse(file.read_text())
+    found = {each.lineno: each for each in _statements(tree)}
+    found |= {each.lineno: each for each in ast.walk(tree) if isinstance(each, ast.If) and _is_early_exit(each)}
+    return [Condition(file, line, _reason(each) or _test(each)) for line, each in sorted(found.items())]
+
+
+def _is_early_exit(statement: ast.If) -> bool:
+    *before, last = statement.body
+    if statement.orelse or not all(isinstance(each, (ast.Expr, ast.Assign)) for each in before):
+        return False
+    match last:
+        case ast.Raise() | ast.Continue() | ast.Return(value=None | ast.Constant() | ast.JoinedStr() | ast.Name()):
+            return True
+        case ast.Return(value=ast.Call(func=ast.Name(id=name))):
+            return name in ("MaskKind", "CopyRequired", "IneligibleState", "Mismatch") or _is_refusal(last)
+        case ast.Return(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+            return all(isinstance(part, (ast.Constant, ast.Name)) for part in parts)
+    return False
+
+
+def _test(statement: ast.stmt) -> str:
+    return f"if {ast.unparse(statement.test)}" if isinstance(statement, ast.If) else ""
+
+
+@contextmanager
+def delete_condition(condition: Condition) -> Iterator[None]:
+    """The function that holds a condition runs without it, whoever calls it and by whatever name."""
+    tree = ast.parse(condition.file.read_text())
+    code = compile(
+        ast.fix_missing_locations(_StatementDeleter(condition.line).visit(tree)), str(condition.file), "exec"
+    )
+    owner = _function(condition)
+    changed = _code(code, owner.__code__)
+    before, owner.__code__ = owner.__code__, changed
+    try:
+        yield
+    finally:
+        owner.__code__ = before
+
+
+def _function(condition: Condition) -> Any:
+    """The outermost function or method, as it is imported, that holds a condition."""
+    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == str(condition.file))
+    for node in ast.parse(condition.file.read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        for each in inside:
+            if isinstance(each, ast.FunctionDef) and each.lineno <= condition.line <= (each.end_lineno or 0):
+                owner = getattr(module, node.name) if isinstance(node, ast.ClassDef) else module
+                found = inspect.getattr_static(owner, each.name)
+                return inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", None) or found))
+    raise LookupError(f"{condition.location} stands in no function")
+
+
+def _code(module: CodeType, like: CodeType) -> CodeType:
+    todo = [module]
+    while todo:
+        each = todo.pop()
+        if each.co_qualname == like.co_qualname:
+            return each
+        todo += [const for const in each.co_consts if isinstance(const, CodeType)]
+    raise LookupError(f"{like.co_qualname} is not there any more")
+
+
+def _reason(statement: ast.stmt) -> str:
+    texts = [
+        each.value for each in ast.walk(statement) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
+    return next((text.strip() for text in texts if " " in text), "")
+
+
+def make_mutants(cls: type[Transform]) -> list[Mutant]:
+    """Every way to break a transform that its tests must notice.
+
+    >>> from inlay.transforms.library.match_swiglu import MatchSwiGLU
+    >>> [each.name for each in make_mutants(MatchSwiGLU)][:3]
+    ['does nothing', 'computes something else', 'fires everywhere']
+    """
+    made = [Mutant(NOTHING, partial(_patch_attribute, cls, "apply", lambda self, program: TransformResult(program, 0)))]
+    if not cls.adds_inputs:
+        made.append(Mutant(WRONG, partial(_patch_attribute, cls, "apply", _wrap_apply(cls.apply, fired=True))))
+    made.append(Mutant(EVERYWHERE, partial(_patch_attribute, cls, "apply", _wrap_apply(cls.apply, fired=False))))
+    file = Path(inspect.getfile(cls))
+    return made + [
+        Mutant(f"forgets “{each.text or each.location}” ({each.location})", partial(_delete_from_class, cls, each))
+        for each in find_conditions(file)
+    ]
+
+
+@contextmanager
+def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _wrap_apply(
+    apply: Callable[[Any, Program], TransformResult], *, fired: bool
+) -> Callable[[Any, Program], TransformResult]:
+    """What `apply` does, and results changed where it fired, or where it did not."""
+
+    def broken(self: Any, program: Program) -> TransformResult:
+        applied = apply(self, program)
+        if bool(applied.sites) is not fired:
+            return applied
+        _scale_results(applied.program.graph)
+        return TransformResult(applied.program, applied.sites or 1, applied.matched_roots, applied.misses)
+
+    return broken
+
+
+def _scale_results(graph: fx.Graph) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    for node in list(output.all_input_nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        with graph.inserting_before(output):
+            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.5))
+        scaled.meta = dict(node.meta)
+        output.replace_input_with(node, scaled)
+
+
+@contextmanager
+def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[None]:
+    """The function that holds a condition, without it, in the place of the function."""
+    module = sys.modules[cls.__module__]
+    tree = ast.parse(condition.file.read_text())
+    for owner, functions in ((module, tree.body), (cls, _methods(tree, cls))):
+        for function in functions:
+            if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
+                function.end_lineno or 0
+            ):
+                _StatementDeleter(condition.line).visit(function)
+                code = compile(ast.fix_missing_locations(ast.Module([function], [])), str(condition.file), "exec")
+                made: dict[str, Any] = {}
+                exec(code, vars(module), made)
+                with _patch_attribute(owner, function.name, made[function.name]):
+                    yield
+                return
+    raise LookupError(f"{condition.location} stands in no function of {cls.__name__} or its module")
+
+
+def _methods(tree: ast.Module, cls: type) -> list[ast.stmt]:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
+    return [each for node in classes for each in node.body]
+
+
+class _StatementDeleter(ast.NodeTransformer):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.Expr, ast.If)) and node.lineno == self.line:
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)

@@ -1,0 +1,295 @@
+"""The pipeline: each transform runs on a copy, which is swapped in when it and its checks succeed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from inlay.errors import ContractError, InlayError, TransformError, UsageError, one_line, suggest
+from inlay.program.graphs import all_nodes, target_text
+from inlay.program.remarks import Remark, RemarkKind
+from inlay.program.type_checks import check_types
+from inlay.rewrite.pattern_search import trace_alternatives
+from inlay.rewrite.rule import Rule
+from inlay.transforms.base import Stage, Transform, TransformOptions, TransformResult, find_transform
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inlay.config import ResolvedConfig
+    from inlay.program.program import Program
+    from inlay.rewrite import Refusal
+
+
+@dataclass(frozen=True)
+class TransformRecord:
+    """What happened to one transform of a run."""
+
+    key: str
+    transform: str
+    stage: str
+    status: str
+    """`ran`, `disabled`, `skipped` (nothing for it to do), or `failed` (left out by the backend for torch.compile)."""
+    sites: int = 0
+    has_site_count: bool = True
+    """Whether `sites` are sites: calls that changed, where a pass gives no count."""
+    seconds: float = 0.0
+    nodes: tuple[int, int] = (0, 0)
+    matched_roots: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = field(default=(), repr=False)
+
+    @property
+    def summary(self) -> str:
+        """The line people and scripts look for."""
+        if self.status != "ran":
+            return f"{self.key}: [SUMMARY] {self.status}"
+        before, after = self.nodes
+        found = (
+            f"matches={self.sites}" if self.has_site_count else f"changed_nodes={self.sites} (matches are not counted)"
+        )
+        return f"{self.key}: [SUMMARY] {found} nodes={before}→{after} time={self.seconds:.2f}s"
+
+    @property
+    def misses(self) -> tuple[Remark, ...]:
+        """The remarks on what was not rewritten."""
+        return tuple(each for each in self.remarks if each.kind is not RemarkKind.ANALYSIS)
+
+    @property
+    def notes(self) -> tuple[Remark, ...]:
+        """The remarks on what is worth knowing beside."""
+        return tuple(each for each in self.remarks if each.kind is RemarkKind.ANALYSIS)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record for machines."""
+        remarks = [remark.to_json() for remark in self.remarks]
+        return {
+            "key": self.key,
+            "transform": self.transform,
+            "stage": self.stage,
+            "status": self.status,
+            "matches": self.sites if self.has_site_count else None,
+            "changed_nodes": None if self.has_site_count else self.sites,
+            "seconds": round(self.seconds, 4),
+            "nodes": list(self.nodes),
+            "remarks": remarks,
+        }
+
+
+class Instrument(Protocol):
+    """An observer. It sees each program before and after a transform and never changes it."""
+
+    def before(self, transform: Transform, program: Program) -> None:
+        """A transform is about to run."""
+
+    def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
+        """A transform ran, or was passed over; `program` is what goes on."""
+
+
+@dataclass(frozen=True)
+class TransformStep:
+    """A configured transform."""
+
+    key: str
+    transform: Transform
+
+
+def configure(resolved: ResolvedConfig) -> list[TransformStep]:
+    """Typed options for every entry, in stage order; a misspelt name or option is an error with the nearest one."""
+    steps = []
+    for entry in resolved.entries:
+        cls = find_transform(entry.name)
+        values = {name: setting.value for name, setting in entry.options.items()}
+        try:
+            options = cls.Options.model_validate(values)
+        except ValidationError as error:
+            raise _option_error(entry.key, cls.Options, error, entry.options) from error
+        if options.expect == "any" and not options.reason:
+            raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "Say why no count can be stated.")
+        steps.append(TransformStep(entry.key, cls(options)))
+    order = list(Stage)
+    return sorted(steps, key=lambda step: order.index(step.transform.stage))
+
+
+def steps_through(name: str, steps: Sequence[TransformStep]) -> list[TransformStep]:
+    """The steps up to the one of this name, which is switched on if it was off.
+
+    >>> from inlay.config import resolve_config
+    >>> [step.key for step in steps_through("match_layer_norm", configure(resolve_config()))]
+    ['clean_noops', 'match_layer_norm']
+    """
+    keys = [step.key for step in steps]
+    if name not in keys:
+        find_transform(name)
+        raise UsageError(f"{name} is not in the configuration.", suggest(name, keys) or "Add it with --config.")
+    wanted = list(steps[: keys.index(name) + 1])
+    last = wanted[-1].transform
+    options = last.options.model_copy(update={"enabled": True})
+    wanted[-1] = TransformStep(name, type(last)(options))
+    return wanted
+
+
+def _option_error(key: str, known: type[TransformOptions], error: ValidationError, origins: Any) -> UsageError:
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    origin = f" (from {origins[name].origin})" if name in origins else ""
+    if first["type"] == "extra_forbidden":
+        return UsageError(f"{key} has no option {name}{origin}.", suggest(name, known.model_fields))
+    return UsageError(f"{key}.{name}{origin}: {first['msg'].lower()}.")
+
+
+def run(
+    program: Program, steps: Sequence[TransformStep], instruments: Sequence[Instrument] = ()
+) -> tuple[Program, list[TransformRecord]]:
+    """Run the steps in order. On an error the program that went in is untouched."""
+    records: list[TransformRecord] = []
+    _trace_patterns(program, steps)
+    for step in steps:
+        for instrument in instruments:
+            instrument.before(step.transform, program)
+        program, record = _run_step(program, step, [each.key for each in records if each.status == "ran"])
+        records.append(record)
+        for instrument in instruments:
+            instrument.after(step.transform, program, record)
+    return program, records
+
+
+def _trace_patterns(program: Program, steps: Sequence[TransformStep]) -> None:
+    """All patterns at once, which takes half the time."""
+    rules = [step.transform for step in steps if step.transform.options.enabled and isinstance(step.transform, Rule)]
+    with suppress(Exception):  # a rule that fails here fails again in its own step, which says so
+        trace_alternatives(program, *rules)
+
+
+def _run_step(program: Program, step: TransformStep, predecessors: list[str]) -> tuple[Program, TransformRecord]:
+    each = step.transform
+    record = TransformRecord(step.key, each.name, each.stage.value, "disabled")
+    if not each.options.enabled:
+        return program, record
+    start = time.perf_counter()
+    try:
+        applied = each.apply(program.copy())
+        check_metadata(applied.program, program)
+    except InlayError as error:
+        raise TransformError(_failure_text(step.key, predecessors, str(error))) from error
+    except Exception as error:
+        raise TransformError(
+            _failure_text(step.key, predecessors, f"{type(error).__name__}: {one_line(error)}.")
+        ) from error
+    check_contract(step, program, applied)
+    nodes = (len(program), len(applied.program))
+    seconds = time.perf_counter() - start
+    remarks = tuple(_remark(each, miss) for miss in applied.misses)
+    remarks += tuple(Remark(RemarkKind.ANALYSIS, each.name, each.name, note) for note in applied.notes)
+    record = replace(
+        record,
+        status="ran",
+        sites=applied.sites,
+        has_site_count=applied.has_site_count,
+        seconds=seconds,
+        nodes=nodes,
+        matched_roots=tuple(applied.matched_roots),
+        remarks=remarks,
+    )
+    return applied.program if applied.sites else program, record
+
+
+def _failure_text(key: str, predecessors: list[str], problem: str) -> str:
+    after = f" after {', '.join(predecessors)}" if predecessors else ""
+    return f"The transform {key}{after} failed: {problem} The program is as it was before."
+
+
+def _remark(each: Transform, miss: Refusal) -> Remark:
+    kind = RemarkKind.MISSED if miss.is_mismatch else RemarkKind.REFUSED
+    nodes = tuple(dict.fromkeys((miss.root.name, miss.node.name)))
+    return Remark(
+        kind,
+        each.name,
+        each.name,
+        miss.reason,
+        nodes=nodes,
+        source=miss.source,
+        matched_nodes=miss.matched,
+        pattern_nodes=miss.pattern_nodes,
+    )
+
+
+def check_metadata(program: Program, before: Program) -> None:
+    """Every value has a type, the one that its operands give it where it is not as `before`; every operand is computed
+    before it is used; every output is of the type it must have."""
+    for node in all_nodes(program.graph):
+        if node.op == "call_function" and "val" not in node.meta:
+            raise TransformError(f"{node.name} ({target_text(node.target)}) has no type.")
+    program.graph.lint()
+    check_types(program, before)
+
+
+def check_contract(step: TransformStep, before: Program, applied: TransformResult) -> None:
+    """Anchors present and no site matched is an error, as is a count other than the stated one."""
+    expect = step.transform.options.expect
+    if expect == "any":
+        return
+    if expect is not None:
+        wanted = expected_count(expect, before)
+        if applied.sites != wanted:
+            remedy = f"If that is right, set {step.key}.expect; `inlay config MODEL` says where it was set."
+            raise ContractError(
+                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).",
+                f"{_nearest_misses_text(step, before, applied)} {remedy}".strip(),
+            )
+    elif not applied.sites:
+        anchors = [name for name in step.transform.anchors if before.op_counts().get(name)]
+        if anchors:
+            raise ContractError(
+                f"{step.key} matched nothing although the program has {', '.join(anchors)}.",
+                _nearest_misses_text(step, before, applied) or "If that is right, set expect: any with a reason.",
+            )
+
+
+def _nearest_misses_text(step: TransformStep, before: Program, applied: TransformResult) -> str:
+    """The places that came nearest to a match; looked for only now that there is something to explain."""
+    if isinstance(step.transform, Rule):
+        from inlay.rewrite.near_misses import find_near_misses
+
+        best: Sequence[Refusal] = find_near_misses(before, step.transform).misses[:3]
+    else:
+        best = sorted(applied.misses, key=lambda miss: -miss.matched / max(miss.pattern_nodes, 1))[:3]
+    return " ".join(
+        f"Nearest: {miss.root} ({miss.matched} of {miss.pattern_nodes} nodes): {miss.reason}." for miss in best
+    )
+
+
+_OPERATORS: dict[type[Any], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def expected_count(expect: int | str, program: Program) -> int:
+    """A stated count, which may be an expression of the model's facts."""
+    facts = {name: fact.value for name, fact in program.facts.items()}
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in facts:
+                return facts[name]
+            case ast.Name(id=name):
+                raise UsageError(f"expect: {expect!r} names {name}, which is not known.", suggest(name, facts))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                result: int = _OPERATORS[type(op)](value(left), value(right))
+                return result
+        raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.")
+
+    try:
+        return value(ast.parse(str(expect), mode="eval").body)
+    except SyntaxError as error:
+        raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.") from error

@@ -1,0 +1,279 @@
+"""What masks mean: random ones judged by computing them, stock ones captured, and what attention makes of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from inlay.analysis.masks.classification import MaskAnalysis, MaskKind
+from inlay.program.call_arguments import normalize_args
+from inlay.testing import program_of
+from inlay.transforms.base import find_transform
+from tests.analysis.random_masks import Judged
+from tests.decoders import captured, with_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inlay.program import Program
+
+aten = torch.ops.aten
+LENGTH = 200
+"""Beyond every constant in a mask below, and beyond what constants add up to."""
+INF = float("-inf")
+
+
+def _judge(first: int, count: int, largest: int = 40) -> Judged:
+    judged = Judged()
+    for seed in range(first, first + count):
+        judged.judge(seed, largest)
+    assert not judged.wrong, judged.wrong[:5]
+    assert judged.understood >= 0.99, judged.missed[:5]
+    return judged
+
+
+@pytest.mark.fast
+def test_random_masks() -> None:
+    judged = _judge(0, 600)
+    assert min(judged.counts[kind] for kind in ("causal", "windows", "everything", "meaningful, not plain")) >= 10
+
+
+@pytest.mark.fast
+def test_random_masks_with_large_constants() -> None:
+    _judge(0, 60, 2**20)
+
+
+@pytest.mark.nightly
+def test_many_random_masks() -> None:
+    """`tests/analysis/random_masks.py` runs more of them."""
+    _judge(10_000, 10_000)
+    _judge(10_000, 2_000, 2**20)
+
+
+def _row_and_column(x: Tensor) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(x.shape[2])
+    return positions[:, None], positions[None, :]
+
+
+def _packed(r: Tensor, c: Tensor) -> Tensor:
+    """As transformers tell packed sequences apart by their positions."""
+    positions = r.transpose(0, 1)
+    starts = torch.diff(positions, prepend=torch.full((1, 1), -1), dim=-1) != 1
+    sequence = starts.cumsum(-1)
+    return (c <= r) & (sequence[0, r] == sequence[0, c])
+
+
+UNDERSTOOD: dict[str, tuple[MaskKind, Callable[[Tensor, Tensor], Tensor]]] = {
+    "causal": (MaskKind(True), lambda r, c: c <= r),
+    "a float constant": (MaskKind(True, 64), lambda r, c: (c <= r) & (c > r - 64.0)),
+    "constants that add up": (MaskKind(True, 80), lambda r, c: (c <= r) & (c > r - 20 - 20 - 20 - 20)),
+    "constants that cancel": (MaskKind(True, 4), lambda r, c: (c + 40 <= r + 40) & (c - 100 > r - 104)),
+    "a window beyond 2048": (MaskKind(True, 262144), lambda r, c: (c <= r) & (c > r - 262144)),
+    "a difference": (MaskKind(True, 5), lambda r, c: (r - c >= 0) & (r - c < 5)),
+    "doubled": (MaskKind(True, 3), lambda r, c: (2 * r - 2 * c > -1) & (2 * (r - c) <= 5)),
+    "not later": (MaskKind(True), lambda r, c: ~(c > r)),
+    "32 bits": (MaskKind(True, 7), lambda r, c: (c.int() <= r.int()) & (c > (r - 7).int())),
+    "never beyond the end": (MaskKind(True), lambda r, c: (c <= r) & (c < c.shape[1]) | (r >= c.shape[1])),
+    "absorbed": (MaskKind(True, 9), lambda r, c: (c <= r) & (r - c < 9) & ((c < 3) | (c <= r + 2))),
+    "one of two": (MaskKind(True), lambda r, c: torch.where(r >= 4, c <= r, c < r + 1)),
+    "a triangle": (MaskKind(True), lambda r, c: torch.ones(r.shape[0], r.shape[0], dtype=torch.bool).tril()),
+    "a band": (MaskKind(True, 6), lambda r, c: torch.ones(r.shape[0], r.shape[0]).tril().triu(-5) > 0),
+    "added": (MaskKind(True), lambda r, c: torch.where(c <= r, 0.0, INF)),
+    "filled": (MaskKind(True, 3), lambda r, c: ((c > r) | (c <= r - 3)).float() * torch.finfo(torch.float32).min),
+    "masked fill": (MaskKind(True), lambda r, c: torch.zeros(r.shape[0], r.shape[0]).masked_fill(c > r, INF)),
+    "packed": (MaskKind(True), _packed),
+    "everything": (MaskKind(False), lambda r, c: r + c >= 0),
+}
+_ALONE = "and not on row - column alone"
+REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a fraction": ("is no integer", lambda r, c: (c <= r) & (c > r - 64.5)),
+    "8 bits": ("int8 does not hold row exactly", lambda r, c: (c <= r) & (r.to(torch.int8) - c < 100)),
+    "half precision": ("float16 does not hold row exactly", lambda r, c: c <= r.half()),
+    "a prefix": ("-column + 3 >= 0, " + _ALONE, lambda r, c: (c <= r) | (c < 4)),
+    "a first token": (_ALONE, lambda r, c: (c <= r) & (c > r - 8) | (c == 0)),
+    "from a position on": (_ALONE, lambda r, c: (c <= r) & ((r < 150) | (c > r - 3))),
+    "of the length": (_ALONE, lambda r, c: (c <= r) & (c > r - r.shape[0] + 3)),
+    "both ways": ("shows -3 <= row - column < 5: neither", lambda r, c: (c <= r + 3) & (c > r - 5)),
+    "a gap": (
+        "shows 0 <= row - column < 2 or 5 <= row - column: n",
+        lambda r, c: (c <= r) & ((r - c < 2) | (c <= r - 5)),
+    ),
+    "later only": ("shows row - column < 0", lambda r, c: c > r),
+    "blocks": ("aten.floor_divide", lambda r, c: (c <= r) & (r // 8 == c // 8)),
+    "a number that its dtype does not hold": (
+        "float32 does not hold 1e-50 exactly",
+        lambda r, c: torch.full((r.shape[0], r.shape[0]), 1e-50).bool(),
+    ),
+    "too little": ("it adds -10000, which neither", lambda r, c: torch.where(c <= r, 0.0, -10000.0)),
+}
+
+
+def _attention(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.target is torch.ops.inlay.attention.default]
+
+
+def _attend(x: Tensor, mask: Tensor) -> Tensor:
+    return scaled_dot_product_attention(x, x.roll(1, -1), x.roll(2, -1), attn_mask=mask)
+
+
+def _inputs(length: int) -> list[Tensor]:
+    return [torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(0))]
+
+
+def _captured(function: Callable[..., Any]) -> Program:
+    return program_of(function, _inputs(8), {"x": {2: "length"}})
+
+
+def _assert_same_numbers(one: Program, two: Program) -> None:
+    """Operator by operator: what is written in place cannot be exported."""
+    modules = [fx.GraphModule(torch.nn.Module(), program.graph) for program in (one, two)]
+    first, second = (fx.Interpreter(module).run(*_inputs(LENGTH)) for module in modules)
+    for left, right in zip(first, second, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_captured_masks() -> None:
+    """Attention is the same beyond all constants; masks that are understood are flags, others stay."""
+    masks = [mask for _, mask in [*UNDERSTOOD.values(), *REFUSED.values()]]
+
+    def attend(x: Tensor) -> list[Tensor]:
+        row_and_column = _row_and_column(x)
+        return [_attend(x, mask(*row_and_column)) for mask in masks]
+
+    program = _captured(attend)
+    applied = find_transform("match_attention")().apply(program.copy())
+    calls = _attention(applied.program)
+    given: list[dict[str, Any]] = [dict(normalize_args(call)) for call in calls]
+    for (name, (meaning, _)), each in zip(UNDERSTOOD.items(), given, strict=False):
+        assert (each["mask"], each["causal"], each["window"]) == (None, meaning.is_causal, meaning.window), name
+    after = MaskAnalysis(applied.program.graph)
+    for (name, (reason, _)), each, call in zip(
+        REFUSED.items(), given[len(UNDERSTOOD) :], calls[len(UNDERSTOOD) :], strict=True
+    ):
+        assert reason in after.classify(each["mask"], call).reason, name
+    _assert_same_numbers(program, applied.program)
+
+
+@cache
+def _two_layers() -> Program:
+    def layers(x: Tensor) -> tuple[Tensor, Tensor]:
+        row, column = _row_and_column(x)
+        mask = column <= row
+        first = _attend(x, mask)
+        return first, _attend(first, mask)
+
+    return _captured(layers)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("written", ["mask", "view", "positions", "other"])
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_a_mask_is_written(place: str, written: str) -> None:
+    """The mask of two layers is written before the first, between them, after both: what is read is what counts."""
+
+    program = _two_layers().copy()
+    attention = [node for node in program.graph.nodes if node.target is aten.scaled_dot_product_attention.default]
+    mask: Any = dict(normalize_args(attention[0]))["attn_mask"]
+    anchor = {"before": attention[0], "between": attention[1], "after": program.graph.output_node()}[place]
+    target: Any = {"positions": mask.args[1]}.get(written, mask)
+    with program.graph.inserting_before(mask.next):
+        view = program.graph.call_function(aten.transpose.int, (target, 0, 1))
+        copy = program.graph.call_function(aten.clone.default, (target,))
+    with program.graph.inserting_before(anchor):
+        target = {"view": view, "other": copy}.get(written, target)
+        write = program.graph.call_function(aten.fill_.Scalar, (target, 1))
+    for node in (view, copy, write):
+        node.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
+    applied = find_transform("match_attention")().apply(program.copy())
+    flags = [bool(dict(normalize_args(call))["causal"]) for call in _attention(applied.program)]
+    assert flags == {"before": [False, False], "between": [True, False], "after": [True, True]}[place]
+    _assert_same_numbers(program, applied.program)
+
+
+@pytest.mark.fast
+def test_a_mask_of_one_value_for_all() -> None:
+    """A mask of size 1 is seen by every row and column: it is not causal."""
+
+    def attend(x: Tensor) -> tuple[Tensor]:
+        places = torch.arange(1)
+        return (_attend(x, places[None, :] <= places[:, None]),)
+
+    program = _captured(attend)
+    applied = find_transform("match_attention")().apply(program.copy())
+    _assert_same_numbers(program, applied.program)
+
+
+def _windowed(window: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def decoder(x: Tensor, w: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        mask = (places[None, :] <= places[:, None]) & (places[None, :] > places[:, None] - window)
+        heads = linear(x, w).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+        result = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return result.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8)
+
+    return decoder
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("window", "kept"), [(15, 15), (16, 0), (262144, 0)])
+def test_windows_of_a_cache(window: int, kept: int) -> None:
+    """A window as long as the cache is none: no row is so far back."""
+    applied = with_cache(captured(_windowed(window)))
+    assert applied.sites == 1, applied.misses
+    (call,) = [node for node in applied.program.graph.nodes if "cached_attention" in str(node.target)]
+    assert dict(normalize_args(call))["window"] == kept
+
+
+@pytest.mark.fast
+def test_the_reason_reaches_the_cache() -> None:
+    applied = with_cache(captured(lambda x, w: _windowed(8)(x, w) + _prefixed(x, w)))
+    assert "its mask is not known to be causal: the mask depends on" in applied.misses[0].reason
+
+
+def _prefixed(x: Tensor, w: Tensor) -> Tensor:
+    places = torch.arange(x.shape[1])
+    mask = (places[None, :] <= places[:, None]) | (places[None, :] < 3)
+    heads = linear(x, w).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+    result = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+    return result.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8)
+
+
+@pytest.mark.parametrize("added", ["infinite", "boolean"])
+def test_a_mask_added_to_slopes(added: str) -> None:
+    """What adds -inf hides; what is true or false adds 1 or 0, and hides nothing."""
+
+    def attend(x: Tensor) -> list[Tensor]:
+        row, column = _row_and_column(x)
+        slopes = 0.5 / (1 + torch.arange(2)).view(2, 1, 1)
+        bias = (slopes * column.view(1, 1, -1)).repeat(1, 1, 1).view(1, 2, 1, x.shape[2])
+        seen = column <= row
+        return [_attend(x, bias + (seen if added == "boolean" else torch.where(seen, 0.0, float("-inf"))))]
+
+    program = _captured(attend)
+    applied = find_transform("match_attention")().apply(program.copy())
+    (call,) = _attention(applied.program)
+    given = dict(normalize_args(call))
+    assert (given["slopes"] is not None, given["causal"]) == ((added == "infinite"),) * 2
+    _assert_same_numbers(program, applied.program)
+
+
+@pytest.mark.fast
+def test_a_mask_beside_the_causal_flag() -> None:
+    """The operator does not look at it then; it must not become a window, or the flag be lost to it."""
+
+    def attend(x: Tensor, seen: Tensor) -> Tensor:
+        rows, columns = _row_and_column(x)
+        masks = (columns >= 0, (columns - rows).abs() < 3, seen)
+        return sum(torch.ops.inlay.attention(x, x, x, mask, 0.5, True, 0, 0.0) for mask in masks)
+
+    inputs = [*_inputs(9), torch.rand(9, 9) > 0.5]
+    program = program_of(attend, inputs)
+    applied = find_transform("match_attention")().apply(program.copy())
+    flags = [dict(normalize_args(node)) for node in _attention(applied.program)]
+    assert [(each["mask"], each["causal"], each["window"]) for each in flags] == [(None, True, 0)] * 3
+    torch.testing.assert_close(applied.program.module()(*inputs), attend(*inputs))

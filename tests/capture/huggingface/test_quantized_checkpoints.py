@@ -1,0 +1,275 @@
+"""Checkpoints that are quantised in forms that are not read, and weights of another model: refused, never guessed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inlay.capture import open_model
+from inlay.errors import ModelError
+from tests.models import LLAMA, config_folder, llama_folder, tiny_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.fast
+
+
+def _fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {name: (weight * 100).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+
+
+def _fp8_scale(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {name: (weight * 100).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(weight.shape[0], 1)}
+
+
+def _int8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {name: (weight * 100).to(torch.int8), f"{name}_scale": torch.ones(weight.shape[0], 1)}
+
+
+def _bnb8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    stem = name.removesuffix("weight")
+    return {name: (weight * 100).to(torch.int8), f"{stem}SCB": torch.ones(weight.shape[0])}
+
+
+def _nf4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+        f"{name}.absmax": torch.ones(weight.numel() // 64),
+        f"{name}.quant_map": torch.ones(16),
+        f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(64, dtype=torch.uint8),
+    }
+
+
+def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    stem, (rows, columns) = name.removesuffix("weight"), weight.shape
+    return {
+        f"{stem}qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+        f"{stem}qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
+        f"{stem}scales": torch.ones(1, rows, dtype=torch.float16),
+        f"{stem}g_idx": torch.zeros(columns, dtype=torch.int32),
+    }
+
+
+def _awq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {key: value for key, value in _gptq(name, weight).items() if not key.endswith("g_idx")}
+
+
+def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {
+        f"{name}_packed": torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32),
+        f"{name}_scale": torch.ones(weight.shape[0], 1),
+        f"{name}_shape": torch.tensor(weight.shape),
+    }
+
+
+def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    blocks = torch.zeros(weight.shape[0], weight.shape[1] // 32, 16, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": blocks[..., 0].clone()}
+
+
+def _mlx(name: str, weight: Tensor) -> dict[str, Tensor]:
+    stem, ones = name.removesuffix("weight"), torch.ones(weight.shape[0], 1, dtype=torch.float16)
+    packed = torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.uint32)
+    return {name: packed, f"{stem}scales": ones, f"{stem}biases": ones.clone()}
+
+
+KINDS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any], str]] = {
+    "fp8": (
+        _fp8,
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        "fp8 (fmt e4m3, weight_block_size [128, 128])",
+    ),
+    "compressed-tensors fp8": (
+        _fp8_scale,
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "compressed-tensors (format float-quantized)",
+    ),
+    "compressed-tensors w8a8": (
+        _int8,
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        "compressed-tensors (format int-quantized)",
+    ),
+    "compressed-tensors w4a16": (
+        _packed,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        "compressed-tensors (format pack-quantized)",
+    ),
+    "bitsandbytes int8": (
+        _bnb8,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "bitsandbytes (load_in_8bit)",
+    ),
+    "bitsandbytes nf4": (
+        _nf4,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bitsandbytes (bnb_4bit_quant_type nf4, load_in_4bit)",
+    ),
+    "gptq": (_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq (bits 4, group_size 128)"),
+    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": 128}, "awq (bits 4, group_size 128)"),
+    "mxfp4": (_mxfp4, {"quant_method": "mxfp4"}, "mxfp4"),
+    "mlx": (_mlx, {"group_size": 64, "bits": 4}, "(bits 4, group_size 64)"),
+    "torchao": (_int8, {"quant_method": "torchao", "quant_type": "int8wo"}, "torchao"),
+    "quark": (_fp8_scale, {"quant_method": "quark"}, "quark"),
+    "one to come": (_int8, {"quant_method": "tomorrow"}, "tomorrow"),
+}
+"""What becomes of a weight, what config.json says of it, and what is said to the user."""
+
+
+def _folder(folder: Path, kind: str, *, stated: bool) -> str:
+    """A Llama whose layers are stored in a quantised form."""
+    llama_folder(folder)
+    file, (store, config, _) = folder / "model.safetensors", KINDS[kind]
+    held: dict[str, Tensor] = {}
+    for name, weight in load_file(file).items():
+        linear = "layers" in name and weight.dim() == 2
+        held |= store(name, weight) if linear else {name: weight}
+    save_file(held, file)
+    if stated:
+        key = "quantization" if kind == "mlx" else "quantization_config"
+        (folder / "config.json").write_text(json.dumps(LLAMA | {key: config}))
+    return str(folder)
+
+
+def _refusal(model: str) -> str:
+    with pytest.raises(ModelError) as refused:
+        open_model(model)
+    sentence = str(refused.value)
+    assert "\n" not in sentence
+    assert "download" not in sentence.lower()
+    assert "damaged" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_published(tmp_path: Path, kind: str) -> None:
+    said = _refusal(_folder(tmp_path / "it", kind, stated=True))
+    assert said.startswith(f"it is quantised by {KINDS[kind][2]}, which is not read yet: its config.json says so.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_word_in_the_configuration(tmp_path: Path, kind: str) -> None:
+    """Tensors that belong to quantised weights tell."""
+    assert "which belong to quantised weights" in _refusal(_folder(tmp_path, kind, stated=False))
+
+
+@pytest.mark.parametrize(("kind", "form"), [("fp8", "F8_E4M3"), ("bitsandbytes int8", "I8"), ("mlx", "U32")])
+def test_without_scales(tmp_path: Path, kind: str, form: str) -> None:
+    """The number format that a weight is stored in tells."""
+    model = _folder(tmp_path, kind, stated=False)
+    file = tmp_path / "model.safetensors"
+    parts = ("scale", "SCB", "biases")
+    save_file({key: value for key, value in load_file(file).items() if not any(each in key for each in parts)}, file)
+    assert f"_proj.weight as {form}, so it is quantised" in _refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("quantize_config.json", "gptq (bits 4)"), ("hf_quant_config.json", "modelopt")]
+)
+def test_files_beside(tmp_path: Path, file: str, said: str) -> None:
+    stated = {"quant_method": "gptq", "bits": 4} if said != "modelopt" else {"producer": {"name": "modelopt"}}
+    (config_folder(tmp_path) / file).write_text(json.dumps(stated))
+    assert f"is quantised by {said}, which is not read yet: it comes with {file}." in _refusal(str(tmp_path))
+
+
+def test_a_part_of_the_configuration(tmp_path: Path) -> None:
+    config_folder(tmp_path, text_config={"quantization_config": {"quant_method": "fp8"}})
+    assert "is quantised by fp8" in _refusal(str(tmp_path))
+
+
+def _with_tensor(folder: Path, name: str, *shape: int) -> str:
+    llama_folder(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(shape or (4,))}, file)
+    return str(folder)
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_norm.weight"
+    said = _refusal(_with_tensor(tmp_path / "it", name))
+    assert said.startswith(f"it holds {name}, which the model that transformers builds from its configuration does not")
+
+
+def test_buffers_of_older_checkpoints_are_harmless(tmp_path: Path) -> None:
+    assert open_model(_with_tensor(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq"))
+
+
+@pytest.mark.parametrize("name", ["attn.attention.masked_bias", "attn.causal_mask"])
+def test_masks_of_older_checkpoints_are_harmless(tmp_path: Path, name: str) -> None:
+    assert open_model(_with_tensor(tmp_path, f"model.layers.0.{name}"))
+
+
+def test_a_mask_that_is_called_a_bias(tmp_path: Path) -> None:
+    """With four axes it is the mask; a bias of the layer has one."""
+    name = "model.layers.0.attn.bias"
+    assert open_model(_with_tensor(tmp_path / "mask", name, 1, 1, 8, 8))
+    assert f"holds {name}, which the model" in _refusal(_with_tensor(tmp_path / "bias", name, 8))
+
+
+def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q8_K
+    block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    file = tiny_gguf(
+        tmp_path / "one.gguf",
+        more=lambda writer: writer.add_tensor("more.weight", block, raw_shape=block.shape, raw_dtype=kind),
+    )
+    assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not read yet.")
+
+
+def _factors(value: float) -> Callable[[Any], None]:
+    return lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, value, np.float32))
+
+
+def test_rotary_factors_of_a_gguf_file(tmp_path: Path) -> None:
+    """transformers does not read them, so the rotary embedding would be another one."""
+    assert open_model(str(tiny_gguf(tmp_path / "one.gguf", more=_factors(1.0))))
+    said = _refusal(str(tiny_gguf(tmp_path / "two.gguf", more=_factors(2.0))))
+    assert said.startswith("two.gguf holds rope_freqs.weight, which the model")
+
+
+def test_split_gguf(tmp_path: Path) -> None:
+    first = tmp_path / "m-00001-of-00003.gguf"
+    tiny_gguf(first, more=lambda writer: writer.add_uint16("split.count", 3))
+    whole = (
+        "m-00001-of-00003.gguf is one of the 3 parts of a split GGUF model, m-00001-of-00003.gguf to "
+        "m-00003-of-00003.gguf, and only whole files are read yet. "
+        "Merge them: llama-gguf-split --merge m-00001-of-00003.gguf m.gguf"
+    )
+    assert _refusal(str(first)) == whole
+    assert _refusal(str(tmp_path)) == whole, "given the folder"
+    renamed = first.rename(tmp_path / "model.gguf")
+    assert "is one of the 3 parts" in _refusal(str(renamed))
+
+
+WHISPER = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16}
+MAMBA2 = {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "whisper": (WHISPER, "is a model with an encoder and a decoder (WhisperForConditionalGeneration)"),
+    "t5": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "with an encoder and a decoder"),
+    "bert": (
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        "is a BertForMaskedLM, not a causal language model",
+    ),
+    "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification"),
+    "mamba2": (
+        {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], **MAMBA2},
+        "keeps the states of convolutions and recurrences (linear_attention in all 2 layers) instead of keys and",
+    ),
+}
+"""Configurations, and what is said of each."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_are_no_decoders(tmp_path: Path, name: str) -> None:
+    config, said = OTHERS[name]
+    assert said in _refusal(str(config_folder(tmp_path, **config)))

@@ -1,0 +1,230 @@
+"""What cannot be in place and why; aliases that users declare; state owned by the module or by the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inlay.analysis.state_updates import find_state_updates
+from inlay.capture import Example, capture
+from inlay.errors import UsageError
+from inlay.lowering.compiled_program import compile_program
+from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
+from inlay.lowering.state.declared_aliases import declare_aliases
+from inlay.lowering.state.in_place_writes import write_in_place
+from inlay.program.text.parser import parse
+from inlay.program.text.printer import dump
+from inlay.testing import program_of
+from tests.lowering.state.update_forms import moved_within, old_value_read, shifted
+
+pytestmark = pytest.mark.fast
+CACHE, ROWS, AT = torch.zeros(1, 3, 16, 4), torch.randn(1, 3, 2, 4), torch.tensor([4, 5])
+
+
+def returns_old(cache: Any, rows: Any, at: Any) -> Any:
+    old = cache + 0
+    cache.index_copy_(2, at, rows)
+    return old
+
+
+def returns_view_of_old(cache: Any, rows: Any, at: Any) -> Any:
+    new = cache.index_copy(2, at, rows)
+    before = cache[:, :, :2] * 1
+    cache.copy_(new)
+    return before
+
+
+def swapped(one: Any, two: Any, at: Any) -> Any:
+    keep = one.clone()
+    one.copy_(two)
+    two.copy_(keep)
+    return at + 1
+
+
+@pytest.mark.parametrize("function", [old_value_read, shifted, moved_within, returns_old, returns_view_of_old])
+def test_right_whether_in_place_or_not(function: Any) -> None:
+    program = program_of(function, [CACHE, ROWS, AT])
+    for engine in ("eager",):
+        compiled = compile_program(program, engine)
+        one = torch.randn(CACHE.shape)
+        two = one.clone()
+        expected, actual = function(one, ROWS, AT), compiled(two, ROWS, AT)
+        assert torch.equal(one, two)
+        if expected is not None:
+            assert torch.equal(expected, actual)
+
+
+def test_two_states_that_change_places() -> None:
+    program = program_of(swapped, [torch.ones(3), torch.zeros(3), torch.tensor(1)])
+    one, two = torch.randn(3), torch.randn(3)
+    first, second = one.clone(), two.clone()
+    compile_program(program, "eager")(one, two, torch.tensor(1))
+    assert torch.equal(one, second)
+    assert torch.equal(two, first)
+
+
+def test_a_reader_of_the_old_value_is_a_reason() -> None:
+    """Built by hand: in what torch.export gives, a reader of the old value stands before the write."""
+    program = program_of(lambda cache, rows, at: (cache.index_copy_(2, at, rows), None)[1], [CACHE, ROWS, AT])
+    graph = program.graph
+    base = next(node for node in graph.nodes if node.op == "placeholder")
+    write = next(node for node in graph.nodes if node.target is torch.ops.aten.index_copy.default)
+    with graph.inserting_after(write):
+        late = graph.call_function(torch.ops.aten.neg.default, (base,))
+        late.meta["val"] = base.meta["val"]
+    output = graph.output_node()
+    values = list(output.args[0])
+    output.args = ((values[0], late),)
+    (state,) = find_state_updates(program)
+    assert state.reason == "read after the write: neg_default reads values_0 as it was before"
+    (remark,) = write_in_place(program).remarks
+    assert remark.reason.endswith("; f32[1, 3, 16, 4], 768 bytes, is copied at every call")
+
+
+def test_a_plain_copy_is_one_write() -> None:
+    program = program_of(lambda state, x: state.copy_(x), [torch.zeros(4), torch.ones(4)])
+    (state,) = find_state_updates(program)
+    assert (state.form, [write.size for write in state.writes]) == ("copy_", [4])
+
+
+def test_several_writes_in_order() -> None:
+    def model(cache: Any, rows: Any, at: Any) -> Any:
+        cache.index_copy_(2, at, rows)
+        first = cache.sum()
+        cache[:, :, 4:6] += 1
+        return first, cache.sum()
+
+    program = program_of(model, [CACHE, ROWS, AT])
+    (state,) = find_state_updates(program)
+    assert state.is_eligible, state.reason
+    assert len(state.writes) == 2
+    one, two = torch.randn(CACHE.shape), torch.zeros(CACHE.shape)
+    two.copy_(one)
+    for left, right in zip(model(one, ROWS, AT), compile_program(program, "eager")(two, ROWS, AT), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(one, two)
+
+
+# ---- declared aliases
+
+
+def step(state: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"new_state": state * 0.5 + x, "y": (state * x).sum()}
+
+
+@pytest.mark.parametrize("alias", [{"new_state": "values_0"}, {0: 0}, {"0": "0"}])
+def test_declared(alias: dict[Any, Any]) -> None:
+    program = program_of(step, [torch.ones(4), torch.ones(4)])
+    compiled = compile_program(program, "eager", alias=alias)
+    state, x = torch.randn(4), torch.randn(4)
+    expected = step(state.clone(), x)
+    actual = compiled(state, x)
+    assert actual["new_state"] is state
+    assert torch.equal(state, expected["new_state"])
+    assert torch.equal(actual["y"], expected["y"])
+    assert compiled.bindings.outs[0].alias is not None
+    assert compiled.bindings.outs[0].alias.kind == "declared"
+
+
+@pytest.mark.parametrize(
+    ("args", "alias", "sentence"),
+    [
+        ([torch.ones(4), torch.ones(4)], {"nw_state": 0}, "no output nw_state. Did you mean new_state?"),
+        ([torch.ones(4), torch.ones(4)], {"new_state": 7}, "no input 7: the program has 2"),
+        ([torch.ones(4), torch.ones(4)], {"y": 0}, "y (f32[]) cannot live in values_0 (f32[4]): the shapes differ"),
+        (
+            [torch.ones(4), torch.ones(4).double()],
+            {"new_state": 0},
+            "(f64[4]) cannot live in values_0 (f32[4]): the dtypes",
+        ),
+    ],
+)
+def test_declared_wrongly(args: list[Any], alias: dict[Any, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        declare_aliases(program_of(step, args), alias)
+    assert sentence in str(error.value)
+
+
+def test_two_outputs_in_one_input() -> None:
+    program = program_of(lambda s, x: (s + x, s - x), [torch.ones(4), torch.ones(4)])
+    with pytest.raises(UsageError, match="already does"):
+        declare_aliases(program, {0: 0, 1: 0})
+
+
+def test_declared_swap() -> None:
+    """Each new value is the other's old one: neither can be written first."""
+    program = program_of(lambda a, b: (b + 0, a + 0), [torch.ones(4), torch.ones(4)])
+    compiled = compile_program(program, "eager", alias={0: 0, 1: 1})
+    one, two = torch.randn(4), torch.randn(4)
+    first, second = one.clone(), two.clone()
+    compiled(one, two)
+    assert torch.equal(one, second)
+    assert torch.equal(two, first)
+
+
+# ---- buffers
+
+
+class Counter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("rows", torch.zeros(8, 4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.index_copy_(0, self.steps.view(1), x @ self.weight)
+        self.steps.add_(1)
+        return self.rows.sum(0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.counter(x)
+        return result
+
+
+def test_introspect_construct_run() -> None:
+    model = Net()
+    program = capture(Example(model, (torch.ones(1, 4),)))
+    compiled = compile_program(program, "eager", lift_mutable_buffers=True)
+    state = {
+        row.target.replace(".", "_"): torch.zeros(row.shape, dtype=getattr(torch, row.dtype))
+        for row in compiled.bindings.state
+    }
+    assert set(state) == {"counter_rows", "counter_steps"}
+    for _ in range(3):
+        x = torch.randn(1, 4)
+        torch.testing.assert_close(compiled(x, **state), model(x))
+    torch.testing.assert_close(state["counter_rows"], model.counter.rows)
+    assert state["counter_steps"] == 3
+    with pytest.raises(UsageError, match="lacks counter_rows"):
+        compiled(x)
+
+
+def test_there_and_back() -> None:
+    program = capture(Example(Net(), (torch.ones(1, 4),)))
+    lifted = lift_mutated_buffers(program)
+    assert dump(parse(dump(lifted), lifted.tensors)) == dump(lifted)
+    again = inline_lifted_buffers(lifted)
+    assert {row.name: row.role for row in again.bindings} == {row.name: row.role for row in program.bindings}
+    one, two = program.module(), again.module()
+    assert dict(two.named_buffers()).keys() == dict(one.named_buffers()).keys()
+    for _ in range(3):
+        x = torch.randn(1, 4)
+        assert torch.equal(one(x), two(x))
+
+
+def test_state_is_the_programs_own() -> None:
+    """Two compiled programs do not share what they own, and leave the captured module alone."""
+    model = Net()
+    program = capture(Example(model, (torch.ones(1, 4),)))
+    one, two = compile_program(program, "eager"), compile_program(program, "eager")
+    one(torch.ones(1, 4))
+    assert torch.equal(two(torch.ones(1, 4)), Net.forward(model, torch.ones(1, 4)))

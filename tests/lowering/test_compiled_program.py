@@ -1,0 +1,65 @@
+"""Arguments that compiled code would misread: refused, or laid out as it expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inlay.capture import Example, capture
+from inlay.errors import UsageError
+from inlay.lowering.compiled_program import CompiledProgram, compile_program
+
+
+class Sum(torch.nn.Module):
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state.add_(x)
+        return 2 * x
+
+
+def _compiled(engine: str = "eager") -> CompiledProgram:
+    return compile_program(capture(Example(Sum(), (torch.ones(2, 3), torch.zeros(2, 3)))), engine)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("x", "state", "sentence"),
+    [
+        (torch.ones(2, 4), torch.zeros(2, 3), r"x is f32\[2, 3\], and f32\[2, 4\] was given."),
+        (torch.ones(6), torch.zeros(2, 3), r"x is f32\[2, 3\], and f32\[6\] was given."),
+        (torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.float64), r"state is f32\[2, 3\], and f64\[2, 3\] was given."),
+        (torch.ones(2, 3), torch.zeros(3, 2).t(), "state is state, and a part or another view of a larger tensor"),
+        (3, torch.zeros(2, 3), r"x is f32\[2, 3\], and a int was given."),
+    ],
+)
+def test_refused(x: Any, state: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        _compiled()(x, state)
+
+
+@pytest.mark.parametrize("engine", ["eager", "inductor", pytest.param("aot", marks=pytest.mark.nightly)])
+def test_part_of_a_tensor(engine: str) -> None:
+    """A column of a table of tokens: not in order in memory."""
+    x, state = torch.arange(12.0).view(2, 6)[:, ::2], torch.zeros(2, 3)
+    assert torch.equal(_compiled(engine)(x, state), 2 * x)
+    assert torch.equal(state, x)
+
+
+@pytest.mark.nightly
+def test_small_weights_under_aot() -> None:
+    """AOTInductor makes weights of a few values part of its code, and keeps those that are state."""
+
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.arange(4.0), persistent=False)
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(x)
+            return x * self.scale + self.count
+
+    compiled = compile_program(capture(Example(Small(), (torch.ones(4),))), "aot")
+    for step in (1, 2):
+        assert torch.equal(compiled(torch.ones(4)), torch.arange(4.0) + step)

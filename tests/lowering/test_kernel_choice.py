@@ -1,0 +1,140 @@
+"""What code packages bring: kernels chosen by measurement, and packages for lesser processors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import inlay
+from inlay import machine
+from inlay.cli.main import app
+from inlay.errors import PackageError
+from inlay.flow import BuildOptions
+from inlay.lowering import kernel_choice
+from inlay.lowering.aoti_runtime import Container
+from inlay.ops.weight_layout import Packing
+from inlay.package.loader import load_package, read_manifest
+from inlay.runtime.session import Session
+from tests.models import llama_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("kernels")
+    model = str(llama_folder(home / "model", tie_word_embeddings=True))
+    for level in ("native", "portable"):
+        inlay.build(
+            model,
+            home / level,
+            BuildOptions(
+                buckets=("length=1",) if level == "native" else (),
+                max_length=64,
+                max_batch=4,
+                weights="int8",
+                kernels=level,
+            ),
+        )
+    return {level: home / level for level in ("native", "portable")}
+
+
+def scores(path: Path) -> torch.Tensor:
+    session = Session(load_package(path), 2)
+    tokens = torch.arange(40).reshape(2, 20) % 50
+    first = session.advance(tokens)
+    return torch.stack([first, session.advance([[3], [4]])])
+
+
+def test_portable_code_uses_no_wide_registers(packages: dict[str, Path]) -> None:
+    found = {}
+    for level, path in packages.items():
+        folder = read_manifest(path)[1]
+        text = "".join(
+            subprocess.run(["objdump", "-d", str(file)], capture_output=True, text=True, check=True).stdout
+            for file in folder.glob("*.so")
+        )
+        found[level] = len(re.findall(r"%(?:zmm|tmm|k)\d", text))
+    assert found["portable"] == 0
+    if "avx512f" in machine.cpu_features():
+        assert found["native"] > 0
+
+
+def test_both_compute_the_same(packages: dict[str, Path]) -> None:
+    native, portable = scores(packages["native"]), scores(packages["portable"])
+    assert (native - portable).abs().max() < 3e-2 * native.abs().max()
+
+
+def test_a_lesser_processor_gets_a_sentence(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_features", lambda: ("avx2",))
+    load_package(packages["portable"])
+    if read_manifest(packages["native"])[0].target.cpu_features != ("avx2",):
+        with pytest.raises(PackageError, match="was built for a CPU with"):
+            load_package(packages["native"])
+
+
+def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
+    manifest, _ = read_manifest(packages["native"])
+    rows = [row for bucket in manifest.buckets for piece in bucket.pieces for row in piece.kernels]
+    assert {row.bits for row in rows} == {8}
+    for row in rows:
+        for count, took in row.timings.items():
+            assert set(took) >= set(kernel_choice.VARIANTS)
+            assert row.variant(int(count)) in took
+    shown = CliRunner().invoke(app, ["inspect", str(packages["native"])])
+    assert shown.exit_code == 0
+    assert "kernel" in shown.output
+    assert "dot" in shown.output
+    assert json.loads(manifest.text())["buckets"][0]["pieces"][-1]["kernels"]
+
+
+def test_steps_run_without_python(packages: dict[str, Path]) -> None:
+    package = load_package(packages["native"])
+    for _, execution in package.buckets:
+        assert len(execution.steps) == 1
+        chain = execution.steps[0][0]
+        assert len(chain.steps) > 2
+        assert all(isinstance(step, Container) for step in chain.steps)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one package", "a second with the same kernels"])
+def test_a_failing_step_is_an_error(packages: dict[str, Path], second: bool, tmp_path: Path) -> None:
+    """What a piece or a kernel refuses comes back as an exception that says why; the next call works.
+
+    The steps are called past the checks of the package, which would refuse all of this before.
+    """
+    package = load_package(packages["native"])
+    if second:
+        shutil.copytree(packages["native"], tmp_path / "copy", symlinks=True)
+        package = load_package(tmp_path / "copy")
+    bucket, run = package.buckets[0]
+    assert bucket.sizes["length"] == (1, 1)
+    state = {name: value.zero_() for name, value in package.new_state().items()}
+    right = {"input_ids": torch.tensor([[1]]), "slots": torch.tensor([1]), "lengths": torch.tensor([0])}
+    for name, value, sentence in (
+        ("slots", 99, "index out of bounds"),
+        ("slots", -1, "slot -1 at 0 is not from 0 to 3"),
+        ("lengths", -1, "length -1 at 0 is not from 0 to 63"),
+        ("input_ids", 10**6, "token 1000000 at 0 is not from 0 to"),
+    ):
+        wrong = right | {name: torch.full_like(right[name], value)}
+        with pytest.raises(PackageError, match=rf"Step \d of the package failed: .*{sentence}"):
+            run({**state, **wrong})
+    assert torch.isfinite(package({**state, **right})["logits"]).all()
+
+
+def test_thresholds_follow_the_clock() -> None:
+    timings, spread = kernel_choice.time_kernels(64, 128, Packing(4, -1), torch.float32, (1, 16))
+    assert spread >= 1
+    assert set(timings) == {1, 16}
+    assert all(value > 0 for took in timings.values() for value in took.values())
+    faster = {"dot": 1.0, "tiles8": 2.0, "tiles16": 3.0}
+    assert kernel_choice.thresholds({1: faster, 16: faster}) == (16, kernel_choice.MAX_ROWS)

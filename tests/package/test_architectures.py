@@ -1,0 +1,92 @@
+"""Stock architectures as packages: 64 tokens equal to the eager model, batch 1 and 4, past a sliding window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from inlay.errors import ContractError
+from inlay.flow import BuildOptions, build, compile_model
+from inlay.package.copy_proof import prove
+from inlay.package.loader import load_package
+from inlay.runtime import Session
+from tests.architectures import ARCHITECTURES, Architecture
+from tests.models import random_model
+from tests.small_packages import ROOM, eager_greedy, greedy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIXED = {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2"}
+"""Experts sort their tokens, convolutions look back: positions are not kept apart, and no cache is inserted."""
+DENSE = [each for each in ARCHITECTURES if each.model_type not in MIXED]
+IN_CI = {"mistral", "gemma2"}
+"""A window; a soft cap, a norm after attention and two kinds of layers. The others take too long for every change."""
+
+
+def _config(architecture: Architecture) -> dict[str, object]:
+    return {"model_type": architecture.model_type, **architecture.full_config()}
+
+
+def _parameters() -> list[object]:
+    slow = pytest.mark.nightly
+    return [pytest.param(each, marks=() if each.model_type in IN_CI else slow, id=each.model_type) for each in DENSE]
+
+
+@pytest.mark.parametrize("architecture", _parameters())
+def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
+    eager = random_model(_config(architecture))
+    eager.save_pretrained(tmp_path / "model")
+    path = tmp_path / "package"
+    build(str(tmp_path / "model"), path, BuildOptions(max_length=ROOM, max_batch=4, buckets=()))
+    loaded = load_package(path)
+    for batch in (1, 4):
+        prompts = torch.randint(3, 250, (batch, 9), generator=torch.Generator().manual_seed(batch))
+        assert torch.equal(greedy(loaded, prompts, 64), eager_greedy(eager, prompts, 64))
+    proof = prove(loaded)
+    assert proof.holds, proof.problems
+    assert len(proof.states) == 2 * eager.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in ("mixtral", "lfm2") else pytest.mark.nightly, id=each)
+        for each in sorted(MIXED)
+    ],
+)
+def test_what_mixes_positions_is_refused(name: str, tmp_path: Path) -> None:
+    architecture = next(each for each in ARCHITECTURES if each.model_type == name)
+    random_model(_config(architecture)).save_pretrained(tmp_path / "model")
+    with pytest.raises(ContractError, match="insert_kv_cache matched nothing"):
+        build(str(tmp_path / "model"), tmp_path / "package", BuildOptions(max_length=ROOM))
+    assert not (tmp_path / "package" / "current").exists()
+
+
+def test_there_are_enough() -> None:
+    assert len(DENSE) >= 15
+
+
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_other_engines(engine: str, model_folder: Path, model: object) -> None:
+    """The same plan in this process: the same tokens, and no recompile over 20 prompt lengths and 200 steps."""
+    executable = compile_model(str(model_folder), engine, BuildOptions(max_length=256))
+    prompts = torch.randint(3, 300, (1, 9))
+    assert torch.equal(greedy(executable, prompts, 32), eager_greedy(model, prompts, 32))
+
+    def lengths_and_steps() -> None:
+        session = Session(executable)
+        for length in range(1, 21):
+            session.restart()
+            session.advance(torch.randint(3, 300, (1, length)))
+            for _ in range(10):
+                session.advance([[7]])
+
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    lengths_and_steps()
+    assert not counters["stats"], dict(counters)
+    assert not counters["inductor"], dict(counters)

@@ -1,0 +1,289 @@
+"""The engine: reasons, overlaps, nested graphs, mutation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from inlay.program.text.printer import dump
+from inlay.rewrite import Reason
+from inlay.testing import program_of
+from inlay.transforms import PatternTransform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.rewrite import Match
+
+pytestmark = pytest.mark.fast
+
+
+class ReluTanh(PatternTransform):
+    name = "relu_tanh"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(5, dtype=dtype)}
+
+    def pattern(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().tanh().relu()
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.relu().tanh()
+
+
+def _run(function: Any, *args: Any, rule: PatternTransform | None = None) -> Any:
+    program = program_of(function, args)
+    return program, (rule or ReluTanh()).apply(program)
+
+
+def test_overlapping_sites_resolve_and_the_loser_is_told() -> None:
+    program, outcome = _run(lambda x: x.relu().tanh().relu().tanh().relu(), torch.randn(4))
+    assert outcome.sites == 1
+    (miss,) = outcome.misses
+    assert miss.reason.startswith("overlapped by")
+    assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: (lambda y: (y.tanh().relu(), y))(x.relu()), "another consumer: relu"),
+        (lambda x: x.sigmoid().tanh().relu(), "missing node: aten.relu.default expected, aten.sigmoid.default found"),
+    ],
+)
+def test_reasons(function: Any, reason: str) -> None:
+    _, outcome = _run(function, torch.randn(4))
+    assert not outcome.sites
+    assert any(reason in miss.reason for miss in outcome.misses), [miss.reason for miss in outcome.misses]
+
+
+def test_refusals_are_kept() -> None:
+    class Refuses(ReluTanh):
+        def check(self, match: Match) -> None:
+            match.require(match.value("x").dim() == 2, Reason.SHAPE, "only matrices")
+
+    program, outcome = _run(lambda x: x.relu().tanh().relu(), torch.randn(4), rule=Refuses())
+    assert not outcome.sites
+    assert [(miss.is_mismatch, miss.reason) for miss in outcome.misses] == [(False, "shape: only matrices")]
+    assert program.op_counts()["aten.relu.default"] == 2
+
+
+def test_mutation_in_between_is_refused() -> None:
+    @torch.library.custom_op("inlay_test::bump", mutates_args={"x"})
+    def bump(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    program = program_of(lambda x: x.relu().tanh().relu(), [torch.randn(4)])
+    tanh = next(node for node in program.graph.nodes if node.target is torch.ops.aten.tanh.default)
+    before = ReluTanh().apply(program.copy())
+    assert before.sites == 1
+    source = next(iter(program.graph.nodes))
+    with program.graph.inserting_before(tanh):
+        node = program.graph.call_function(torch.ops.inlay_test.bump.default, (source,))
+        node.meta["val"] = None
+    outcome = ReluTanh().apply(program)
+    assert not outcome.sites
+    assert ["mutation between" in miss.reason for miss in outcome.misses] == [True]
+
+
+class TwoProducts(PatternTransform):
+    name = "two_products"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {name: torch.ones(5, 5, dtype=dtype) for name in "xvw"}
+
+    def pattern(self, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ v, x @ w
+
+    def replacement(self, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:  # type: ignore[override]
+        return torch.bmm(torch.stack([x, x]), torch.stack([v, w])).unbind()
+
+
+def _reads_early(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:
+    first = (x @ v).relu()
+    return first, x @ w
+
+
+def test_a_result_that_is_read_before_the_last_call() -> None:
+    program, outcome = _run(_reads_early, *(torch.randn(5, 5) for _ in "xvw"), rule=TwoProducts())
+    assert outcome.sites == 1
+    args = [torch.randn(5, 5) for _ in "xvw"]
+    for one, two in zip(program.module()(*args), _reads_early(*args), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v, w: x @ (x @ v).relu(),
+        lambda x, v, w: ((x @ v).relu(), x @ w.relu()),
+    ],
+    ids=["the second needs the first", "the second needs what comes after a reader of the first"],
+)
+def test_a_result_that_is_read_too_early(function: Any) -> None:
+    program, outcome = _run(function, *(torch.randn(5, 5) for _ in "xvw"), rule=TwoProducts())
+    assert not outcome.sites
+    assert any("which the pattern needs, is computed" in miss.reason for miss in outcome.misses)
+    assert program.op_counts()["aten.matmul.default"] == 2
+
+
+def test_nested_graphs_are_rewritten() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.relu().tanh().relu(), lambda y: y.relu(), (x,))
+
+    program, outcome = _run(branches, torch.randn(4))
+    assert outcome.sites == 1
+    x = torch.rand(4)
+    assert torch.equal(program.module()(x), x.relu().tanh())
+
+
+def test_a_pattern_that_gives_another_type_is_refused() -> None:
+    """The walker compares calls, not types: the pattern is computed on the site's own inputs to be sure."""
+
+    class Product(PatternTransform):
+        name = "product"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(3, 5, dtype=dtype), "y": torch.ones(3, 5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (x.relu() * y).relu()
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y.relu() * x.relu()
+
+    program = program_of(lambda x, y: (x.relu() * y).relu(), [torch.randn(3, 5), torch.randn(3, 5)])
+    node = next(node for node in program.graph.nodes if node.name == "relu_1")
+    node.meta["val"] = node.meta["val"].double()
+    before = dump(program)
+    outcome = Product().apply(program)
+    assert not outcome.sites
+    assert any("the pattern gives" in miss.reason for miss in outcome.misses)
+    assert dump(program) == before
+
+
+def test_operands_of_commutative_operators_may_change_places() -> None:
+    class Sum(PatternTransform):
+        name = "sum"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y + x
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.addcmul(x, x.tanh(), y)
+
+    for function in (lambda x, y: x + y * x.tanh(), lambda x, y: x + x.tanh() * y, lambda x, y: y * x.tanh() + x):
+        _, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Sum())
+        assert outcome.sites == 1
+    for function in (lambda x, y: y + y * x.tanh(), lambda x, y: torch.add(x.tanh() * y, x, alpha=2)):
+        _, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Sum())
+        assert outcome.sites == 0
+
+
+def test_a_site_that_reads_another_site() -> None:
+    class Gate(PatternTransform):
+        name = "gate"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y * x.tanh()
+
+    program, outcome = _run(lambda x, y: (x.tanh() * y).tanh() * x, torch.randn(4), torch.randn(4), rule=Gate())
+    assert outcome.sites == 2
+    x, y = torch.rand(4), torch.rand(4)
+    assert torch.equal(program.module()(x, y), (x.tanh() * y).tanh() * x)
+
+
+def test_one_value_for_two_arguments() -> None:
+    """The trace of a replacement is kept for sites of the same types: it must not remember that two were one."""
+
+    class Product(PatternTransform):
+        name = "product"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.relu() * y.tanh()
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y.tanh() * x.relu()
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.relu() * x.tanh(), x.relu() * y.tanh()
+
+    program, outcome = _run(function, torch.randn(4), torch.randn(4), rule=Product())
+    assert outcome.sites == 2
+    x, y = torch.randn(4), torch.randn(4)
+    for one, two in zip(program.module()(x, y), function(x, y), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_value_inside_the_pattern_is_no_argument() -> None:
+    class Square(PatternTransform):
+        name = "square"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * y
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return y * x.tanh()
+
+    _, outcome = _run(lambda x: (lambda y: y * y)(x.tanh()), torch.randn(4), rule=Square())
+    assert not outcome.sites
+    assert any("is both y and inside the pattern" in miss.reason for miss in outcome.misses)
+
+
+class Turned(PatternTransform):
+    """The same values, column by column in memory."""
+
+    name = "turned"
+
+    def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+        return {"x": torch.ones(3, 5, dtype=dtype)}
+
+    def pattern(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().tanh()
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.relu().tanh().t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("after", "copies"),
+    [
+        (lambda y: y, 1),
+        (lambda y: y + 1, 1),
+        (lambda y: (y * 2).exp().neg(), 1),
+        (lambda y: y.as_strided((5,), (1,), 4).sum(), 1),
+        (lambda y: (y * 2).as_strided((5,), (1,), 4).sum(), 1),
+        (lambda y: (y.as_strided((5,), (1,), 4).sum(), y), 1),
+        (lambda y: y.sum(0), 0),
+        (lambda y: (y + 1).sum(), 0),
+        (lambda y: y @ y.t(), 0),
+    ],
+)
+def test_a_replacement_in_another_layout(after: Any, copies: int) -> None:
+    """Whoever sees how a value lies in memory sees it as before; nobody else pays for a copy."""
+    x = torch.randn(3, 5)
+    program, outcome = _run(lambda x: after(x.relu().tanh()), x, rule=Turned())
+    assert outcome.sites == 1, outcome.misses
+    wanted, found = after(x.relu().tanh()), program.module()(x)
+    for one, two in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
+        torch.testing.assert_close(two, one)
+        assert two.stride() == one.stride()
+    assert program.op_counts().get("aten.clone.default", 0) == copies

@@ -1,0 +1,154 @@
+"""What no example of a library transform can state: refusals and rewrites of programs that are written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from inlay.errors import UsageError
+from inlay.program.bindings import Role
+from inlay.program.text.printer import dump
+from inlay.program.weights import DerivedTensor
+from inlay.rewrite import Reason
+from inlay.testing import program_of
+from inlay.transforms.base import find_transform
+from inlay.transforms.pass_manager import check_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inlay.program import Program
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.fast
+
+
+class Gated(nn.Module):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.randn(*sizes)), nn.Parameter(torch.randn(*sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = nn.functional.linear
+        return linear(x, self.gate).relu() * linear(x, self.up)
+
+
+def derived_weights() -> Program:
+    program = program_of(Gated(4, 8), [torch.randn(2, 8)])
+    rows = program.bindings.with_role(Role.PARAMETER)
+    made = {row.name: DerivedTensor({row.target: program.tensors[row.name]}, "concat") for row in rows}
+    return replace(program, tensors={**program.tensors, **made})
+
+
+def vectors_as_weights() -> Program:
+    return program_of(Gated(8), [torch.randn(2, 8)])
+
+
+def written_result() -> Program:
+    """The result of a linear layer is written in place after all of them, as graphs of other compilers have it."""
+    program = program_of(Gated(4, 8), [torch.randn(2, 8)])
+    linear, last = (node for node in program.graph.nodes if node.target is aten.linear.default)
+    with program.graph.inserting_before(last.next):
+        written = program.graph.call_function(aten.mul_.Tensor, (linear, 2.0))
+    written.meta = {"val": linear.meta["val"]}
+    return program
+
+
+REFUSED: list[tuple[str, Callable[[], Program], str]] = [
+    ("fuse_gemms", derived_weights, "refused: p_gate is made by another transform"),
+    ("fuse_gemms", vectors_as_weights, "shape: p_gate is no matrix"),
+    ("fuse_gemms", written_result, "mutation between: mul__tensor writes to linear"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "reason"), REFUSED, ids=lambda each: getattr(each, "__name__", each).replace(" ", "_")
+)
+def test_refused(name: str, made: Callable[[], Program], reason: str) -> None:
+    program = made()
+    before = dump(program)
+    applied = find_transform(name)().apply(program)
+    assert not applied.sites
+    assert dump(applied.program) == before
+    assert applied.misses[0].reason == reason
+
+
+def _last_row(output: str, program: Program) -> Any:
+    cls = find_transform("gather_last_logits")
+    return cls(cls.Options(output=output)).apply(program)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["gather_last_logits-"])
+def test_an_output_that_cannot_be_cut(name: str) -> None:
+    linear = nn.functional.linear
+    three = program_of(lambda x, w: {"scores": linear(x, w)}, [torch.randn(2, 3, 8), torch.randn(5, 8)])
+    assert _last_row("scores", three.copy()).sites == 1
+    with pytest.raises(UsageError, match="The program has no output score"):
+        _last_row("score", three)
+    two = program_of(lambda x, w: {"scores": linear(x, w)}, [torch.randn(3, 8), torch.randn(5, 8)])
+    with pytest.raises(UsageError, match=r"The output scores is .*, not \[batch, length, scores\]"):
+        _last_row("scores", two)
+
+
+def test_a_branch_that_refuses_after_the_output_was_cut() -> None:
+    """What the option `output` inserted stays when a match in a nested graph is taken back."""
+    linear = nn.functional.linear
+
+    def branched(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        def one(x: Tensor, w: Tensor) -> Tensor:
+            return linear(x, w)[:, 1:3].sum(1)
+
+        def two(x: Tensor, w: Tensor) -> Tensor:
+            return linear(x + 1, w)[:, 1:3].sum(1)
+
+        return {"scores": torch.cond(x.sum() > 0, one, two, (x, w)).unsqueeze(1).tanh()}
+
+    program = program_of(branched, [torch.randn(2, 5, 8), torch.randn(16, 8)])
+    applied = _last_row("scores", program.copy())
+    assert applied.sites == 1
+    assert [each.kind for each in applied.misses] == [Reason.SHAPE, Reason.SHAPE]
+    check_metadata(applied.program, program)
+
+
+def _cached(function: Callable[..., Any]) -> tuple[Program, Any]:
+    axes = {"q": {0: "batch", 2: "length"}}
+    program = program_of(function, (torch.randn(2, 3, 5, 8),), axes, ("clean_noops", "match_attention"))
+    applied = find_transform("insert_kv_cache")().apply(program.copy())
+    assert (applied.sites, applied.misses) == (1, [])
+    check_metadata(applied.program, program)
+    return program, applied.program
+
+
+def test_positions_that_are_read_after_attention() -> None:
+    """What they were computed from goes, and nothing is inserted beside it."""
+
+    def late(q: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])[None, :]
+        out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return out + torch.cos(places.to(q.dtype))[:, None, :, None]
+
+    _, made = _cached(late)
+    assert list(made.graph.nodes) == list(reversed(made.graph.nodes))[::-1]
+
+
+@pytest.mark.parametrize("more", [0.0, 0.5])
+def test_what_is_returned_lies_in_memory_as_before(more: float) -> None:
+    def returned(q: Tensor) -> Tensor:
+        out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return out + more if more else out
+
+    before, after = _cached(returned)
+    strides = [program.graph.output_node().args[0][-1].meta["val"].stride() for program in (before, after)]
+    assert str(strides[0]) == str(strides[1])
+
+
+def test_the_graph_is_one_that_is_refused_for_the_write_alone() -> None:
+    program = written_result()
+    (written,) = (node for node in program.graph.nodes if node.target is aten.mul_.Tensor)
+    program.graph.erase_node(written)
+    assert isinstance(written, fx.Node)
+    assert find_transform("fuse_gemms")().apply(program).sites == 1

@@ -1,0 +1,130 @@
+"""Stock decoders that are given a cache: the tokens of transformers, however sequences are cut, placed and batched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from inlay.capture import capture
+from inlay.config import resolve_config
+from inlay.errors import ContractError
+from inlay.transforms.pass_manager import configure, run
+from tests.architectures import ARCHITECTURES
+from tests.decoders import Parts
+from tests.greedy_tokens import stock_model, without_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+CHOSEN = ("llama", "mistral", "gemma2", "gpt2", "opt", "bloom")
+REFUSED = {
+    "mixtral": r"\(aten\.arange\.default\): it is made of sizes alone",
+    "qwen3_moe": r"\(aten\.arange\.default\): it is made of sizes alone",
+    "gpt_oss": r"\(aten\.arange\.default\): it is made of sizes alone",
+    "deepseek_v3": r"\(aten\.arange\.default\): it is made of sizes alone",
+    "lfm2": r"aten\.conv1d\.\w+ is not known to keep positions apart",
+}
+"""Tokens that are sorted by expert, a convolution over positions: what is refused, and what for."""
+OTHERS = [each.model_type for each in ARCHITECTURES if each.model_type not in (*CHOSEN, *REFUSED)]
+LAYERS = {"smollm3": 4, "deepseek_v3": 3, "lfm2": 6}
+ROOM, SLOTS, WINDOW, TOKENS = 96, 4, 16, 24
+
+
+def _with_cache(folder: Path, model_type: str) -> tuple[Any, Parts]:
+    """The model, and the same with a cache that was inserted."""
+    model = stock_model(model_type, num_hidden_layers=LAYERS.get(model_type, 2))
+    model.save_pretrained(folder)
+    options = ("enabled=true", f"max_length={ROOM}", f"max_batch={SLOTS}")
+    program, records = run(
+        capture(str(folder)), configure(resolve_config(settings=[f"insert_kv_cache.{o}" for o in options]))
+    )
+    assert next(each.sites for each in records if each.key == "insert_kv_cache") == LAYERS.get(model_type, 2)
+    parts = Parts(program)
+    assert all(state.is_eligible for state in parts.step.states)
+    assert not parts.step.remarks
+    return model, parts
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+
+
+def _prompt(*shape: int) -> Tensor:
+    return torch.randint(3, 250, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _check_tokens(model: Any, parts: Parts) -> None:
+    """Two sequences at once, beyond the window where there is one."""
+    prompt = _prompt(2, 5)
+    tokens, logits = without_cache(model, prompt, TOKENS)
+    assert len(set(tokens[0].tolist())) > 3, "the stream says the same thing again and again, and proves little"
+    assert prompt.shape[1] + TOKENS > WINDOW
+    given, made = prompt, []
+    for _ in range(TOKENS):
+        made.append(parts([3, 1], input_ids=given).logits[:, -1])
+        given = made[-1].argmax(-1, keepdim=True)
+    _close(torch.stack(made, 1), logits)
+    assert torch.equal(torch.stack(made, 1).argmax(-1), tokens)
+
+
+def _check_ragged(model: Any, parts: Parts) -> None:
+    """Prompts of several lengths, one of them in parts; then tokens together, in another order at each step."""
+    parts.forget()
+    rows = {2: _prompt(1, 19), 0: _prompt(1, 7), 3: _prompt(1, 12)}
+    with torch.no_grad():
+        whole = model(input_ids=rows[2], use_cache=False).logits
+    _close(torch.cat([parts([2], input_ids=part).logits for part in rows[2].split([4, 1, 14], 1)], 1), whole)
+    assert parts.filled[2] > WINDOW
+    parts([0], input_ids=rows[0][:, :5])
+    parts([3], input_ids=rows[3][:, :10])
+    parts([3, 0], input_ids=torch.cat([rows[3][:, 10:], rows[0][:, 5:]]))
+    for slots in ([2, 0, 3], [3, 2, 0], [0, 3], [0, 2, 3]):
+        new = torch.tensor([[slot * 31 + parts.filled[slot]] for slot in slots])
+        found = parts(slots, input_ids=new).logits
+        for row, slot in enumerate(slots):
+            rows[slot] = torch.cat([rows[slot], new[row : row + 1]], 1)
+            with torch.no_grad():
+                _close(found[row, -1], model(input_ids=rows[slot], use_cache=False).logits[0, -1])
+    for cache in parts.caches.values():
+        assert cache[1].isnan().all(), "a slot of nobody was written to"
+        assert all(cache[slot, :, rows[slot].shape[1] :].isnan().all() for slot in rows)
+
+
+def _check(folder: Path, model_type: str) -> None:
+    model, parts = _with_cache(folder, model_type)
+    _check_tokens(model, parts)
+    _check_ragged(model, parts)
+
+
+@pytest.mark.parametrize("model_type", CHOSEN)
+def test_stock_decoders(tmp_path: Path, model_type: str) -> None:
+    _check(tmp_path, model_type)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_stock_decoders(tmp_path: Path, model_type: str) -> None:
+    _check(tmp_path, model_type)
+
+
+def test_a_slot_is_used_again(tmp_path: Path) -> None:
+    """Rows of a longer sequence that was there before are never read: NaN or large, the result is the same."""
+    model, parts = _with_cache(tmp_path, "mistral")
+    parts([1], input_ids=_prompt(1, 40))
+    parts.filled[1] = 0
+    with torch.no_grad():
+        expected = model(input_ids=_prompt(1, 9), use_cache=False).logits
+    _close(parts([1], input_ids=_prompt(1, 9)).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["mixtral", "lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in REFUSED if each[0] not in "ml")],
+)
+def test_refused(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(ContractError, match=REFUSED[model_type]):
+        _with_cache(tmp_path, model_type)

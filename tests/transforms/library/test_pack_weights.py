@@ -1,0 +1,245 @@
+"""Packed weights: kept as stored or quantised with a stated error, in packages, refitted, and in little memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import pytest
+import torch
+
+from inlay.capture import capture, open_model
+from inlay.errors import ModelError, UsageError
+from inlay.flow import BuildOptions, build, prepare, transform
+from inlay.insight.interpreter import ProgramInterpreter
+from inlay.ops.weight_formats import FORMATS
+from inlay.package.loader import load_package
+from inlay.package.refit import refit
+from inlay.program.bindings import Role
+from inlay.program.weights import DerivedTensor, quantized_blocks
+from tests.models import llama_folder, random_model, tiny_gguf
+from tests.small_packages import ROOM, eager_greedy, greedy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program.program import Program
+
+KINDS = {"attn_v": "Q4_0", "attn_output": "Q4_0", "ffn_down": "Q6_K"}
+"""Beside Q4_1 and a tied Q8_0 embedding; queries and keys are Q4_1, so values are not fused with them."""
+TIED = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_UNUSED = tuple(f"match_{name}.enabled=false" for name in ("softmax_attention", "layer_norm", "geglu"))
+PROMPTS = torch.randint(3, 90, (1, 7), generator=torch.Generator().manual_seed(0))
+
+
+@cache
+def packed(path: Path, weights: str, *settings: str) -> tuple[Program, list[str], dict[str, int]]:
+    """The program with packed weights, what was noted, and the sites of each transform."""
+    options = BuildOptions(max_length=ROOM, weights=weights, settings=(*settings, *_UNUSED))
+    program, records = transform(prepare(_captured(path), options), options)
+    notes = [remark.reason for record in records for remark in record.notes]
+    return program, notes, {record.key: record.sites for record in records}
+
+
+def dequantised(program: Program, config: dict[str, Any]) -> Any:
+    """The eager model with the values that the packed weights stand for."""
+    state: dict[str, torch.Tensor] = {}
+    for row in program.bindings.with_role(Role.PARAMETER):
+        ref = program.tensors[row.name]
+        if not isinstance(ref, DerivedTensor):
+            state[row.target] = ref.read()
+            continue
+        sizes = [source.read().shape[0] for source in ref.sources.values()]
+        value = ref.read()
+        if ref.map != "concat":
+            found = FORMATS[ref.map.partition("pack:")[2]]
+            value = found.packing.unpack(value, sum(sizes))
+        state |= dict(zip(ref.sources, value.split(sizes), strict=True))
+    model = random_model(config)
+    tied = state.get("lm_head.weight", state.get("model.embed_tokens.weight"))
+    missing, unknown = model.load_state_dict({"lm_head.weight": tied, "model.embed_tokens.weight": tied} | state)
+    assert not missing
+    assert not unknown
+    return model
+
+
+@cache
+def _captured(path: Path) -> Program:
+    return capture(str(path))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_stored_blocks_are_kept_exactly(name: str) -> None:
+    values = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).numpy()
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = gguf.quantize(values, kind)
+    found = FORMATS[name]
+    unpacked = found.packing.unpack(found.pack(torch.from_numpy(blocks)), 40)
+    assert torch.equal(unpacked, torch.from_numpy(gguf.dequantize(blocks, kind)))
+    assert found.measure_error(torch.from_numpy(blocks)).rms == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "most"), [("int8", 0.006), ("int4-g32", 0.075), ("int4-g64", 0.085), ("int4-g128", 0.1)]
+)
+def test_the_error_of_quantised_weights(name: str, most: float) -> None:
+    """For normal values; the search must beat the plain range of a group."""
+    values = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
+    found = FORMATS[name]
+    unpacked = found.packing.unpack(found.pack(values), 70)
+    rms = float((unpacked - values).norm() / values.norm())
+    error = found.measure_error(values)
+    assert error.rms == pytest.approx(rms, rel=1e-5)
+    assert error.max_relative == pytest.approx(float((unpacked - values).abs().max() / values.abs().max()), rel=1e-5)
+    assert 0 < rms < most
+    if name != "int8":
+        groups = values.view(70, -1, found.packing.group_size)
+        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        plain = ((groups - low) / (high - low) * 15).round() * (high - low) / 15 + low
+        assert rms < 0.97 * float((plain - groups).norm() / groups.norm())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_error_of_values_that_are_not_finite(value: float) -> None:
+    """It is not a number: a weight with one such value is not called exact."""
+    values = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
+    values[3, 5] = value
+    for name in ("int8", "int4-g32"):
+        error = FORMATS[name].measure_error(values)
+        assert math.isnan(error.rms)
+        assert math.isnan(error.max_relative)
+
+
+@pytest.mark.fast
+def test_rows_that_fill_no_block_and_groups_of_one_value() -> None:
+    values = torch.zeros(17, 64)
+    values[3] = 2.5
+    values[16, 5] = -1e-3
+    for name in ("int8", "int4-g32"):
+        found = FORMATS[name]
+        assert torch.allclose(found.packing.unpack(found.pack(values), 17), values, rtol=1e-3, atol=1e-6)
+
+
+class TestGGUF:
+    """A file with four formats."""
+
+    @pytest.fixture(scope="class")
+    def file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", inner=256, **KINDS)
+
+    @pytest.fixture(scope="class")
+    def package(self, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("package") / "package"
+        build(str(file), path, BuildOptions(max_length=ROOM, weights="stored", buckets=(), settings=_UNUSED))
+        return path
+
+    def test_what_is_kept_and_what_is_converted(self, file: Path) -> None:
+        program, notes, sites = packed(file, "stored")
+        assert sites["fuse_gemms"] == 4
+        assert sites["pack_weights"] == 11, "five a layer, and the embedding, which is the head"
+        rows = program.bindings.with_role(Role.PARAMETER)
+        maps = {row.target: getattr(program.tensors[row.name], "map", "") for row in rows}
+        assert maps["model.layers.0.self_attn.q_proj_k_proj.weight"] == "concat+pack:Q4_1"
+        assert maps["model.layers.0.self_attn.v_proj.weight"] == "pack:Q4_0"
+        assert maps["model.layers.1.mlp.down_proj.weight"] == "pack:Q6_K"
+        assert sum("pack:Q8_0" in each for each in maps.values()) == 1
+        assert program.op_counts()["inlay.packed_embedding.default"] == 1
+        kept = [note for note in notes if note.endswith("kept as stored")]
+        (converted,) = (note for note in notes if note not in kept)
+        assert len(kept) == 5
+        assert "model.layers.*.mlp.down_proj.weight × 2: Q6_K → int8 in groups of 32, error 0." in converted
+
+    def test_the_stated_error_is_the_error(self, file: Path) -> None:
+        _, notes, _ = packed(file, "stored")
+        (stated,) = (float(found[1]) for note in notes if (found := re.search(r"error (\S+) % \(rms\)", note)))
+        tensors = open_model(str(file)).tensors
+        errors = []
+        for layer in range(2):
+            ref = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+            blocks, original = quantized_blocks(ref), ref.read()
+            assert blocks is not None
+            made = FORMATS["Q6_K"].packing.unpack(FORMATS["Q6_K"].pack(blocks.read()), 64)
+            errors.append(100 * float((made - original).norm() / original.norm()))
+        assert stated == pytest.approx(max(errors), rel=1e-2)
+
+    def test_same_tokens_as_the_dequantised_model(self, file: Path, package: Path) -> None:
+        program, _, _ = packed(file, "stored")
+        eager = dequantised(program, TIED)
+        assert torch.equal(greedy(load_package(package), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24))
+
+    def test_refit(self, package: Path, tmp_path: Path) -> None:
+        other = tiny_gguf(tmp_path / "other.gguf", seed=5, inner=256, **KINDS)
+        before = load_package(package).manifest
+        made = refit(package, str(other), output=tmp_path / "package")
+        eager = dequantised(packed(other, "stored")[0], TIED)
+        assert torch.equal(
+            greedy(load_package(tmp_path / "package", verify=True), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24)
+        )
+        code = {name: row for name, row in before.files.items() if name.endswith((".so", ".cpp"))}
+        assert {name: made.files[name] for name in code} == code
+
+    def test_refit_from_other_formats_is_refused(self, package: Path, tmp_path: Path) -> None:
+        other = tiny_gguf(tmp_path / "other.gguf", inner=256, **KINDS | {"attn_v": "Q8_0"})
+        with pytest.raises(ModelError, match=r"v_proj\.weight is stored as Q8_0, and the weight is made of Q4_0"):
+            refit(package, str(other), output=tmp_path / "refused")
+        assert not (tmp_path / "refused" / "current").exists()
+
+
+class TestFolder:
+    """Plain values are quantised."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return llama_folder(tmp_path_factory.mktemp("model"), **TIED)
+
+    def test_int4_in_a_package(self, folder: Path, tmp_path: Path) -> None:
+        options = BuildOptions(max_length=ROOM, weights="int4-g64", buckets=(), settings=_UNUSED)
+        made = build(str(folder), tmp_path / "package", options)
+        sizes = {name: row.shape for name, row in made.manifest.weights.items() if row.dtype == "uint8"}
+        assert sizes["model.layers.0.mlp.gate_proj_up_proj.weight"] == (32, 1, 64 * 16 // 2 + 64)
+        heads = [shape for name, shape in sizes.items() if "lm_head" in name or "embed_tokens" in name]
+        assert [shape[2] for shape in heads] == [32 * 16 + 32], "the head keeps eight bits"
+        eager = dequantised(packed(folder, "int4-g64")[0], TIED)
+        assert torch.equal(greedy(load_package(tmp_path / "package"), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24))
+
+    def test_int8_with_a_filter(self, folder: Path) -> None:
+        settings = 'pack_weights.skip=["*embed_tokens*", "lm_head*"]', "insert_kv_cache.enabled=false"
+        program, notes, sites = packed(folder, "int8", *settings)
+        assert sites["pack_weights"] == 8
+        assert len(notes) == 4
+        assert all(re.search(r"× 2: int8, error 0\.\d+ % \(rms\)", note) for note in notes)
+        eager = dequantised(program, TIED)
+        with torch.no_grad():
+            expected = eager(PROMPTS, use_cache=False).logits[:, -1:]
+            torch.testing.assert_close(program.module()(input_ids=PROMPTS)["logits"], expected, rtol=1e-4, atol=1e-5)
+        runner = (
+            ProgramInterpreter()
+        )  # what `inlay verify` and `inlay bisect` run programs before and after a transform with
+        plain, quantised_too = (runner(each, {"input_ids": PROMPTS})[0] for each in (_captured(folder), program))
+        torch.testing.assert_close(quantised_too, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(plain[:, -1:], quantised_too)
+        only = packed(folder, "int8", 'pack_weights.only=["*down_proj*"]')[2]
+        assert only["pack_weights"] == 2
+
+    def test_what_cannot_be(self, folder: Path) -> None:
+        _, _, sites = packed(folder, "int4-g128", "pack_weights.expect=3")
+        assert sites["pack_weights"] == 3, "64 columns are no groups of 128; the 256 of down_proj are, the head is int8"
+        with pytest.raises(UsageError, match=r"There is no number format int3"):
+            build(str(folder), folder / "package", BuildOptions(weights="int3"))

@@ -1,0 +1,207 @@
+"""Registry, configuration, pipeline, contracts, dumps."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from inlay.config import resolve_config
+from inlay.errors import ContractError, TransformError, UsageError
+from inlay.program.text.printer import dump
+from inlay.testing import program_of
+from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run
+from inlay.transforms.instruments import Dump
+from inlay.transforms.pass_manager import TransformStep, expected_count
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inlay.program import Program
+
+pytestmark = pytest.mark.fast
+
+
+def _model(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    total = x + x.tanh()
+    return weight * (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return program_of(_model, [torch.randn(2, 3, 8), torch.rand(8)])
+
+
+class Half(Transform):
+    """Breaks half-way."""
+
+    name, stage, numerics = "half", Stage.CLEAN, Numerics.EXACT
+
+    def apply(self, program: Program) -> TransformResult:
+        for count, node in enumerate(program.graph.nodes):
+            if node.op == "call_function":
+                node.target = torch.ops.aten.relu.default
+            if count == 4:
+                raise ValueError("out of luck")
+        raise AssertionError
+
+
+class NoTypes(Transform):
+    """Forgets the type of what it makes."""
+
+    name, stage, numerics = "no_types", Stage.CLEAN, Numerics.EXACT
+
+    def apply(self, program: Program) -> TransformResult:
+        output = next(iter(reversed(program.graph.nodes)))
+        with program.graph.inserting_before(output):
+            program.graph.call_function(torch.ops.aten.relu.default, (output.all_input_nodes[0],))
+        return TransformResult(program, 1)
+
+
+def test_an_error_leaves_the_program_as_it_was(program: Program) -> None:
+    before = dump(program)
+    steps = [*configure(resolve_config())[:2], TransformStep("half", Half())]
+    with pytest.raises(
+        TransformError, match=r"half after clean_noops, match_layer_norm failed: ValueError: out of luck"
+    ):
+        run(program, steps)
+    assert dump(program) == before
+
+
+def test_types_are_checked(program: Program) -> None:
+    with pytest.raises(TransformError, match="has no type"):
+        run(program, [TransformStep("no_types", NoTypes())])
+
+
+def test_records(program: Program) -> None:
+    result, records = run(program, configure(resolve_config(settings=["match_rope.enabled=false"])))
+    by_key = {record.key: record for record in records}
+    assert by_key["match_rms_norm"].sites == 1
+    assert by_key["fuse_add_rms_norm"].sites == 1
+    assert by_key["match_rope"].summary == "match_rope: [SUMMARY] disabled"
+    assert "[SUMMARY] matches=1 " in by_key["match_rms_norm"].summary
+    assert json.loads(json.dumps(by_key["match_rms_norm"].to_json()))["matches"] == 1
+    assert result.op_counts()["inlay.add_rms_norm.default"] == 1
+
+
+def test_dumps(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    run(program, configure(resolve_config(settings=["match_rope.enabled=false"])), [Dump(folder)])
+    names = {file.name for file in folder.iterdir()}
+    assert {"000_capture_program.py", "001_canonicalize_match_rms_norm.py", "002_fuse_fuse_add_rms_norm.py"} <= names
+    index = {entry["transform"]: entry for entry in json.loads((folder / "index.json").read_text())}
+    assert index["match_rope"]["why"] == "enabled: false"
+    assert index["match_swiglu"]["why"] == "nothing in the program starts like it"
+
+
+def test_dump_leaves_files_of_others_alone(program: Program, tmp_path: Path) -> None:
+    precious = tmp_path / "000_capture_program.py"
+    precious.write_text("mine")
+    other = tmp_path / "notes.txt"
+    other.write_text("mine too")
+    with pytest.raises(Exception, match="is not a dump of Inlay"):
+        run(program, configure(resolve_config()), [Dump(tmp_path)])
+    assert precious.read_text() == "mine"
+    assert other.read_text() == "mine too"
+
+
+def _other_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+
+
+def test_anchor_without_a_match_is_an_error_with_the_nearest_miss() -> None:
+    written_differently = program_of(_other_norm, [torch.randn(2, 3, 8), torch.rand(8)])
+    with pytest.raises(ContractError) as error:
+        run(written_differently, configure(resolve_config()))
+    text = str(error.value)
+    assert "match_rms_norm matched nothing although the program has aten.rsqrt.default" in text
+    assert "aten.mean.dim expected, aten.sum.dim_IntList found" in text
+    allowed = resolve_config(settings=["match_rms_norm.expect=any", "match_rms_norm.reason=other norm"])
+    run(written_differently, configure(allowed))
+
+
+def test_stated_counts(program: Program) -> None:
+    run(program, configure(resolve_config(settings=["match_rms_norm.expect=1"])))
+    with pytest.raises(ContractError, match="matched 1 sites, and 2 are expected"):
+        run(program, configure(resolve_config(settings=["match_rms_norm.expect=2"])))
+
+
+def test_expressions_of_facts() -> None:
+    from dataclasses import replace
+
+    from inlay.program import Fact, Facts
+
+    made = replace(program_of(torch.relu, [torch.ones(2)]), facts=Facts(layers=Fact(30, "config")))
+    assert expected_count("2 * layers + 1", made) == 61
+    with pytest.raises(UsageError, match="Did you mean layers"):
+        expected_count("2 * layer", made)
+    for bad in ("__import__('os')", "layers ** 9", "1 +", "layers.real"):
+        with pytest.raises(UsageError):
+            expected_count(bad, made)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "sentence"),
+    [
+        (["match_rop.enabled=false"], "", "Did you mean match_rope"),
+        (["match_rope.enabed=false"], "", "Did you mean enabled"),
+        (["match_rope.enabled=maybe"], "", "match_rope.enabled (from --set match_rope.enabled=maybe)"),
+        (["nonsense"], "", "is not a setting"),
+        (["match_rope.expect=any", "match_rope.reason=''"], "", "`expect: any` needs a reason"),
+        ([], "transforms: {fuse_norn: {}}", "There is no transform fuse_norn"),
+        ([], "transform: {}", "Did you mean transforms"),
+        ([], "transforms: [", "is not YAML"),
+        ([], "transforms: 3", "transforms"),
+    ],
+)
+def test_mistakes_in_the_configuration(settings: list[str], text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as error:
+        configure(resolve_config(files=[file], settings=settings))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_layers_and_their_origin(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("transforms: {match_rope: {enabled: false}, 'clean_noops#2': {enabled: true}}")
+    resolved = resolve_config(files=[file], settings=["match_rope.enabled=true"])
+    options: dict[str, Any] = {entry.key: entry.options for entry in resolved.entries}
+    assert options["match_rope"]["enabled"].origin == "--set match_rope.enabled=true"
+    assert options["match_rope"]["expect"].origin == "default.yaml"
+    steps = configure(resolved)
+    assert [step.key for step in steps][:2] == ["clean_noops", "clean_noops#2"]
+
+
+def test_another_name_of_a_transform(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("transforms: {fuse_norm: {enabled: false}}")
+    for resolved in (resolve_config(files=[file]), resolve_config(settings=["fuse_norm.enabled=false"])):
+        steps = {step.key: step.transform for step in configure(resolved)}
+        assert "fuse_norm" not in steps
+        assert not steps["fuse_add_rms_norm"].options.enabled
+    assert [entry.key for entry in resolve_config(files=[file]).entries] == [
+        entry.key for entry in resolve_config().entries
+    ]
+
+
+def test_only_the_last_row_of_an_output() -> None:
+    def head(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": x.relu(), "scores": torch.nn.functional.linear(x.relu(), weight).tanh()}
+
+    before = program_of(head, [torch.randn(2, 5, 8), torch.randn(4, 8)])
+    settings = ["gather_last_logits.output=scores"]
+    after, records = run(before, configure(resolve_config(settings=settings)))
+    assert {record.key: record.sites for record in records}["gather_last_logits"] == 1
+    assert after.bindings["scores"].shape == (2, 1, 4)
+    x, weight = torch.randn(2, 5, 8), torch.randn(4, 8)
+    one, two = before.module()(x, weight), after.module()(x, weight)
+    torch.testing.assert_close(two["scores"], one["scores"][:, -1:])
+    assert torch.equal(two["hidden"], one["hidden"])
+    text = dump(after)
+    assert text.index("aten.slice") < text.index("aten.linear")
+    with pytest.raises(TransformError, match="no output score\\. "):
+        run(before, configure(resolve_config(settings=["gather_last_logits.output=score"])))

@@ -1,0 +1,89 @@
+"""Hugging Face transformers as contestants: eager, and StaticCache + torch.compile, in two number formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+VARIANTS = ("eager-fp32", "eager-bf16", "compiled-fp32", "compiled-bf16")
+OPTIONS = {"freezing": True, "cpp_wrapper": True}
+"""What makes Inductor's code quickest on a CPU."""
+SINGLE = "Only single tokens of one sequence are compiled, because each size compiles for minutes."
+
+
+class Eager:
+    """A model and a cache that grows."""
+
+    version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._step(DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.int64), 0)
+
+    def decode(self, tokens: int, context_tokens: int) -> list[float]:
+        """Single tokens of one sequence, after so many others."""
+        return self.batch(1, tokens, context_tokens)
+
+    def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
+        """Single tokens of several sequences together."""
+        cache = DynamicCache(config=self._model.config)
+        self._step(cache, self._prompt(sequences, context_tokens), 0)
+        return [self._step(cache, self._prompt(sequences, 1), context_tokens + each) for each in range(tokens)]
+
+    def prefill(self, tokens: int) -> list[float]:
+        """A prompt, up to its scores."""
+        return [self._step(DynamicCache(config=self._model.config), self._prompt(1, tokens), 0)]
+
+    def _prompt(self, sequences: int, length: int) -> torch.Tensor:
+        return torch.arange(length).expand(sequences, -1) % self._model.config.vocab_size
+
+    def _step(self, cache: Any, tokens: torch.Tensor, at: int, forward: Any = None) -> float:
+        positions = torch.arange(at, at + tokens.shape[1]).unsqueeze(0)
+        start = perf_counter()
+        (forward or self._model)(
+            input_ids=tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
+        )
+        return perf_counter() - start
+
+
+class Compiled(Eager):
+    """A cache of fixed size, single tokens compiled; prompts run eagerly and are not timed."""
+
+    def __init__(self, model: Any, room: int) -> None:
+        self._room = room
+        self._caches: dict[int, Any] = {}
+        super().__init__(model)
+        self._forward = torch.compile(model.forward, dynamic=False, options=OPTIONS)
+        self.decode(2, 1)
+
+    def batch(self, sequences: int, tokens: int, context_tokens: int) -> Any:
+        """Single tokens of one sequence."""
+        if sequences != 1:
+            return SINGLE
+        cache = self._caches.setdefault(sequences, StaticCache(config=self._model.config, max_cache_len=self._room))
+        cache.reset()
+        self._step(cache, self._prompt(1, context_tokens), 0)
+        return [self._step(cache, self._prompt(1, 1), context_tokens + each, self._forward) for each in range(tokens)]
+
+    def prefill(self, tokens: int) -> Any:
+        """Not compiled."""
+        return SINGLE
+
+
+def open_contestant(arguments: dict[str, Any]) -> Eager:
+    """What the protocol calls."""
+    if not arguments.get("model"):
+        raise SystemExit("it reads a GGUF file or a folder; name it with --model.")
+    torch.set_num_threads(arguments["threads"])
+    torch.set_grad_enabled(False)
+    how, _, number = arguments["variant"].partition("-")
+    path = Path(arguments["model"])
+    where = {"gguf_file": path.name} if path.is_file() else {}
+    dtype = torch.bfloat16 if number == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path.parent if where else path, dtype=dtype, **where).eval()
+    return Compiled(model, arguments["room"]) if how == "compiled" else Eager(model)

@@ -1,0 +1,104 @@
+"""How much a number format costs: perplexity of packages, and of the model in float32, on the same text and windows.
+
+    python -m tools.benchmarks.perplexity MODEL_OR_PACKAGE... [--tokenizer PACKAGE] [--tokens 5120] [--json]
+
+The text is what Python's own `pydoc_data.topics` says of the language; an excerpt that is fixed by its hash. It is cut
+into windows of 512 tokens; each starts with an empty cache and is scored from its second token on. A model (GGUF file
+or Hugging Face folder) is dequantised to float32 and run by transformers; a package is given one token at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data import topics
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WINDOW = 512
+NAMES = ("assignment", "atom-literals", "booleans", "class", "comparisons", "compound", "execmodel", "exprlists")
+SHA256 = "46e4715c35c7c396018d791ace86b96173d100dba32931b0fcd226bb5250fd8e"
+
+
+def text() -> str:
+    """The excerpt; another Python may say it differently, and then figures cannot be compared."""
+    found = "\n".join(topics.topics[name] for name in NAMES)
+    if hashlib.sha256(found.encode()).hexdigest() != SHA256:
+        raise SystemExit("This Python's pydoc_data.topics is not the text that is measured on: use Python 3.11.7.")
+    return found
+
+
+def windows(tokens: list[int], count: int) -> list[list[int]]:
+    """Whole windows, `count` tokens altogether."""
+    if len(tokens) < count:
+        raise SystemExit(f"The text has {len(tokens)} tokens, and {count} were asked for.")
+    return [tokens[at : at + WINDOW] for at in range(0, count - WINDOW + 1, WINDOW)]
+
+
+def package_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
+    """Minus the log probability of each scored token, from a package."""
+    from inlay.package.loader import load_package
+    from inlay.runtime import Session
+
+    session = Session(load_package(path))
+    for window in given:
+        session.restart()
+        for token, wanted in pairwise(window):
+            yield -float(torch.log_softmax(session.advance([[token]])[0], dim=-1)[wanted])
+
+
+def model_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
+    """The same from the model in float32."""
+    from tools.benchmarks.hf_folder import open_hf
+
+    model = open_hf(path, torch.float32)
+    for window in given:
+        with torch.inference_mode():
+            scores = model(torch.tensor([window])).logits[0, :-1].float()
+        losses: Any = torch.nn.functional.cross_entropy(scores, torch.tensor(window[1:]), reduction="none")
+        yield from losses.tolist()
+
+
+def is_package(path: Path) -> bool:
+    """Whether `inlay build` wrote it."""
+    return (path / "current").exists()
+
+
+def main() -> None:
+    """Print a perplexity a line, and how far it is from the first model's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="MODEL_OR_PACKAGE")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a package whose tokenizer is used; by default the first package"
+    )
+    parser.add_argument("--tokens", type=int, default=10 * WINDOW)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    home = given.tokenizer or next((path for path in given.paths if is_package(path)), None)
+    if home is None:
+        raise SystemExit("No package to take the tokenizer from: name one with --tokenizer.")
+    from inlay.runtime import load
+
+    cut = windows(load(home).text.encode(text()), given.tokens)
+    found: dict[str, float] = {}
+    for path in given.paths:
+        losses = list((package_losses if is_package(path) else model_losses)(path, cut))
+        found[str(path)] = math.exp(math.fsum(losses) / len(losses))
+        if not given.json:
+            reference = next((found[str(each)] for each in given.paths if not is_package(each)), None)
+            more = f"  {100 * (found[str(path)] / reference - 1):+.2f} %" if reference else ""
+            print(f"{found[str(path)]:8.4f}{more}  {path.name} ({len(losses)} tokens)", flush=True)
+    if given.json:
+        print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Delete each single condition of transforms and analyses, and see whether a test or the fuzzer notices.
+
+    python tools/condition_deletion.py                       # all; exit code 1 if a deletion went unnoticed
+    python tools/condition_deletion.py match_rope matcher    # of these files
+    python tools/condition_deletion.py --list                # what would be deleted
+
+A condition is a `match.require(…)`, or an `if` that only gives up: it returns nothing, a refusal or what was given,
+raises or goes on to the next. The function that holds it runs without it in a process of its own, forked from one that
+has imported everything. A deletion is noticed where pytest ends with failed tests (exit code 1 and nothing else: a run
+that ends otherwise has tested nothing), or where the fuzzer finds a failure. With nothing deleted, both must pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import inlay.lowering.state.in_place_writes
+from inlay.testing.fuzz.__main__ import run
+from inlay.testing.fuzz.templates import Templates
+from inlay.testing.review.mutants import Condition, delete_condition, find_guards
+from inlay.transforms.base import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path(inlay.__file__).parent
+LIBRARY = sorted((SOURCE / "transforms" / "library").glob("[!_]*.py"))
+REWRITE = [SOURCE / "rewrite" / name for name in ("rewriter.py", "pattern_search.py", "replacement.py", "matcher.py")]
+FILES = (*LIBRARY, *REWRITE, *sorted((SOURCE / "analysis").rglob("[!_]*.py")))
+GRAPHS, SEED = 150, 11
+LONGEST = 1200
+"""Seconds after which a run is given up: a deleted condition may have been what ends a loop."""
+HARNESS = "tests/transforms/library/test_cases.py"
+BY_HAND = "tests/transforms/library/test_by_hand.py"
+REFUSALS = "tests/transforms/library/test_insert_kv_cache_refusals.py"
+PATTERNS = ["tests/rewrite", "tests/insight/test_explain.py", HARNESS]
+MASKS = ["tests/analysis/test_masks.py", HARNESS, "-k", "mask or match_attention-"]
+WRITES = ["tests/lowering/state/test_defunctionalization.py", "tests/test_pass_fix_functionalization.py"]
+UPDATES = ["tests/analysis/test_state_updates.py", "tests/lowering/state", "-k", "update or refus or state"]
+TESTS: dict[str, list[str]] = {
+    **dict.fromkeys(("rewriter", "pattern_search", "replacement", "matcher"), PATTERNS),
+    **dict.fromkeys(("classification", "derivation", "index_function", "inequalities", "operators"), MASKS),
+    **dict.fromkeys(("aliasing", "auto_functionalized", "liveness"), WRITES),
+    **dict.fromkeys(("state_updates", "storage_slices"), UPDATES),
+    "sequence_axis": [REFUSALS],
+    "position_ids": [REFUSALS],
+    "insert_kv_cache": [REFUSALS, HARNESS, "-k", "not match_ and not fuse_"],
+    "pack_weights": ["tests/transforms/library/test_pack_weights.py", HARNESS, "-k", "not match_ and not fuse_"],
+}
+"""File → the tests that are about it; for a transform in the library, its cases in the harness."""
+FAILED, PASSED = int(pytest.ExitCode.TESTS_FAILED), int(pytest.ExitCode.OK)
+ENDLESS = 124
+
+
+def tests_of(file: Path) -> list[str]:
+    """The arguments of pytest for a file; a name that is not there yet is left out."""
+    chosen = TESTS.get(file.stem, [HARNESS, BY_HAND, "-k", f"{file.stem}-"])
+    return [each for each in chosen if not each.startswith("tests/") or (ROOT / each).exists()]
+
+
+def forked(work: Callable[[], int]) -> int:
+    """The exit code of a piece of work in a process of its own, without its output."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        with contextlib.suppress(BaseException):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            code = work()
+        os._exit(code)
+    end = time.monotonic() + LONGEST
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return ENDLESS
+
+
+def test(file: Path) -> int:
+    """Run the tests of a file in this process; pytest's exit code."""
+    os.chdir(ROOT)
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests_of(file)]))
+
+
+@cache
+def templates(name: str) -> Templates:
+    """Kept between runs: capturing them takes longer than the rest."""
+    return Templates([name] if name else [], seed=SEED)
+
+
+def fuzz(file: Path) -> int:
+    """Run the fuzzer in this process: 1 if it found a failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = file.stem if file.stem in registry() else {"classification": "match_attention"}.get(file.stem, "")
+        only = [name] if name else []
+        report = run(GRAPHS, SEED, only, Path(folder), templates=templates(name), transforms=only)
+    return FAILED if report["failures"] else PASSED
+
+
+def warm_up() -> None:
+    """Trace every pattern once, here, and not in each process."""
+    from inlay.rewrite.pattern_trees import PATTERNS
+    from inlay.rewrite.rule import DTYPES
+    from inlay.transforms.base import PatternTransform
+
+    for cls in registry().values():
+        if issubclass(cls, PatternTransform):
+            for alternative in cls().alternatives(set(DTYPES)):
+                PATTERNS.get(alternative.function, alternative.example)
+
+
+def control(file: Path) -> str:
+    """What is wrong with nothing deleted; the fuzzer runs in this process, so that its templates are there."""
+    code = forked(lambda: test(file))
+    if code != PASSED:
+        return f"its tests end with {code}"
+    return "the fuzzer finds a failure" if fuzz(file) != PASSED else ""
+
+
+def noticed_by(condition: Condition) -> str:
+    """What fails without the condition: a test, the fuzzer, or nothing; or how the run ended otherwise."""
+
+    def broken(work: Callable[[Path], int]) -> int:
+        def there() -> int:
+            with delete_condition(condition):
+                return work(condition.file)
+
+        return forked(there)
+
+    code = broken(test)
+    if code == PASSED:
+        code = broken(fuzz)
+        return {PASSED: "nothing", FAILED: "the fuzzer", ENDLESS: "never ends"}.get(code, f"exit code {code}")
+    return {FAILED: "a test", ENDLESS: "never ends"}.get(code, f"exit code {code}")
+
+
+def main(names: list[str]) -> int:
+    """Delete each condition in turn; exit code 1 if nothing notices one of them."""
+    files = [file for file in FILES if not names or file.stem in names or names == ["--list"]]
+    if names == ["--list"]:
+        for condition in (each for file in files for each in find_guards(file)):
+            print(f"{condition.location}: {condition.text}")
+        return 0
+    warm_up()
+    totals: Counter[str] = Counter()
+    print("| condition | what it says | without it, noticed by |\n|---|---|---|", flush=True)
+    for file in files:
+        problem = control(file)
+        if problem:
+            print(f"\n{file.stem}: {problem} with nothing deleted.")
+            return 2
+        for condition in find_guards(file):
+            result = noticed_by(condition)
+            totals[result] += 1
+            print(f"| {condition.location} | {condition.text.replace('|', '/')} | {result} |", flush=True)
+    print(f"\n{totals.total()} conditions; noticed by: {dict(totals.most_common())}")
+    return int(any(result not in ("a test", "the fuzzer") for result in totals))
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests")]
+    raise SystemExit(main(sys.argv[1:]))
