@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from inlay.program.graphs import TypeFormatter
+from inlay.program.symbols import FakeValues
 from inlay.program.text.printer import dump
+from inlay.program.type_checks import CallTypes, type_mismatch
 from inlay.rewrite import Reason
 from inlay.testing import program_of
 from inlay.transforms import PatternTransform
@@ -287,3 +291,42 @@ def test_a_replacement_in_another_layout(after: Any, copies: int) -> None:
         torch.testing.assert_close(two, one)
         assert two.stride() == one.stride()
     assert program.op_counts().get("aten.clone.default", 0) == copies
+
+
+def _two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = torch.nn.functional.dropout((x @ w).view(4, 4).mT.relu(), training=False).to(torch.float32)[1:].cumsum(0)
+        x = torch.cat([x, x[:1]]).clone()
+    return x + x.new_zeros(4, 4)
+
+
+def test_types_of_new_calls() -> None:
+    """A type that was computed for a call that is alike is the one its own fake kernel gives, in its own storage."""
+    program = program_of(_two_layers, (torch.randn(4, 4), torch.randn(4, 4)))
+    calls, fakes = CallTypes(program), FakeValues.from_graph(program.graph)
+    storages: dict[Any, str] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for value in (calls.compute_value(node), calls.compute_value(node)):
+            alone = fakes.compute_value(node)
+            assert type_mismatch(value, alone, program.types) == ("", "")
+            own = [x.meta["val"].untyped_storage()._cdata for x in node.all_input_nodes]
+            if alone.untyped_storage()._cdata in own:  # a view
+                assert value.untyped_storage()._cdata == alone.untyped_storage()._cdata
+            else:
+                assert storages.setdefault(value.untyped_storage(), node.name) == node.name
+                assert value.untyped_storage()._cdata not in own
+    assert len(calls._computed) < len([node for node in program.graph.nodes if node.op == "call_function"])
+
+
+def test_sizes_that_data_decide_are_each_their_own() -> None:
+    graph = torch.fx.Graph()
+    fakes = FakeValues([])
+    inputs = [graph.placeholder(name) for name in "ab"]
+    for node in inputs:
+        node.meta["val"] = fakes.tensor(torch.float32, (5,))
+    program = SimpleNamespace(graph=graph, types=TypeFormatter({}))
+    calls = CallTypes(program)  # type: ignore[arg-type]
+    found = [calls.compute_value(graph.call_function(torch.ops.aten.nonzero.default, (node,))) for node in inputs]
+    assert str(found[0].shape[0]) != str(found[1].shape[0])

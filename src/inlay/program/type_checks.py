@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from inlay.errors import TransformError
 from inlay.program.graphs import TypeFormatter, all_graphs, operands, target_text
-from inlay.program.symbols import FakeValues, is_same_size
+from inlay.program.symbols import FakeValues, is_data_dependent, is_same_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from inlay.program.program import Program
 
@@ -133,6 +133,50 @@ def check_types(program: Program, before: Program) -> None:
             raise TransformError(f"The output {row.name} is {program.types.text(held)}, and must be {row.type_text}.")
 
 
+class CallTypes:
+    """The values of calls, computed with fake kernels; calls that are alike are computed once.
+
+    A call is alike another one where operator, constants and the types of all operands are the same. A value that lies
+    in the storage of an operand is computed each time: which storage it is, its type does not say. So is one whose size
+    its data decides.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.fakes, self.types = FakeValues.from_graph(program.graph), program.types
+        self._computed: dict[Any, Any] = {}
+
+    def compute_value(self, node: fx.Node) -> Any:
+        """What a call gives, in storage that is shared with no call but those it is a view of."""
+        held = [leaf for each in operands(node) for leaf in tree_leaves(each.meta.get("val"))]
+        if not all(isinstance(each, (torch.Tensor, torch.SymInt)) for each in held):
+            return self.fakes.compute_value(node)
+        places = [(each.device, each.storage_offset()) for each in held if isinstance(each, torch.Tensor)]
+        label = (*call_label(node, self.types), repr(places))
+        if label in self._computed:
+            with self.fakes.mode:
+                return tree_map_only(torch.Tensor, _new_storage, self._computed[label])
+        value = self.fakes.compute_value(node)
+        leaves = tree_leaves(value)
+        is_view = not _storages(leaves).isdisjoint(_storages(held))
+        if not is_view and not any(map(is_data_dependent, leaves)):
+            self._computed[label] = value
+        return value
+
+
+def call_label(node: fx.Node, types: TypeFormatter) -> tuple[Any, str]:
+    """A call, with the types of what it reads instead of names."""
+    named = fx.map_arg((node.args, dict(node.kwargs)), lambda each: types.layout(each.meta.get("val")))
+    return node.target, repr(named)
+
+
+def _new_storage(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
 class _FakeTypeChecker:
     """Holds what a program states against its fake kernels; calls that are alike are computed once."""
 
@@ -159,8 +203,8 @@ class _FakeTypeChecker:
             if node.op == "output" and was is not None and graph is not self.program.graph:
                 self._same_results(node, was)
             elif node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
-                label = self._label(node)
-                if was is None or node in changed or self._label(was) != label:
+                label = call_label(node, self.types)
+                if was is None or node in changed or call_label(was, self.types) != label:
                     self._check(node, label)
 
     def _same_results(self, output: fx.Node, was: fx.Node) -> None:
@@ -173,11 +217,6 @@ class _FakeTypeChecker:
     def _differs(self, node: fx.Node, was: fx.Node) -> bool:
         one, two = node.meta.get("val"), was.meta.get("val")
         return one is not two and type_mismatch(one, two, self.types) != ("", "")
-
-    def _label(self, node: fx.Node) -> Any:
-        """The call, with the types of what it reads instead of names."""
-        named = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.types.layout(each.meta.get("val")))
-        return node.target, repr(named)
 
     def _check(self, node: fx.Node, label: Any) -> None:
         if label not in self.computed:

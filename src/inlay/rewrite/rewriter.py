@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError
 from inlay.program.graphs import provenance
-from inlay.program.symbols import FakeValues, symbolic_sizes
-from inlay.program.type_checks import type_mismatch
+from inlay.program.symbols import symbolic_sizes
+from inlay.program.type_checks import CallTypes, type_mismatch
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rule import Refused
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from inlay.program.graphs import TypeFormatter
     from inlay.program.program import Program
+    from inlay.program.symbols import FakeValues
 
 
 class RewriteListener(Protocol):
@@ -71,9 +72,13 @@ class Rewriter:
         self._graph = program.graph
 
     @cached_property
+    def _call_types(self) -> CallTypes:
+        return CallTypes(self.program)
+
+    @property
     def fakes(self) -> FakeValues:
-        """Computes the types of new nodes."""
-        return FakeValues.from_graph(self.program.graph)
+        """Makes the values of new inputs."""
+        return self._call_types.fakes
 
     def current(self, node: fx.Node) -> fx.Node:
         """What a node became: a match that was planned earlier may name one that was replaced since."""
@@ -106,7 +111,7 @@ class Rewriter:
         now = fx.map_arg((args, dict(kwargs or {})), self.current)
         node = self._graph.call_function(target, *now)
         try:
-            node.meta = {"val": self.fakes.compute_value(node)}
+            node.meta = {"val": self._call_types.compute_value(node)}
         except ProgramError:
             self._graph.erase_node(node)
             raise
@@ -173,7 +178,7 @@ class Rewriter:
 
     def retype(self, node: fx.Node, value: Any = None) -> bool:
         """Give a node the type that its operands give it, or that of `value`; whether it is another one."""
-        before, now = node.meta["val"], self.fakes.compute_value(node) if value is None else value
+        before, now = node.meta["val"], self._call_types.compute_value(node) if value is None else value
         self._changes.types.append((node, before))
         node.meta["val"] = now
         self._tell_changed(node)
