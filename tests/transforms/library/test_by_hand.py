@@ -77,6 +77,24 @@ def test_refused(name: str, made: Callable[[], Program], reason: str) -> None:
     assert applied.misses[0].reason == reason
 
 
+@pytest.mark.parametrize("name", ["match_attention-"])
+def test_attention_that_is_canonical_already(name: str) -> None:
+    """Its mask becomes a flag where it is causal; a second run finds nothing to do."""
+    attention, transform = torch.ops.inlay.attention.default, find_transform("match_attention")()
+
+    def attend(q: Tensor) -> Any:
+        places = torch.arange(5)
+        return attention(q, q, q, places[None, :] <= places[:, None], 0.5, False, 0, 0.0)
+
+    program = program_of(attend, [torch.randn(2, 4, 5, 8)])
+    applied = transform.apply(program.copy())
+    assert (applied.sites, applied.misses) == (1, [])
+    (call,) = (node for node in applied.program.graph.nodes if node.target is attention)
+    assert call.args[3:] == (None, 0.5, True, 0, 0.0)
+    again = transform.apply(applied.program)
+    assert (again.sites, again.misses) == (0, [])
+
+
 def _last_row(output: str, program: Program) -> Any:
     cls = find_transform("gather_last_logits")
     return cls(cls.Options(output=output)).apply(program)  # type: ignore[call-arg]
@@ -152,3 +170,10 @@ def test_the_graph_is_one_that_is_refused_for_the_write_alone() -> None:
     program.graph.erase_node(written)
     assert isinstance(written, fx.Node)
     assert find_transform("fuse_gemms")().apply(program).sites == 1
+
+
+@pytest.mark.parametrize("name", ["insert_kv_cache-"])
+def test_neither_attention_nor_a_length(name: str) -> None:
+    """Every size is a number: nothing can be said about positions, and nothing is refused."""
+    applied = find_transform("insert_kv_cache")().apply(program_of(lambda x: x.sum(1), [torch.randn(2, 5, 8)]))
+    assert (applied.sites, applied.misses) == (0, [])

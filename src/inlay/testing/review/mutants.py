@@ -86,11 +86,19 @@ def _is_refusal(statement: ast.stmt) -> bool:
 
 def find_guards(file: Path) -> list[Condition]:
     """Every statement in a file that keeps something from being done, in order: the conditions of rules, and each `if`
-    that only gives up: it says why, and returns a value that was there before or none, raises, or goes on."""
-    tree = ast.parse(file.read_text())
+    that only gives up: it says why, and returns a value that was there before or none, raises, or goes on.
+
+    A line that ends with `# shortcut` only saves time, and is none of them.
+    """
+    lines = file.read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
     found = {each.lineno: each for each in _statements(tree)}
     found |= {each.lineno: each for each in ast.walk(tree) if isinstance(each, ast.If) and _is_early_exit(each)}
-    return [Condition(file, line, _reason(each) or _test(each)) for line, each in sorted(found.items())]
+    return [
+        Condition(file, line, _reason(each) or _test(each))
+        for line, each in sorted(found.items())
+        if not lines[line - 1].endswith("# shortcut")
+    ]
 
 
 def _is_early_exit(statement: ast.If) -> bool:

@@ -46,6 +46,10 @@ class MatchAttention(ProgramTransform):
         def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return sdpa(q, _repeat(k, 2), _repeat(v, 2), is_causal=True)
 
+        def scaled(q: Tensor, k: Tensor, factors: Tensor) -> Tensor:
+            heads = (k[:, :, None] * factors).view(2, 4, 5, 8)
+            return sdpa(q, heads, heads)
+
         def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             places = torch.arange(5)
             return sdpa(q, k, v, attn_mask=(places[None, :] <= places[:, None])[None, None])
@@ -61,12 +65,14 @@ class MatchAttention(ProgramTransform):
 
         return [
             Case("repeated heads", grouped, (query, key, key)),
+            Case("heads repeated and scaled", scaled, (query, key, torch.randn(2, 1, 1))),
             Case("same heads, no mask", lambda q, k, v: sdpa(q, k, v, scale=0.3), (query, query, query)),
             Case(
                 "a mask from outside",
                 lambda q, k, m: sdpa(q, k, k, attn_mask=m),
                 (query, query, added),
             ),
+            Case("a mask and a number", lambda q, k, m: sdpa(q, k, k, attn_mask=m + 1), (query, query, added)),
             Case("a causal mask", masked, (query, query, query)),
             Case("a window", windowed, (query, query, query)),
             Case("a mask that is not causal", prefixed, (query, query, query)),
@@ -196,12 +202,10 @@ def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
     """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
     steps: list[fx.Node] = []
     at: Any = node
-    for targets in ({aten.view.default, aten._unsafe_view.default, aten.reshape.default}, {aten.clone.default, None}):
+    for targets in ({aten.view.default, aten._unsafe_view.default, aten.reshape.default}, {aten.clone.default}):
         if at.target in targets:
             steps.append(at)
             at = at.args[0]
-        elif None not in targets:
-            return node
     if at.target is not aten.expand.default:
         return node
     expanded, inner = at.meta["val"], at.args[0]
