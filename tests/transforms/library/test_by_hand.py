@@ -58,7 +58,23 @@ def written_result() -> Program:
     return program
 
 
+def _short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    before, after, value, *_ = torch.split(x.transpose(-1, -2), 8, -2)
+    convolved = nn.functional.conv1d(before * value, weight, None, 1, 3, 1, 8)
+    return (after * convolved[..., : x.shape[-2]]).transpose(-1, -2)
+
+
+def no_batch() -> Program:
+    return program_of(_short_conv, [torch.randn(24, 24), torch.randn(8, 1, 4)])
+
+
+def cut_in_four() -> Program:
+    return program_of(_short_conv, [torch.randn(2, 5, 32), torch.randn(8, 1, 4)])
+
+
 REFUSED: list[tuple[str, Callable[[], Program], str]] = [
+    ("match_gated_short_conv", no_batch, "shape: x has other axes than batch, length and channels"),
+    ("match_gated_short_conv", cut_in_four, "shape: x is not cut in three"),
     ("fuse_gemms", derived_weights, "refused: p_gate is made by another transform"),
     ("fuse_gemms", vectors_as_weights, "shape: p_gate is no matrix"),
     ("fuse_gemms", written_result, "mutation between: mul__tensor writes to linear"),
@@ -93,6 +109,23 @@ def test_attention_that_is_canonical_already(name: str) -> None:
     assert call.args[3:] == (None, 0.5, True, 0, 0.0)
     again = transform.apply(applied.program)
     assert (again.sites, again.misses) == (0, [])
+
+
+@pytest.mark.parametrize("name", ["match_attention-"])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_keys_of_one_sequence_that_are_repeated(name: str, sequences: int) -> None:
+    """Kernels read as many sequences of keys as there are of queries: heads are given as they were where that holds."""
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        heads = k[:, :, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8)
+        return nn.functional.scaled_dot_product_attention(q, heads, heads)
+
+    program = program_of(attend, [torch.randn(2, 4, 5, 8), torch.randn(sequences, 2, 5, 8)])
+    applied = find_transform("match_attention")().apply(program)
+    (call,) = (node for node in applied.program.graph.nodes if node.target is torch.ops.inlay.attention.default)
+    key = call.args[1]
+    assert isinstance(key, fx.Node)
+    assert list(key.meta["val"].shape) == [2, 4 if sequences == 1 else 2, 5, 8]
 
 
 def _last_row(output: str, program: Program) -> Any:

@@ -50,6 +50,13 @@ class MatchAttention(ProgramTransform):
             heads = (k[:, :, None] * factors).view(2, 4, 5, 8)
             return sdpa(q, heads, heads)
 
+        def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q, *(each[:, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8) for each in (k, v)))
+
+        def in_one_axis(q: Tensor, k: Tensor) -> Tensor:
+            heads = _repeat(k, 2).view(1, 8, 5, 8)
+            return sdpa(q.view(1, 8, 5, 8), heads, heads)
+
         def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             places = torch.arange(5)
             return sdpa(q, k, v, attn_mask=(places[None, :] <= places[:, None])[None, None])
@@ -66,6 +73,8 @@ class MatchAttention(ProgramTransform):
         return [
             Case("repeated heads", grouped, (query, key, key)),
             Case("heads repeated and scaled", scaled, (query, key, torch.randn(2, 1, 1))),
+            Case("heads one after the other", tiled, (query, key, key)),
+            Case("sequences and heads in one axis", in_one_axis, (query, key)),
             Case("same heads, no mask", lambda q, k, v: sdpa(q, k, v, scale=0.3), (query, query, query)),
             Case(
                 "a mask from outside",
@@ -212,14 +221,11 @@ def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
     if inner.target is not aten.unsqueeze.default or dict(normalize_args(inner))["dim"] != -3 or expanded.dim() != 5:
         return node
     source: Any = inner.args[0]
-    before, after = source.meta["val"], node.meta["val"]
-    grown = sizes(expanded)
-    if before.dim() != 4 or [*grown[:2], *grown[3:]] != sizes(before):
+    batch, heads, times, *rest = sizes(expanded)
+    repeated = [batch, str(int(heads) * int(times)), *rest]
+    if sizes(source.meta["val"]) != [batch, heads, *rest] or sizes(node.meta["val"]) != repeated:
         return node
-    if after.dim() != 4 or int(after.shape[1]) != int(expanded.shape[1]) * int(expanded.shape[2]):
-        return node
-    same = sizes(after)[2:] == sizes(before)[2:]
-    return source if same and find_write_between(inner, attention) is None else node
+    return source if find_write_between(inner, attention) is None else node
 
 
 def _repeat(heads: Tensor, times: int) -> Tensor:

@@ -91,7 +91,6 @@ class MatchGatedShortConv(PatternTransform):
         match.require(x.shape[-1] == 3 * channels, Reason.SHAPE, "x is not cut in three", match.node("x"))
         causal = weight.shape[-1] == match.value("margin") + 1
         match.require(causal, Reason.CONSTANT, "the margin is not one less than the taps", match.node("weight"))
-        match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}")
 
     def replacement(self, x: Tensor, weight: Tensor, channels: int, margin: int) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.gated_short_conv(x, weight)

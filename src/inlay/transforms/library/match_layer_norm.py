@@ -65,6 +65,7 @@ class MatchLayerNorm(PatternTransform):
             Case("wrong constant", wrong_power, (x, weight)),
             Case("eps not constant", lambda x, w: cls().pattern(x, w, w.sum()), (x, weight)),
             Case("another dtype", plain, (x, weight.double())),
+            Case("one column", lambda x, w: cls().pattern(x, w, 1e-5), (x[..., :1], weight[:1])),
             Case("a weight of another shape", lambda x, w: cls().pattern(x, w, 1e-5), (x, torch.rand(3, 1))),
         ]
 
@@ -81,6 +82,8 @@ class MatchLayerNorm(PatternTransform):
         x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
         one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
         match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
+        # torch's kernel multiplies before it subtracts the mean: a single large number overflows, where 0 is right.
+        match.require(weight.shape[0] != 1, Reason.SHAPE, "rows have one column, which is its own mean", node)
         match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
 
     def replacement(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
