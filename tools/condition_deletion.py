@@ -47,7 +47,11 @@ BY_HAND = "tests/transforms/library/test_by_hand.py"
 REFUSALS = "tests/transforms/library/test_insert_kv_cache_refusals.py"
 PATTERNS = ["tests/rewrite", "tests/insight/test_explain.py", HARNESS]
 MASKS = ["tests/analysis/test_masks.py", HARNESS, "-k", "mask or match_attention-"]
-WRITES = ["tests/lowering/state/test_defunctionalization.py", "tests/test_pass_fix_functionalization.py"]
+WRITES = [
+    "tests/analysis/test_aliasing.py",
+    "tests/lowering/state/test_defunctionalization.py",
+    "tests/test_pass_fix_functionalization.py",
+]
 UPDATES = [
     "tests/analysis/test_state_updates.py",
     "tests/lowering/state",

@@ -5,7 +5,8 @@ to each value: the program before it is run again several times, every number th
 random in its last place (Monte Carlo arithmetic, Parker 1997). How far these runs stray from the plain one, value by
 value, is how well the value is defined; the transform may stray a few times as far and no further. A sum that cancels
 gets the room that it needs, and gives none to the value beside it. What is computed from numbers that overflowed on the
-way depends on the order of computing, and shows nothing. NaN and infinities that are inputs do not count as that.
+way depends on the order of computing, and shows nothing. NaN and infinities that are inputs do not count as that,
+but attention without a mask that reads them does: torch's kernel turns NaN into 0 there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.errors import one_line
 from inlay.program.bindings import Role
+from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import is_view, written_operands
 from inlay.program.type_checks import RunTypeChecker
 from inlay.program.weights import DerivedTensor
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     Inputs = Mapping[str, torch.Tensor]
 
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 PERTURBED_RUNS = 6
 """How many runs with numbers changed in their last place tell how well a value is defined."""
 TOLERANCE_FACTOR = 6.0
@@ -208,7 +211,8 @@ class _NoisyInterpreter:
                 finite = _is_finite(read)
                 values[node] = node.target(*args, **kwargs)
                 made = [*tree_leaves(values[node]), *(values[each] for each in written_operands(node))]
-                if (finite and not _is_finite(made)) or not self.overflow_storages.isdisjoint(_storages(read)):
+                unclear = (finite and not _is_finite(made)) or (not finite and _may_drop_nan(node))
+                if unclear or not self.overflow_storages.isdisjoint(_storages(read)):
                     self.overflow_storages |= _storages(made)
                 self._look(node, values[node])
         return []
@@ -306,6 +310,12 @@ def _is_finite(values: Sequence[Any]) -> bool:
         for each in values
         if isinstance(each, (float, torch.Tensor))
     )
+
+
+def _may_drop_nan(node: fx.Node) -> bool:
+    """Whether torch's kernel gives 0 for rows of scores that are NaN: attention without a mask does (torch 2.13), and
+    the same attention with one gives NaN."""
+    return node.target is _SDPA and dict(normalize_args(node))["attn_mask"] is None
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
