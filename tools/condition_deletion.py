@@ -49,6 +49,7 @@ PATTERNS = ["tests/rewrite", "tests/insight/test_explain.py", HARNESS]
 MASKS = ["tests/analysis/test_masks.py", HARNESS, "-k", "mask or match_attention-"]
 WRITES = [
     "tests/analysis/test_aliasing.py",
+    "tests/analysis/test_auto_functionalized.py",
     "tests/lowering/state/test_defunctionalization.py",
     "tests/test_pass_fix_functionalization.py",
 ]
