@@ -138,16 +138,13 @@ class WriteLiveness:
 
     def _is_harmless(self, user: fx.Node) -> bool:
         """A view reads nothing, its readers do; sizes are what they were. What may be a copy and no view reads."""
-        if user.target in SIZE_OPS:
-            return True
-        if user not in self.old_aliases and user not in self.new_aliases:
-            return False
-        if user.target is operator.getitem:
+        if user.target in SIZE_OPS or user.target is operator.getitem:
             return True
         schema = getattr(user.target, "_schema", None)
         if schema is None or schema.is_mutable or len(schema.returns) != 1:
             return False
-        return _is_view_of(user, operands(user)[0]) if operands(user) else False
+        seen = operands(user)[0]
+        return (seen in self.old_aliases or seen in self.new_aliases) and _is_view_of(user, seen)
 
     def _step(self, user: fx.Node) -> CopyRequired | None:
         copy = user.target is _COPY

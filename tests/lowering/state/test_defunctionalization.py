@@ -136,6 +136,19 @@ def test_an_input_with_gaps_is_written_only_where_it_is() -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_inputs_in_one_storage(shared: bool) -> None:
+    """Which of them the caller sees change is not known."""
+    g = Build()
+    x, y, z = g.input("x", 4), g.input("y", 4), g.input("z", 4)
+    if shared:
+        z.meta["val"] = x.meta["val"].view(4)
+    g.back(x, g.put(x, y))
+    fixed = fix_functionalization(g.module(g(aten.add.Tensor, z, 1)).graph)
+    assert [each.copy_required for each in fixed.copied] == ([(CopyReason.UNKNOWN, "x")] if shared else [])
+
+
+@pytest.mark.fast
 def test_symbolic_sizes() -> None:
     """Sizes that are not numbers: no bytes are told, whole tensors go in place, and nothing is guarded on."""
     from inlay.program import Symbol
