@@ -64,7 +64,7 @@ class AffineExpr:
 
     def substitute(self, values: Mapping[Variable, AffineExpr]) -> AffineExpr:
         """The sum with other sums in the place of variables."""
-        if not any(variable in values for variable, _ in self.terms):
+        if not any(variable in values for variable, _ in self.terms):  # shortcut
             return self
         made = AffineExpr((), self.constant)
         for variable, factor in self.terms:
@@ -119,7 +119,7 @@ def at_least_zero(total: AffineExpr) -> Formula:
     if not total.terms:
         return TRUE if total.constant >= 0 else FALSE
     common = gcd(*(factor for _, factor in total.terms))
-    if common == 1:
+    if common == 1:  # shortcut
         return total
     return AffineExpr(tuple((variable, factor // common) for variable, factor in total.terms), total.constant // common)
 
