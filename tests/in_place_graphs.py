@@ -208,6 +208,15 @@ def sizes_are_read_later(g: Build) -> fx.GraphModule:
     return g.module(new)
 
 
+def an_input_with_gaps(g: Build) -> fx.GraphModule:
+    """Its new value has no gaps, and lies in memory in another way."""
+    x, y = g.input("x", 2, 4), g.input("y", 4)
+    whole = torch.arange(16).reshape(2, 8)
+    g.inputs["x"], x.meta["val"] = whole[:, ::2], whole.clone()[:, ::2]
+    g.back(x, g.put(x, y))
+    return g.module()
+
+
 FIRES = {
     v1_input: Case(v1_input, 1),
     v2_input: Case(v2_input, 1),
@@ -227,5 +236,6 @@ FIRES = {
     copied_back_by_way_of_views: Case(copied_back_by_way_of_views, 1),
     something_else_is_copied_over: Case(something_else_is_copied_over, 1, copies_left=1),
     a_buffer: Case(a_buffer, 1),
+    an_input_with_gaps: Case(an_input_with_gaps, 1),
     sizes_are_read_later: Case(sizes_are_read_later, 1),
 }

@@ -169,7 +169,27 @@ def views_told_from_another_offset(g: Build) -> fx.GraphModule:
     return g.module(g(aten.add.Tensor, g.put(rows, y, size=(4,), stride=(1,), storage_offset=8), 1))
 
 
+def another_row_is_returned(g: Build) -> fx.GraphModule:
+    """The write does not reach it, and two results would be one storage."""
+    x, y = g.input("x", 4, 4), g.input("y", 4)
+    own = g(aten.mul.Tensor, x, 2)
+    first = g(aten.slice.Tensor, own, 0, 0, 1)
+    return g.module(first, g.put(own, y, slice_dim=0, slice_start=1, slice_end=3))
+
+
+def another_row_is_copied_over(g: Build) -> fx.GraphModule:
+    """What is left of the old value is read after it."""
+    x, y = g.input("x", 4, 4), g.input("y", 4)
+    own = g(aten.mul.Tensor, x, 2)
+    new = g.put(own, y, slice_dim=0, slice_start=1, slice_end=3)
+    read = g(aten.add.Tensor, new, 1)
+    g.back(g(aten.select.int, own, 0, 0), y)
+    return g.module(read, g(aten.add.Tensor, own, 1))
+
+
 _ONCE = {
+    another_row_is_returned: CopyReason.READ_AFTER_WRITE,
+    another_row_is_copied_over: CopyReason.OVERWRITTEN,
     the_clone_is_gone: CopyReason.SHARED_STORAGE,
     overlapping_arguments: CopyReason.SHARED_STORAGE,
     read_after: CopyReason.READ_AFTER_WRITE,
@@ -192,6 +212,7 @@ _ONCE = {
     views_told_from_another_offset: CopyReason.OFFSET_MISMATCH,
 }
 _COPIED_BACK = {
+    another_row_is_copied_over,
     overlapping_arguments,
     read_after,
     a_view_from_before_is_read_after,

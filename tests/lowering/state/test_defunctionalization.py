@@ -149,6 +149,23 @@ def test_two_inputs_in_one_storage(shared: bool) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("direct", [True, False])
+def test_values_that_are_not_stated(direct: bool) -> None:
+    """Nothing says how a new value lies in memory: it may be copied back itself, and no view of it."""
+    g = Build()
+    x, y = g.input("x", 2, 4), g.input("y", 4)
+    new = g.put(x, y)
+    view = new if direct else g(aten.view.default, new, [2, 4])
+    g.back(x, view)
+    module = g.module()
+    for each in {new, view}:
+        del each.meta["val"]
+    fixed = fix_functionalization(module.graph)
+    stays = [] if direct else [(CopyReason.OVERWRITTEN, "copy__default")]
+    assert [each.copy_required for each in fixed.copied] == stays
+
+
+@pytest.mark.fast
 def test_symbolic_sizes() -> None:
     """Sizes that are not numbers: no bytes are told, whole tensors go in place, and nothing is guarded on."""
     from inlay.program import Symbol
