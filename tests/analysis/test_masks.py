@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from inlay.analysis.masks.classification import MaskAnalysis, MaskKind
+from inlay.analysis.masks.classification import MaskAnalysis, MaskKind, find_alibi_slopes
 from inlay.program.call_arguments import normalize_args
 from inlay.testing import program_of
 from inlay.transforms.base import find_transform
@@ -241,6 +241,70 @@ def _prefixed(x: Tensor, w: Tensor) -> Tensor:
     heads = linear(x, w).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
     result = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
     return result.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8)
+
+
+def _returned(function: Callable[[Tensor], Tensor], *shape: int) -> tuple[fx.Node, MaskAnalysis, fx.Node]:
+    graph = program_of(function, [torch.randn(*shape)]).graph
+    (value,) = graph.output_node().all_input_nodes
+    return value, MaskAnalysis(graph), graph.output_node()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (lambda x: (x + 1).expand(2, 2) > 0, "the mask is not understood: it depends on the values of values_0"),
+        (lambda x: torch.arange(5) < 3, "the mask has no rows and columns"),
+        (lambda x: torch.arange(3)[:, None] >= torch.arange(5)[None, :], "the mask has 3 rows and 5 columns"),
+        (lambda x: torch.arange(5)[:, None] - torch.arange(5)[None, :], "not understood: its dtype is torch.int64"),
+    ],
+)
+def test_what_is_no_mask(mask: Callable[[Tensor], Tensor], reason: str) -> None:
+    value, masks, output = _returned(mask, 2)
+    found = masks.classify(value, output)
+    assert (found.is_causal, reason in str(found.reason)) == (False, True), found
+
+
+def _slopes(x: Tensor, *, add: bool = False, batch: int = 2, times: int = 1) -> Tensor:
+    """`x` is one number a head; seven keys."""
+    positions = torch.arange(7)[None, None, :]
+    product = x + positions if add else x * positions
+    bias = product if batch == 1 else product.repeat(batch, 1, times)
+    return bias.view(batch, 3, 1, 7 * times)
+
+
+@pytest.mark.fast
+def test_slopes_of_positions() -> None:
+    value, masks, output = _returned(_slopes, 3, 1, 1)
+    found = find_alibi_slopes(value, masks, output)
+    assert found is not None
+    assert found.op == "placeholder"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("bias", "shape"),
+    [
+        (lambda x: x.relu(), (2, 3, 1, 7)),
+        (lambda x: (x * torch.arange(7)).view(2, 3, 7), (2, 3, 1)),
+        (lambda x: _slopes(x, add=True), (3, 1, 1)),
+        (lambda x: _slopes(x, batch=1), (3, 1, 1)),
+        (lambda x: (x * torch.arange(7)).exp().view(1, 3, 1, 7), (3, 1, 1)),
+        (lambda x: _slopes(x, times=2), (3, 1, 1)),
+        (lambda x: (x * torch.arange(7)).repeat(1, 1, 1).view(2, 3, 1, 7), (6, 1, 1)),
+        (lambda x: (x * torch.arange(7).flip(0)).repeat(2, 1, 1).view(2, 3, 1, 7), (3, 1, 1)),
+        (lambda x: (x.view(1, 1, 7) * torch.arange(7)).repeat(6, 1, 1).view(2, 3, 1, 7), (7,)),
+    ],
+)
+def test_no_slopes_of_positions(bias: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    value, masks, output = _returned(bias, *shape)
+    assert find_alibi_slopes(value, masks, output) is None
+
+
+@pytest.mark.fast
+def test_an_input_is_no_slopes_of_positions() -> None:
+    value, masks, output = _returned(lambda x: x + 1, 2, 3, 1, 7)
+    assert find_alibi_slopes(value.all_input_nodes[0], masks, output) is None
 
 
 @pytest.mark.parametrize("added", ["infinite", "boolean"])

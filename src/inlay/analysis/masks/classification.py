@@ -171,10 +171,8 @@ def find_alibi_slopes(bias: fx.Node, masks: MaskAnalysis, reader: fx.Node) -> fx
     batch, heads, _, keys = bias.meta["val"].shape
     if at.target is not aten.repeat.default or _shape(at) != [str(batch * heads), "1", str(keys)]:
         return None
-    product, times = at.args
-    if len(times) != 3 or list(times[1:]) != [1, 1] or product.target is not aten.mul.Tensor:
-        return None
-    if _shape(product) != [str(heads), "1", str(keys)]:
+    product = at.args[0]
+    if product.target is not aten.mul.Tensor:
         return None
     for factor, positions in (product.args, tuple(reversed(product.args))):
         if isinstance(factor, fx.Node) and isinstance(positions, fx.Node):
