@@ -249,10 +249,35 @@ def _returned(function: Callable[[Tensor], Tensor], *shape: int) -> tuple[fx.Nod
     return value, MaskAnalysis(graph), graph.output_node()
 
 
+def _rows(count: int = 5) -> Tensor:
+    return torch.arange(count)[:, None]
+
+
+def _columns(count: int = 5) -> Tensor:
+    return torch.arange(count)[None, :]
+
+
+def _many_cases(x: Tensor) -> Tensor:
+    mask = _columns(99) <= _rows(99)
+    for each in range(10):
+        mask = mask ^ (_columns(99) == _rows(99) + 7 * each)
+    return mask
+
+
+def _an_unknown_number(x: Tensor) -> Tensor:
+    number = x.sum().to(torch.int64).item()
+    torch._check(number >= 0)
+    return _rows() + number >= _columns()
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
+        (lambda x: torch.where(_columns() <= _rows(), 0.0, INF).to(torch.int64) == 0, "_to_copy: -inf is no integer"),
+        (lambda x: torch.arange(4.5)[None, :] <= _rows(), "arange: 4.5 is no integer"),
+        (_an_unknown_number, "add: how large u0 may be is not known"),
+        (_many_cases, "xor_8: it has too many cases"),
         (lambda x: (x + 1).expand(2, 2) > 0, "the mask is not understood: it depends on the values of values_0"),
         (lambda x: torch.arange(5) < 3, "the mask has no rows and columns"),
         (lambda x: torch.arange(3)[:, None] >= torch.arange(5)[None, :], "the mask has 3 rows and 5 columns"),
@@ -263,6 +288,25 @@ def test_what_is_no_mask(mask: Callable[[Tensor], Tensor], reason: str) -> None:
     value, masks, output = _returned(mask, 2)
     found = masks.classify(value, output)
     assert (found.is_causal, reason in str(found.reason)) == (False, True), found
+
+
+@pytest.mark.fast
+def test_a_mask_made_like_a_tensor() -> None:
+    """Its sizes are read, and not its values."""
+    value, masks, output = _returned(lambda x: (torch.ones_like(x) > 0) & (_columns() <= _rows()), 5, 5)
+    assert masks.classify(value, output) == MaskKind(True)
+
+
+@pytest.mark.fast
+def test_sizes_that_do_not_fit() -> None:
+    """As in a graph whose values are stated wrongly."""
+    graph = fx.Graph()
+    three, five = (graph.call_function(aten.arange.default, (count,)) for count in (3, 5))
+    total = graph.call_function(aten.add.Tensor, (three, five))
+    for node, size in ((three, 3), (five, 5), (total, 5)):
+        node.meta["val"] = torch.arange(size)
+    output = graph.output(total)
+    assert "a size of 3 meets one of 5" in MaskAnalysis(graph).classify(total, output).reason
 
 
 def _slopes(x: Tensor, *, add: bool = False, batch: int = 2, times: int = 1) -> Tensor:

@@ -259,7 +259,7 @@ def not_zero(each: Number) -> Formula:
 
 def combinations(*operands: tuple[ValueCase, ...]) -> Iterable[tuple[ValueCase, ...]]:
     """One case of each operand, in every combination."""
-    if math.prod(len(cases) for cases in operands) > _MAX_CASES**2:
+    if math.prod(len(cases) for cases in operands) > _MAX_CASES**2:  # shortcut
         raise UndecidedError
     return product(*operands)
 
