@@ -47,7 +47,7 @@ def test_overlapping_sites_resolve_and_the_loser_is_told() -> None:
     program, outcome = _run(lambda x: x.relu().tanh().relu().tanh().relu(), torch.randn(4))
     assert outcome.sites == 1
     (miss,) = outcome.misses
-    assert miss.reason.startswith("overlapped by")
+    assert miss.reason.startswith("overlapped by the site at relu_1")
     assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 2}
 
 
