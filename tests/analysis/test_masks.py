@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from inlay.analysis.masks import inequalities
 from inlay.analysis.masks.classification import MaskAnalysis, MaskKind, find_alibi_slopes
 from inlay.program.call_arguments import normalize_args
 from inlay.testing import program_of
@@ -295,6 +296,24 @@ def test_a_mask_made_like_a_tensor() -> None:
     """Its sizes are read, and not its values."""
     value, masks, output = _returned(lambda x: (torch.ones_like(x) > 0) & (_columns() <= _rows()), 5, 5)
     assert masks.classify(value, output) == MaskKind(True)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("most", "found"), [(4096, MaskKind(True)), (9, MaskKind(False, 0, "the mask has too many cases"))]
+)
+def test_a_proof_that_takes_long(most: int, found: MaskKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is above the diagonal is hidden one by one."""
+    monkeypatch.setattr(inequalities, "_MAX_SYSTEMS", most)
+
+    def written(x: Tensor) -> Tensor:
+        mask = _columns() < _rows() + 5
+        for each in (3, 1, 4, 2):
+            mask = mask & (_columns() != _rows() + each)
+        return mask
+
+    value, masks, output = _returned(written, 2)
+    assert masks.classify(value, output) == found
 
 
 @pytest.mark.fast
