@@ -298,6 +298,40 @@ def test_a_mask_made_like_a_tensor() -> None:
     assert masks.classify(value, output) == MaskKind(True)
 
 
+def _numbers(count: Any = 5) -> Tensor:
+    return torch.arange(count)
+
+
+NOT_UNDERSTOOD: dict[str, Callable[[Tensor], Tensor]] = {
+    "arange: its step is not a constant": lambda x: torch.arange(0, 5 * x.shape[0], x.shape[0]),
+    "view: it takes axes together or apart": lambda x: _numbers(25).view(5, 5),
+    "slice_1: where it begins or how far it goes depends": lambda x: _numbers(x.shape[0])[x.shape[0] - 5 :],
+    "select: which one it takes depends on a size": lambda x: _numbers(2 * x.shape[0])[x.shape[0]],
+    "index: it takes position column - 1, which may be counted": lambda x: _numbers()[_numbers() - 1],
+    "index: it selects by values": lambda x: _numbers()[_numbers() > 2][0],
+    "cat: tensors of different ranks are joined": lambda x: torch.cat([torch.zeros(0, dtype=torch.int64), _columns()]),
+    "diff: it takes differences of differences": lambda x: _numbers(7).diff(2),
+    "diff: it takes differences of booleans": lambda x: (_numbers(6) > 2).diff().to(torch.int64),
+    "cumsum: it sums up a single number": lambda x: torch.ones((), dtype=torch.int64).cumsum(0),
+    "cumsum: it sums up what differs": lambda x: _numbers().cumsum(0),
+    "and_1: it works on the bits of numbers": lambda x: _columns() & _rows(),
+    "bitwise_not: it works on the bits of numbers": lambda x: ~_numbers(),
+    "lt: 0.5 is no integer": lambda x: (torch.where(_columns() <= _rows(), 0.5, INF) < 0.25).to(torch.int64),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reason", NOT_UNDERSTOOD)
+def test_operators_that_are_not_understood(reason: str) -> None:
+    def mask(x: Tensor) -> Tensor:
+        return NOT_UNDERSTOOD[reason](x) <= _rows() + 0 * _columns()
+
+    graph = program_of(mask, [torch.randn(6)], {"x": {0: "length"}}).graph
+    (value,) = graph.output_node().all_input_nodes
+    found = MaskAnalysis(graph).classify(value, graph.output_node()).reason
+    assert found.startswith(f"the mask is not understood: {reason}")
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("most", "found"), [(4096, MaskKind(True)), (9, MaskKind(False, 0, "the mask has too many cases"))]

@@ -151,8 +151,7 @@ def _index(call: OperatorCall) -> IndexFunction:
 
 
 def _position(call: OperatorCall, index: IndexFunction, at: Number) -> AffineExpr:
-    if not isinstance(at, AffineExpr):
-        raise UnknownIndexFunctionError(f"it takes position {at}")
+    assert isinstance(at, AffineExpr), "indexes are integers"
     if call.analysis.bounds(at, index.shape)[0] < 0:
         raise UnknownIndexFunctionError(f"it takes position {at}, which may be counted from the end")
     return at
