@@ -13,15 +13,16 @@ that ends otherwise has tested nothing), or where the fuzzer finds a failure. Wi
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,7 +33,8 @@ from inlay.testing.review.mutants import Condition, delete_condition, find_guard
 from inlay.transforms.base import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
+    from types import FrameType
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(inlay.__file__).parent
@@ -110,10 +112,48 @@ def forked(work: Callable[[], int]) -> int:
     return ENDLESS
 
 
-def test(file: Path) -> int:
-    """Run the tests of a file in this process; pytest's exit code."""
+def test(chosen: list[str], *plugins: object) -> int:
+    """Run tests in this process; pytest's exit code."""
     os.chdir(ROOT)
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests_of(file)]))
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen], plugins))
+
+
+class LineRecorder:
+    """A plugin of pytest: which tests reach the first line of which condition, the quickest first."""
+
+    def __init__(self, conditions: list[Condition], output: Path) -> None:
+        self.file, self.lines = str(conditions[0].file), {each.line for each in conditions}
+        self.output, self.reached = output, defaultdict[int, list[tuple[float, str]]](list)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        seen: set[int] = set()
+
+        def trace_lines(frame: FrameType, event: str, _: Any) -> Any:
+            seen.update(self.lines & {frame.f_lineno})
+            return trace_lines
+
+        sys.settrace(lambda frame, *_: trace_lines if frame.f_code.co_filename == self.file else None)
+        start = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            for line in seen:
+                self.reached[line].append((time.monotonic() - start, item.nodeid))
+
+    def pytest_sessionfinish(self) -> None:
+        self.output.write_text(
+            json.dumps({line: [each for _, each in sorted(ids)] for line, ids in self.reached.items()})
+        )
+
+
+def tests_that_reach(conditions: list[Condition]) -> dict[int, list[str]]:
+    """By the line of a condition: the tests that reach it in this process. Others may, in threads or processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "reached.json")
+        forked(lambda: test(tests_of(conditions[0].file), LineRecorder(conditions, output)))
+        return {int(line): ids for line, ids in json.loads(output.read_text()).items()} if output.exists() else {}
 
 
 @cache
@@ -145,25 +185,30 @@ def warm_up() -> None:
 
 def control(file: Path) -> str:
     """What is wrong with nothing deleted; the fuzzer runs in this process, so that its templates are there."""
-    code = forked(lambda: test(file))
+    code = forked(lambda: test(tests_of(file)))
     if code != PASSED:
         return f"its tests end with {code}"
     return "the fuzzer finds a failure" if fuzz(file) != PASSED else ""
 
 
-def noticed_by(condition: Condition) -> str:
-    """What fails without the condition: a test, the fuzzer, or nothing; or how the run ended otherwise."""
+def noticed_by(condition: Condition, reached_by: list[str]) -> str:
+    """What fails without the condition: a test, the fuzzer, or nothing; or how the run ended otherwise.
 
-    def broken(work: Callable[[Path], int]) -> int:
+    Tests that reach it come first, then all.
+    """
+
+    def broken(work: Callable[[], int]) -> int:
         def there() -> int:
             with delete_condition(condition):
-                return work(condition.file)
+                return work()
 
         return forked(there)
 
-    code = broken(test)
+    code = broken(lambda: test(reached_by)) if reached_by else PASSED
     if code == PASSED:
-        code = broken(fuzz)
+        code = broken(lambda: test(tests_of(condition.file)))
+    if code == PASSED:
+        code = broken(lambda: fuzz(condition.file))
         return {PASSED: "nothing", FAILED: "the fuzzer", ENDLESS: "never ends"}.get(code, f"exit code {code}")
     return {FAILED: "a test", ENDLESS: "never ends"}.get(code, f"exit code {code}")
 
@@ -183,8 +228,10 @@ def main(names: list[str]) -> int:
         if problem:
             print(f"\n{file.stem}: {problem} with nothing deleted.")
             return 2
-        for condition in find_guards(file):
-            result = noticed_by(condition)
+        conditions = find_guards(file)
+        reached = tests_that_reach(conditions) if conditions else {}
+        for condition in conditions:
+            result = noticed_by(condition, reached.get(condition.line, []))
             totals[result] += 1
             print(f"| {condition.location} | {condition.text.replace('|', '/')} | {result} |", flush=True)
     print(f"\n{totals.total()} conditions; noticed by: {dict(totals.most_common())}")
