@@ -51,7 +51,8 @@ class MatchAttention(ProgramTransform):
             return sdpa(q, heads, heads)
 
         def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sdpa(q, *(each[:, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8) for each in (k, v)))
+            key, value = (each[:, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8) for each in (k, v))
+            return sdpa(q, key, value)
 
         def in_one_axis(q: Tensor, k: Tensor) -> Tensor:
             heads = _repeat(k, 2).view(1, 8, 5, 8)
