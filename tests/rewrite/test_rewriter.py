@@ -330,3 +330,18 @@ def test_sizes_that_data_decide_are_each_their_own() -> None:
     calls = CallTypes(program)  # type: ignore[arg-type]
     found = [calls.compute_value(graph.call_function(torch.ops.aten.nonzero.default, (node,))) for node in inputs]
     assert str(found[0].shape[0]) != str(found[1].shape[0])
+
+
+class OneTooMany(ReluTanh):
+    name = "one_too_many"
+
+    def replacement(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return x.relu().tanh(), x
+
+
+def test_a_replacement_that_gives_another_number_of_values() -> None:
+    program, outcome = _run(lambda x: x.relu().tanh().relu(), torch.randn(4), rule=OneTooMany())
+    assert outcome.sites == 0
+    (miss,) = outcome.misses
+    assert (miss.kind, miss.text) == (Reason.REPLACEMENT, "it gives 2 values, and the pattern 1")
+    assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 1}
