@@ -143,24 +143,38 @@ class CallTypes:
 
     def __init__(self, program: Program) -> None:
         self.fakes, self.types = FakeValues.from_graph(program.graph), program.types
-        self._computed: dict[Any, Any] = {}
+        self._computed: dict[Any, tuple[Any, bool]] = {}
+        """A value, and whether it stands for all calls that are alike."""
+
+    def compute_type(self, node: fx.Node) -> Any:
+        """A value of the type that a call gives; the storage is that of some call that is alike."""
+        return self._compute(node)[0]
 
     def compute_value(self, node: fx.Node) -> Any:
         """What a call gives, in storage that is shared with no call but those it is a view of."""
+        value, is_new, is_shared = self._compute(node)
+        if is_new:
+            return value
+        if not is_shared:
+            return self.fakes.compute_value(node)
+        with self.fakes.mode:
+            return tree_map_only(torch.Tensor, _new_storage, value)
+
+    def _compute(self, node: fx.Node) -> tuple[Any, bool, bool]:
+        """A value, whether it was computed for this call, and whether it stands for all that are alike."""
         held = [leaf for each in operands(node) for leaf in tree_leaves(each.meta.get("val"))]
         if not all(isinstance(each, (torch.Tensor, torch.SymInt)) for each in held):
-            return self.fakes.compute_value(node)
+            return self.fakes.compute_value(node), True, False
         places = [(each.device, each.storage_offset()) for each in held if isinstance(each, torch.Tensor)]
         label = (*call_label(node, self.types), repr(places))
-        if label in self._computed:
-            with self.fakes.mode:
-                return tree_map_only(torch.Tensor, _new_storage, self._computed[label])
-        value = self.fakes.compute_value(node)
-        leaves = tree_leaves(value)
-        is_view = not _storages(leaves).isdisjoint(_storages(held))
-        if not is_view and not any(map(is_data_dependent, leaves)):
-            self._computed[label] = value
-        return value
+        is_new = label not in self._computed
+        if is_new:
+            value = self.fakes.compute_value(node)
+            leaves = tree_leaves(value)
+            is_view = not _storages(leaves).isdisjoint(_storages(held))
+            self._computed[label] = value, not is_view and not any(map(is_data_dependent, leaves))
+        value, is_shared = self._computed[label]
+        return value, is_new, is_shared
 
 
 def call_label(node: fx.Node, types: TypeFormatter) -> tuple[Any, str]:
@@ -178,12 +192,11 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 
 class _FakeTypeChecker:
-    """Holds what a program states against its fake kernels; calls that are alike are computed once."""
+    """Holds what a program states against its fake kernels."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.types = program, program.types
-        self.fakes = FakeValues.from_graph(program.graph)
-        self.computed: dict[Any, Any] = {}
+        self.calls = CallTypes(program)
 
     def check_graph(self, graph: fx.Graph, known: Mapping[str, fx.Node]) -> None:
         """Check what is not as it was."""
@@ -205,7 +218,7 @@ class _FakeTypeChecker:
             elif node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
                 label = call_label(node, self.types)
                 if was is None or node in changed or call_label(was, self.types) != label:
-                    self._check(node, label)
+                    self._check(node)
 
     def _same_results(self, output: fx.Node, was: fx.Node) -> None:
         """A nested graph returns what it did: not every call of one can be computed from its operands."""
@@ -218,10 +231,8 @@ class _FakeTypeChecker:
         one, two = node.meta.get("val"), was.meta.get("val")
         return one is not two and type_mismatch(one, two, self.types) != ("", "")
 
-    def _check(self, node: fx.Node, label: Any) -> None:
-        if label not in self.computed:
-            self.computed[label] = self.fakes.compute_value(node)
-        stated, found = type_mismatch(node.meta["val"], self.computed[label], self.types)
+    def _check(self, node: fx.Node) -> None:
+        stated, found = type_mismatch(node.meta["val"], self.calls.compute_type(node), self.types)
         if stated != found:
             raise TransformError(
                 f"{node.name} ({target_text(node.target)}) states {stated}, and computing it gives {found}.",
