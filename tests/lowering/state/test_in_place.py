@@ -164,6 +164,16 @@ def test_declared_swap() -> None:
     assert torch.equal(two, first)
 
 
+def test_an_input_replaces_a_state() -> None:
+    """Nothing computes the new value, so there is no place for a write: the input comes before the state."""
+    program = program_of(lambda x, state: (x,), [torch.ones(4), torch.ones(4)])
+    compiled = compile_program(program, "eager", alias={0: 1})
+    assert [state.reason for state in compiled.states] == ["replaced: the new value is not computed from the old one"]
+    x, state = torch.randn(4), torch.randn(4)
+    compiled(x, state)
+    assert torch.equal(x, state)
+
+
 # ---- buffers
 
 
