@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,38 +123,42 @@ class LineRecorder:
     """A plugin of pytest: which tests reach the first line of which condition, the quickest first."""
 
     def __init__(self, conditions: list[Condition], output: Path) -> None:
-        self.file, self.lines = str(conditions[0].file), {each.line for each in conditions}
-        self.output, self.reached = output, defaultdict[int, list[tuple[float, str]]](list)
+        self.lines = defaultdict[str, set[int]](set)
+        for each in conditions:
+            self.lines[str(each.file)].add(each.line)
+        self.output, self.reached = output, defaultdict[str, list[tuple[float, str]]](list)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        seen: set[int] = set()
+        seen: set[tuple[str, int]] = set()
 
         def trace_lines(frame: FrameType, event: str, _: Any) -> Any:
-            seen.update(self.lines & {frame.f_lineno})
+            file = frame.f_code.co_filename
+            if frame.f_lineno in self.lines[file]:
+                seen.add((file, frame.f_lineno))
             return trace_lines
 
-        sys.settrace(lambda frame, *_: trace_lines if frame.f_code.co_filename == self.file else None)
+        sys.settrace(lambda frame, *_: trace_lines if frame.f_code.co_filename in self.lines else None)
         start = time.monotonic()
         try:
             return (yield)
         finally:
             sys.settrace(None)
-            for line in seen:
-                self.reached[line].append((time.monotonic() - start, item.nodeid))
+            for file, line in seen:
+                self.reached[f"{file}:{line}"].append((time.monotonic() - start, item.nodeid))
 
     def pytest_sessionfinish(self) -> None:
-        self.output.write_text(
-            json.dumps({line: [each for _, each in sorted(ids)] for line, ids in self.reached.items()})
-        )
+        self.output.write_text(json.dumps({at: [each for _, each in sorted(ids)] for at, ids in self.reached.items()}))
 
 
-def tests_that_reach(conditions: list[Condition]) -> dict[int, list[str]]:
-    """By the line of a condition: the tests that reach it in this process. Others may, in threads or processes."""
+def run_control(files: list[Path]) -> tuple[int, dict[str, list[str]]]:
+    """Run the tests of files that have the same ones, with nothing deleted: pytest's exit code, and by file and line of
+    a condition the tests that reach it in this process. Others may, in threads or processes."""
+    conditions = [each for file in files for each in find_guards(file)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "reached.json")
-        forked(lambda: test(tests_of(conditions[0].file), LineRecorder(conditions, output)))
-        return {int(line): ids for line, ids in json.loads(output.read_text()).items()} if output.exists() else {}
+        code = forked(lambda: test(tests_of(files[0]), LineRecorder(conditions, output)))
+        return code, json.loads(output.read_text()) if output.exists() else {}
 
 
 @cache
@@ -162,10 +167,14 @@ def templates(name: str) -> Templates:
     return Templates([name] if name else [], seed=SEED)
 
 
-def fuzz(file: Path) -> int:
+def fuzzed_transform(file: Path) -> str:
+    """The transform that the fuzzer runs for a file; none: all of them."""
+    return file.stem if file.stem in registry() else {"classification": "match_attention"}.get(file.stem, "")
+
+
+def fuzz(name: str) -> int:
     """Run the fuzzer in this process: 1 if it found a failure."""
     with tempfile.TemporaryDirectory() as folder:
-        name = file.stem if file.stem in registry() else {"classification": "match_attention"}.get(file.stem, "")
         only = [name] if name else []
         report = run(GRAPHS, SEED, only, Path(folder), templates=templates(name), transforms=only)
     return FAILED if report["failures"] else PASSED
@@ -181,14 +190,6 @@ def warm_up() -> None:
         if issubclass(cls, PatternTransform):
             for alternative in cls().alternatives(set(DTYPES)):
                 PATTERNS.get(alternative.function, alternative.example)
-
-
-def control(file: Path) -> str:
-    """What is wrong with nothing deleted; the fuzzer runs in this process, so that its templates are there."""
-    code = forked(lambda: test(tests_of(file)))
-    if code != PASSED:
-        return f"its tests end with {code}"
-    return "the fuzzer finds a failure" if fuzz(file) != PASSED else ""
 
 
 def noticed_by(condition: Condition, reached_by: list[str]) -> str:
@@ -208,7 +209,7 @@ def noticed_by(condition: Condition, reached_by: list[str]) -> str:
     if code == PASSED:
         code = broken(lambda: test(tests_of(condition.file)))
     if code == PASSED:
-        code = broken(lambda: fuzz(condition.file))
+        code = broken(lambda: fuzz(fuzzed_transform(condition.file)))
         return {PASSED: "nothing", FAILED: "the fuzzer", ENDLESS: "never ends"}.get(code, f"exit code {code}")
     return {FAILED: "a test", ENDLESS: "never ends"}.get(code, f"exit code {code}")
 
@@ -223,15 +224,17 @@ def main(names: list[str]) -> int:
     warm_up()
     totals: Counter[str] = Counter()
     print("| condition | what it says | without it, noticed by |\n|---|---|---|", flush=True)
-    for file in files:
-        problem = control(file)
+    for _, group in groupby((file for file in files if find_guards(file)), tests_of):
+        same = list(group)
+        code, reached_by = run_control(same)
+        problem = f"its tests end with {code}" if code != PASSED else ""
+        if not problem and any(fuzz(name) != PASSED for name in sorted(set(map(fuzzed_transform, same)))):
+            problem = "the fuzzer finds a failure"
         if problem:
-            print(f"\n{file.stem}: {problem} with nothing deleted.")
+            print(f"\n{same[0].stem}: {problem} with nothing deleted.")
             return 2
-        conditions = find_guards(file)
-        reached = tests_that_reach(conditions) if conditions else {}
-        for condition in conditions:
-            result = noticed_by(condition, reached.get(condition.line, []))
+        for condition in (each for file in same for each in find_guards(file)):
+            result = noticed_by(condition, reached_by.get(f"{condition.file}:{condition.line}", []))
             totals[result] += 1
             print(f"| {condition.location} | {condition.text.replace('|', '/')} | {result} |", flush=True)
     print(f"\n{totals.total()} conditions; noticed by: {dict(totals.most_common())}")
