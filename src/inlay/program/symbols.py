@@ -169,7 +169,7 @@ class FakeValues:
         self._propagate_nested(args)
         target: Any = node.target
         try:
-            with symbolic_sizes(), self.mode:
+            with symbolic_sizes(), self.mode, torch.no_grad():  # a weight that is trained may be written to
                 return target(*args, **kwargs)
         except Exception as error:
             raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error

@@ -19,7 +19,7 @@ from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rule import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from inlay.program.graphs import TypeFormatter
     from inlay.program.program import Program
@@ -141,8 +141,8 @@ class Rewriter:
         """`new` is read wherever `old` was; it must have the same dtype and shape."""
         self.replace_all({old: new})
 
-    def replace_all(self, pairs: Mapping[fx.Node, fx.Node]) -> None:
-        """Replace several values, or none if one of them is of another dtype or shape."""
+    def replace_all(self, pairs: Mapping[fx.Node, fx.Node], keep: Collection[fx.Node] = ()) -> None:
+        """Replace several values, or none if one of them is of another dtype or shape; what is in `keep` reads on."""
         for old, new in pairs.items():
             value, was = new.meta["val"], old.meta["val"]
             gives, wanted = type_mismatch(value, was, self.types)
@@ -151,11 +151,11 @@ class Rewriter:
         for old, new in pairs.items():
             if type_mismatch(new.meta["val"], old.meta["val"], self.types) != ("", ""):
                 self._relaid.setdefault(new.graph, {})[new] = old.meta["val"]
-            self.replace_retyped(old, new)
+            self.replace_retyped(old, new, keep)
 
-    def replace_retyped(self, old: fx.Node, new: fx.Node) -> None:
+    def replace_retyped(self, old: fx.Node, new: fx.Node, keep: Collection[fx.Node] = ()) -> None:
         """`new` is read wherever `old` was, and is of another type: the caller computes with `retype` what follows."""
-        old.replace_all_uses_with(new, lambda user: user is not new, propagate_meta=False)
+        old.replace_all_uses_with(new, lambda user: user is not new and user not in keep, propagate_meta=False)
         self._replacements[old] = new
         self._changes.is_final = True
         for each in self._listeners:
@@ -170,6 +170,11 @@ class Rewriter:
         """What a graph returns."""
         graph.output_node().args = (tuple(values),)
         self._tell_changed(graph.output_node())
+
+    def current_outputs(self) -> list[Any]:
+        """What the program returns, where a value was replaced for all but that."""
+        values: Any = self.program.graph.output_node().args[0]
+        return [self.current(value) if isinstance(value, fx.Node) else value for value in values]
 
     def _tell_changed(self, node: fx.Node) -> None:
         self._changes.is_final = self._changes.is_final or node.op == "output"

@@ -17,6 +17,7 @@ import torch
 
 from inlay.analysis.state_updates import find_state_updates
 from inlay.lowering.compiled_program import compile_program
+from inlay.lowering.state.declared_aliases import declare_aliases
 from inlay.lowering.state.index_put import canonicalize_updates
 from inlay.package.memory_profiler import allocate_arena, find_written_pages, record_torch_allocations
 from inlay.testing import program_of
@@ -154,6 +155,63 @@ def test_forty_models() -> None:
 @pytest.mark.nightly
 def test_thousand_models() -> None:
     eligible = [_check(seed) for seed in range(1000, 2000)]
+    assert 100 < sum(eligible) < 1000
+
+
+# ---- functional updates: what is put into a part of a state is read, returned and put into another one
+
+
+def _functional_model(seed: int) -> Any:
+    def model(one: torch.Tensor, two: torch.Tensor, x: torch.Tensor) -> Any:
+        rng = random.Random(seed)
+        states, made = [one, two], list[torch.Tensor]()
+        for _ in range(rng.randrange(1, 5)):
+            which, axis, at = rng.randrange(2), rng.randrange(1, 3), rng.randrange(2)
+            is_slice = rng.random() < 0.3
+            part = states[which].narrow(axis, at, 1) if is_slice else states[which].select(axis, at)
+            known = [value for value in made if value.shape == part.shape]
+            new = [part + x[0], part * x[1:5], part.relu(), x[: part.numel()].view(part.shape) + 1]
+            value = rng.choice(known if known and rng.random() < 0.5 else new)
+            made.append(value)
+            states[which] = (
+                torch.slice_scatter(states[which], value, axis, at, at + 1)
+                if is_slice
+                else torch.select_scatter(states[which], value, axis, at)
+            )
+        ways = [lambda v: v, lambda v: v.view(-1), lambda v: v.view(-1)[1:] * 2, lambda v: v.transpose(0, 1)]
+        return (*states, *(rng.choice(ways)(value) for value in made if rng.random() < 0.6))
+
+    return model
+
+
+def _check_functional(seed: int) -> bool:
+    """Two calls: what the first returned stays as it is when the second writes to the states."""
+    rng = torch.Generator().manual_seed(seed)
+    model, x = _functional_model(seed), torch.randn(192, generator=rng)
+    given = [torch.randn(SHAPE, generator=rng) for _ in range(2)]
+    program = declare_aliases(program_of(model, [*given, x]), {0: 0, 1: 1})
+    shuffled = _shuffled(program, random.Random(seed))
+    for each in (program, canonicalize_updates(program)[0], shuffled, canonicalize_updates(shuffled)[0]):
+        compiled, states = compile_program(each, "eager"), [value.clone() for value in given]
+        expected, returned = list(given), []
+        for number in range(2):
+            expected, actual = model(*expected[:2], x + number), compiled(*states, x + number)
+            torch.testing.assert_close(states, list(expected[:2]))
+            returned.append((actual[2:], expected[2:]))
+        for left, right in returned:
+            torch.testing.assert_close(left, right)
+            assert [value.stride() for value in left] == [value.stride() for value in right]
+    return all(state.is_eligible for state in find_state_updates(shuffled))
+
+
+def test_functional_models() -> None:
+    eligible = [_check_functional(seed) for seed in range(16)]
+    assert 0 < sum(eligible) < 16, "some are in place, some cannot be"
+
+
+@pytest.mark.nightly
+def test_thousand_functional_models() -> None:
+    eligible = [_check_functional(seed) for seed in range(1000, 2000)]
     assert 100 < sum(eligible) < 1000
 
 

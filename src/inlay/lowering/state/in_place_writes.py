@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from inlay.analysis.auto_functionalized import is_auto_functionalized, parse_auto_functionalized
-from inlay.analysis.state_updates import StateUpdate, find_aliases, find_state_updates
+from inlay.analysis.state_updates import StateUpdate, find_aliases
 from inlay.lowering.state.declared_aliases import DECLARED
 from inlay.lowering.state.defunctionalization import call_in_place
+from inlay.lowering.state.returned_parts import copy_returned_parts
 from inlay.lowering.state.state_copies import find_eager_copies
 from inlay.program.bindings import Alias, Bindings
-from inlay.program.graphs import MODULE, SOURCE
 from inlay.program.remarks import Remark, RemarkKind
-from inlay.program.symbols import symbolic_sizes
+from inlay.rewrite.rewriter import Rewriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,10 +49,11 @@ def write_in_place(program: Program) -> InPlaceProgram:
 
     For a state, the program returned hands back the binding itself. `program` is not changed.
     """
-    made = program.copy()
-    states = find_state_updates(made)
+    rewriter = Rewriter(program.copy())
+    states = copy_returned_parts(rewriter)
+    graph = rewriter.program.graph
     told = find_eager_copies(states)
-    values: Any = made.graph.output_node().args[0]
+    values: Any = graph.output_node().args[0]
     declared = {
         index: state.binding.name
         for state in states
@@ -60,82 +61,72 @@ def write_in_place(program: Program) -> InPlaceProgram:
         for index, value in enumerate(values)
         if value is values[state.output_index] and index != state.output_index
     }
-    bases = {node.name: node for node in made.graph.nodes if node.op == "placeholder"}
-    for call in [node for node in made.graph.nodes if is_auto_functionalized(node)]:
-        writers = [state for state in states if state.is_eligible and any(write.call is call for write in state.writes)]
-        if writers:
-            _unwrap(made.graph, call)
-    for state in states:
-        if state.is_eligible:
-            _write(made.graph, state, bases[state.binding.name])
-    _set_outputs(made.graph, states, bases)
-    made.graph.eliminate_dead_code()
+    eligible = [state for state in states if state.is_eligible]
+    bases = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    _insert_writes(rewriter, eligible, bases)
+    for state in eligible:
+        _replace_versions(rewriter, state, bases[state.binding.name])
+    for call in [node for node in graph.nodes if is_auto_functionalized(node)]:
+        if any(write.call is call for state in eligible for write in state.writes):
+            _unwrap(rewriter, call)
+    made = rewriter.finish()
+    _set_outputs(rewriter, states, bases)
+    graph.eliminate_dead_code()
     return InPlaceProgram(replace(made, bindings=_mark_aliases(made.bindings, states)), tuple(told), declared)
 
 
-def _unwrap(graph: fx.Graph, call: fx.Node) -> None:
-    """Call a wrapped operator on the tensors themselves."""
-    wrapped = parse_auto_functionalized(call)
-    assert wrapped is not None
+def _insert_writes(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
+    """Put the writes in, each behind the value that it computes or puts.
 
-    def view(target: Any, base: fx.Node, *args: Any) -> fx.Node:
-        node = graph.call_function(target, (base, *args))
-        values = fx.map_arg(args, lambda each: each.meta["val"])
-        with symbolic_sizes():
-            node.meta = {"val": target(base.meta["val"], *values)} | _source_meta(call)
-        return node
-
-    call_in_place(wrapped, wrapped.bases, view)
-
-
-def _write(graph: fx.Graph, state: StateUpdate, base: fx.Node) -> None:
-    """Put the writes in, and views of the state where the program has values that it then holds."""
-    for write in state.writes:
-        if is_auto_functionalized(write.call) or write.call is not write.node:
+    Where one value is computed in place and put into other states too, it is computed first.
+    """
+    writes = [(bases[state.binding.name], write) for state in states for write in state.writes]
+    last: dict[fx.Node, fx.Node] = {}
+    for base, write in sorted(writes, key=lambda each: each[1].node in each[1].args):
+        if is_auto_functionalized(write.call):
             continue
-        with graph.inserting_before(write.node.next):
-            part = _insert_views(graph, base, write.storage_slice, write.node)
-            call = graph.call_function(write.target, (part, *write.args), write.kwargs)
-            call.meta = {"val": part.meta["val"]} | _source_meta(write.node)
+        with rewriter.inserting_before(last.get(write.node, write.node).next, write.node):
+            part = _insert_views(rewriter, base, write.storage_slice)
+            last[write.node] = rewriter.call(write.target, (part, *write.args), write.kwargs)
+
+
+def _replace_versions(rewriter: Rewriter, state: StateUpdate, base: fx.Node) -> None:
+    """Views of the state where the program has values that it then holds, but for what is returned."""
     for node, (place, _) in state.versions.items():
-        if node is not base and node.graph is graph and node.users:
-            with graph.inserting_before(node.next):
-                part = _insert_views(graph, base, place, node)
-            node.replace_all_uses_with(part)
+        if node is not base and node.users:
+            with rewriter.inserting_before(node.next, node):
+                part = _insert_views(rewriter, base, place)
+            rewriter.replace_all({node: part}, keep={base.graph.output_node()})
 
 
-def _insert_views(graph: fx.Graph, base: fx.Node, place: StorageSlice, like: fx.Node) -> fx.Node:
+def _insert_views(rewriter: Rewriter, base: fx.Node, place: StorageSlice) -> fx.Node:
     at = base
     for view in place.views:
-        at = graph.call_function(view.target, (at, *view.args))
-        args = fx.map_arg(at.args, lambda each: each.meta["val"])
-        with symbolic_sizes():
-            at.meta = {"val": view.target(*args)} | _source_meta(like)
+        at = rewriter.call(view.target, (at, *view.args))
     return at
 
 
-def _source_meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in (SOURCE, MODULE) if key in node.meta}
+def _unwrap(rewriter: Rewriter, call: fx.Node) -> None:
+    """Call a wrapped operator on the tensors themselves."""
+    wrapped = parse_auto_functionalized(call)
+    assert wrapped is not None
+    call_in_place(wrapped, wrapped.bases, lambda target, *args: rewriter.call(target, args, origin=call))
 
 
-def _set_outputs(graph: fx.Graph, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
+def _set_outputs(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
     """What is returned for a state is the state; what could not be written in place is copied there at the end."""
-    output = graph.output_node()
-    values: Any = list(output.args[0])  # type: ignore[arg-type]
-    refused = {bases[state.binding.name]: 0 for state in states if not state.is_eligible}
-    before = find_aliases(refused)
-    with graph.inserting_before(output):
+    graph, values = rewriter.program.graph, rewriter.current_outputs()
+    before = find_aliases({bases[state.binding.name]: 0 for state in states if not state.is_eligible})
+    with rewriter.inserting_before(graph.output_node()):
         for index, value in enumerate(values):
             if value in before:  # somebody asked for what the copies below are about to write over
-                values[index] = graph.call_function(aten.clone.default, (value,))
-                values[index].meta = dict(value.meta)
+                values[index] = rewriter.call(aten.clone.default, (value,), origin=value)
         for state in states:
             base = bases[state.binding.name]
             if not state.is_eligible:
-                call = graph.call_function(aten.copy_.default, (base, values[state.output_index]))
-                call.meta = {"val": base.meta["val"]}
+                rewriter.call(aten.copy_.default, (base, values[state.output_index]))
             values[state.output_index] = base
-    output.args = (tuple(values),)
+    rewriter.set_outputs(graph, values)
 
 
 def _mark_aliases(bindings: Bindings, states: list[StateUpdate]) -> Bindings:

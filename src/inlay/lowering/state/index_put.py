@@ -6,20 +6,23 @@ Of the many ways to write to a part of a tensor, Inductor keeps some in place an
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from inlay.analysis.auto_functionalized import is_auto_functionalized
-from inlay.analysis.state_updates import StateUpdate, find_state_updates
-from inlay.program.graphs import MODULE, SOURCE, sizes
-from inlay.program.symbols import FakeValues, is_data_dependent, is_statically_true, symbolic_sizes
+from inlay.errors import ProgramError
+from inlay.lowering.state.returned_parts import copy_returned_parts
+from inlay.program.graphs import sizes
+from inlay.program.symbols import is_data_dependent, is_statically_true, symbolic_sizes
+from inlay.rewrite.rewriter import Rewriter
+from inlay.rewrite.rule import Refused
 
 if TYPE_CHECKING:
-    from inlay.analysis.state_updates import StateWrite
+    from inlay.analysis.state_updates import StateUpdate, StateWrite
     from inlay.analysis.storage_slices import StorageSlice
     from inlay.program.program import Program
 
@@ -135,18 +138,16 @@ def _sum(one: Any, two: Any) -> Any:
 
 
 class Indexer:
-    """Puts the nodes of one write into a graph."""
+    """Puts the nodes of one write into a graph, before a node."""
 
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        self.graph, self.anchor_node = graph, like
-        self.fakes: FakeValues | None = None
+    def __init__(self, rewriter: Rewriter, place: fx.Node) -> None:
+        self.rewriter, self.place = rewriter, place
 
     def put(self, whole: fx.Node, write: StateWrite) -> fx.Node | None:
         """`whole` with the write done, as a new value; None when the write cannot be written as one."""
         found = slice_geometry(write.storage_slice, whole.meta["val"])
         if found is None:
             return None
-        self.fakes = FakeValues.from_values([whole.meta["val"]])
         match write.target._schema.name:
             case "aten::copy_":
                 return self._put(whole, found, {}, write.args[0])
@@ -258,7 +259,7 @@ class Indexer:
         """A size as an argument: a number, or a node that computes it."""
         if isinstance(size, int):
             return size
-        known = next((node for node in self.graph.nodes if _is_size(node, size) and node < self.anchor_node), None)
+        known = next((node for node in self.place.graph.nodes if _is_size(node, size) and node < self.place), None)
         if known is not None:
             return known
         if str(whole.meta["val"].shape[axis]) == str(size):
@@ -266,12 +267,7 @@ class Indexer:
         raise LookupError(str(size))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with symbolic_sizes(), self.fakes.mode if self.fakes else nullcontext():
-            node.meta["val"] = target(*values, **named)
-        node.meta |= {key: self.anchor_node.meta[key] for key in (SOURCE, MODULE) if key in self.anchor_node.meta}
-        return node
+        return self.rewriter.call(target, args, kwargs)
 
 
 def _is_size(node: fx.Node, size: Any) -> bool:
@@ -286,12 +282,16 @@ def _device(node: fx.Node) -> torch.device:
 
 def canonicalize_updates(program: Program) -> tuple[Program, list[str]]:
     """A program in which every eligible update that can be is a chain of `index_put`, and which states those are."""
-    made = program.copy()
-    moved: dict[fx.Node, fx.Node] = {}
-    states = [state for state in find_state_updates(made) if state.is_eligible and _needs_it(state)]
-    done = [state.binding.name for state in states if _rewrite(made.graph, state, moved)]
-    made.graph.eliminate_dead_code()  # what was replaced, and what was begun for a state that cannot be
-    return made, done
+    rewriter = Rewriter(program.copy())
+    states = [state for state in copy_returned_parts(rewriter) if state.is_eligible and _needs_it(state)]
+    last = {state: put for state in states if (put := _rewrite(rewriter, state)) is not None}
+    made = rewriter.finish()
+    values = rewriter.current_outputs()
+    for state, put in last.items():
+        values[state.output_index] = put
+    rewriter.set_outputs(made.graph, values)
+    made.graph.eliminate_dead_code()
+    return made, [state.binding.name for state in last]
 
 
 def _needs_it(state: StateUpdate) -> bool:
@@ -302,37 +302,45 @@ def _needs_it(state: StateUpdate) -> bool:
     return not names <= {"aten::index_put_", "aten::index_copy_"} and names != {"aten::copy_"}
 
 
-def _rewrite(graph: fx.Graph, state: StateUpdate, moved: dict[fx.Node, fx.Node]) -> bool:
-    """Replace the updates of one state; `moved` knows what became of values of states before, which it may read."""
-    base = next(node for node in graph.nodes if node.name == state.binding.name)
-    now = [base]
+def _rewrite(rewriter: Rewriter, state: StateUpdate) -> fx.Node | None:
+    """Replace the updates of one state, but for what is returned: the last value of it. None: nothing is changed."""
+    rewriter.commit()
+    try:
+        now = _put_writes(rewriter, state)
+        versions = _find_versions(rewriter, state, now)
+        rewriter.replace_all(
+            versions, keep={*now, now[0].graph.output_node()}
+        )  # a put may read what the state then holds
+    except (LookupError, ProgramError, Refused):  # a size that has no name here, or that depends on data
+        rewriter.rollback()
+        return None
+    return now[-1]
+
+
+def _put_writes(rewriter: Rewriter, state: StateUpdate) -> list[fx.Node]:
+    """The state as it is after no write, after the first, and so on."""
+    now = [next(node for node in rewriter.program.graph.nodes if node.name == state.binding.name)]
     for write in state.writes:
         if is_auto_functionalized(write.call):
-            return False
-        with graph.inserting_before(write.node.next):
-            try:
-                args = fx.map_arg(write.args, lambda node: moved.get(node, node))
-                put = Indexer(graph, write.node.next).put(now[-1], replace(write, args=args))
-            except (LookupError, RuntimeError):  # a size that has no name here, or that depends on data
-                put = None
+            raise LookupError(f"{write.call} writes itself")
+        args = fx.map_arg(write.args, rewriter.current)  # values of states before, which it may read
+        place = max(write.node, now[-1], *(each for each in tree_leaves(args) if isinstance(each, fx.Node))).next
+        with rewriter.inserting_before(place, write.node):
+            put = Indexer(rewriter, place).put(now[-1], replace(write, args=args))
         if put is None:
-            return False
+            raise LookupError(f"{write.form} is no index_put")
         now.append(put)
-    puts = set(now[1:])  # what they put may be a value that the state then holds
+    return now
+
+
+def _find_versions(rewriter: Rewriter, state: StateUpdate, now: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """What the values that are nothing but a part of the state become."""
+    found = {}
     for node, (place, count) in state.versions.items():
-        if node is base or not node.users:
-            continue
-        at: Any = now[count]
-        if place.views:
-            after = at if at is not base and at > node else node
-            with graph.inserting_before(after.next):
-                indexer = Indexer(graph, node)
+        if node is not now[0] and node.users:
+            at = now[count]
+            with rewriter.inserting_before(max(at, node).next, node):
                 for view in place.views:
-                    at = indexer.call(view.target, at, *view.args)
-        node.replace_all_uses_with(at, lambda user: user not in puts, propagate_meta=False)
-        moved[node] = at
-    output = graph.output_node()
-    values: Any = list(output.args[0])  # type: ignore[arg-type]
-    values[state.output_index] = now[-1]
-    output.args = (tuple(values),)
-    return True
+                    at = rewriter.call(view.target, (at, *view.args))
+            found[node] = at
+    return found
