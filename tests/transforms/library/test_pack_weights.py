@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from inlay.package.loader import load_package
 from inlay.package.refit import refit
 from inlay.program.bindings import Role
 from inlay.program.weights import DerivedTensor, quantized_blocks
+from inlay.rewrite.rule import Refusal
+from inlay.testing import program_of
+from inlay.transforms.library.pack_weights import PackWeights
 from tests.models import llama_folder, random_model, tiny_gguf
 from tests.small_packages import ROOM, eager_greedy, greedy
 
@@ -243,3 +247,24 @@ class TestFolder:
         assert sites["pack_weights"] == 3, "64 columns are no groups of 128; the 256 of down_proj are, the head is int8"
         with pytest.raises(UsageError, match=r"There is no number format int3"):
             build(str(folder), folder / "package", BuildOptions(weights="int3"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "map_name", "reason"),
+    [
+        ({"format": "none"}, "", "the format is none"),
+        ({"format": "stored"}, "", "it is stored as plain values"),
+        ({"format": "int8", "skip": ["*"]}, "", "{target} is left out by the options only and skip"),
+        ({"format": "int8"}, "transpose", "{weight} is made by another transform"),
+    ],
+)
+def test_weights_that_stay_as_they_are(options: dict[str, Any], map_name: str, reason: str) -> None:
+    program = program_of(torch.nn.Linear(64, 16, bias=False), [torch.randn(3, 64)])
+    (row,) = program.bindings.with_role(Role.PARAMETER)
+    if map_name:
+        source = {row.target: program.tensors[row.name]}
+        program = replace(program, tensors={**program.tensors, row.name: DerivedTensor(source, map_name)})
+    (refusal,) = PackWeights(PackWeights.Options(**options)).plan(program)
+    assert isinstance(refusal, Refusal)
+    assert refusal.text == reason.format(target=row.target, weight=row.name)
