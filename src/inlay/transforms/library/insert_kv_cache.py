@@ -251,7 +251,7 @@ class _CacheInsertion:
         node: fx.Node
         length = self.axes.length
         for node in rewriter.program.graph.nodes:
-            if node.target is aten.sym_size.int and str(node.meta["val"]) == length:
+            if node.target is aten.sym_size.int and str(node.meta["val"]) == length:  # shortcut
                 return node
             axes = axes_with_symbol(node.meta.get("val"), length)
             if node.op == "placeholder" and axes:
