@@ -206,7 +206,12 @@ class Rewriter:
     def erase_unused(self, *nodes: fx.Node) -> None:
         """Remove those of these calls that nothing reads and that have no effect; name readers before operands."""
         for node in nodes:
-            if node.op == "call_function" and not node.users and not node.is_impure() and node not in self._erased:
+            if (
+                node.op in ("call_function", "get_attr")
+                and not node.users
+                and not node.is_impure()
+                and node not in self._erased
+            ):
                 self.erase(node)
 
     def update(self, **changes: Any) -> None:

@@ -71,7 +71,7 @@ def write_in_place(program: Program) -> InPlaceProgram:
             _unwrap(rewriter, call)
     made = rewriter.finish()
     _set_outputs(rewriter, states, bases)
-    graph.eliminate_dead_code()
+    rewriter.erase_unused(*reversed(list(graph.nodes)))
     return InPlaceProgram(replace(made, bindings=_mark_aliases(made.bindings, states)), tuple(told), declared)
 
 

@@ -290,7 +290,7 @@ def canonicalize_updates(program: Program) -> tuple[Program, list[str]]:
     for state, put in last.items():
         values[state.output_index] = put
     rewriter.set_outputs(made.graph, values)
-    made.graph.eliminate_dead_code()
+    rewriter.erase_unused(*reversed(list(made.graph.nodes)))
     return made, [state.binding.name for state in last]
 
 
