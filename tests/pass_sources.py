@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from inlay.errors import TransformError
-from inlay.integrations.external_pass import ForeignPass
+from inlay.integrations.external_pass import ExternalPass
 from inlay.transforms import run
 from inlay.transforms.pass_manager import TransformStep
 
@@ -79,10 +79,10 @@ class LegacyRemoveCopies:
         module.remove_copy_for_mutates_args(gm.graph)
 
 
-def run_foreign(program: Program, function: Any) -> tuple[Program, TransformRecord]:
+def run_external(program: Program, function: Any) -> tuple[Program, TransformRecord]:
     """Run someone's pass through the pipeline; where it needs a GPU and there is none, that is the expected failure."""
     try:
-        result, records = run(program, [TransformStep("foreign", ForeignPass(function))])
+        result, records = run(program, [TransformStep("external", ExternalPass(function))])
     except TransformError as error:
         if torch.cuda.is_available():
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from functools import cache
@@ -79,6 +80,14 @@ def test_engine_and_verify_mean_one_thing() -> None:
             if word in file.stem.split("_") and not file.is_relative_to(ROOT / "src/inlay/cli")
         ]
         assert named == [home]
+
+
+def test_what_runs_a_program_is_a_backend() -> None:
+    """Below the runtime nothing is called an engine, in messages and docstrings neither."""
+    packages = ("analysis", "build_cache", "capture", "config", "insight", "integrations", "lowering", "ops", "package")
+    packages += ("program", "rewrite", "streams", "transforms")
+    files = [file for name in packages for file in (ROOT / "src/inlay" / name).rglob("*.py")]
+    assert [file.name for file in files if re.search(r"\bengines?\b", file.read_text(), re.IGNORECASE)] == []
 
 
 def test_old_names_are_gone() -> None:

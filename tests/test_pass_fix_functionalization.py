@@ -2,7 +2,7 @@
 
 A program says in its bindings which outputs live in whose storage. Every transform, alone and in order, keeps the
 table, the number of copies, and the state a model leaves behind. Undoing functionalization leaves no copy: in the
-program, where the eager engine writes to the caller's memory, and in a post-grad graph, by `fix_functionalization`.
+program, where the eager backend writes to the caller's memory, and in a post-grad graph, by `fix_functionalization`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inlay.testing import program_of
 from inlay.transforms import configure, run
 from inlay.transforms.pass_manager import TransformStep
 from tests.in_place_graphs import Build, keys_and_values, two_writes_one_copy_back, v2_input
-from tests.pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_foreign
+from tests.pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_external
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +179,7 @@ def test_a_lost_mutation_is_noticed(program: Program) -> None:
         outs = zip(program.bindings.outs, output.args[0], strict=True)
         output.args = (tuple(old["b_count"] if row.target == "count" else value for row, value in outs),)
 
-    result, record = run_foreign(program, forget)
+    result, record = run_external(program, forget)
     assert record.sites == 1
     with pytest.raises(AssertionError):
         assert_mutation_kept(program, result)
@@ -187,12 +187,12 @@ def test_a_lost_mutation_is_noticed(program: Program) -> None:
 
 def test_autodeploy(program: Program) -> None:
     """AutoDeploy has no pass that undoes functionalization; one that cleans up must not lose a mutation."""
-    result, record = run_foreign(program, AutoDeploy("cleanup_noop_slice", "cleanup_noop_slice"))
+    result, record = run_external(program, AutoDeploy("cleanup_noop_slice", "cleanup_noop_slice"))
     assert record.sites == 0
     assert_mutation_kept(program, result)
 
 
 def test_legacy(program: Program) -> None:
-    result, record = run_foreign(program, LegacyRemoveCopies())
+    result, record = run_external(program, LegacyRemoveCopies())
     assert_mutation_kept(program, result)
     expect_match(record, "it puts back operators of its own list only, and a captured program calls none of them")

@@ -17,7 +17,7 @@ from inlay.program.text.printer import dump
 from inlay.testing import program_of
 from inlay.transforms import Case, Numerics, registry
 from inlay.transforms.base import find_transform
-from tests.pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_foreign
+from tests.pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_external
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,16 +127,16 @@ CLEANING = {
 }
 
 
-def _assert_foreign_is_sound(function: Any, model: Callable[..., Any]) -> None:
+def _assert_external_is_sound(function: Any, model: Callable[..., Any]) -> None:
     x = torch.randn(2, 3, 4)
     program = program_of(model, [x])
-    result, _ = run_foreign(program, function)
+    result, _ = run_external(program, function)
     _assert_same_numbers(program.module(), result.module(), (x,), 1e-5)
-    again, record = run_foreign(result, function)
+    again, record = run_external(result, function)
     assert record.sites == 0
     assert dump(again) == dump(result)
     other = program_of(_unrelated, [x])
-    untouched, record = run_foreign(other, function)
+    untouched, record = run_external(other, function)
     assert record.sites == 0
     assert dump(untouched) == dump(other)
 
@@ -144,7 +144,7 @@ def _assert_foreign_is_sound(function: Any, model: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("name", CLEANING)
 def test_autodeploy(name: str) -> None:
     imported(f"{AUTODEPLOY}.interface", f"{AUTODEPLOY}.library.{name}")
-    _assert_foreign_is_sound(AutoDeploy(name, name), CLEANING[name])
+    _assert_external_is_sound(AutoDeploy(name, name), CLEANING[name])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_autodeploy(name: str) -> None:
 )
 def test_legacy(path: str, name: str) -> None:
     (module,) = imported(path)
-    _assert_foreign_is_sound(getattr(module, name), lambda x: x.relu() + 1)
+    _assert_external_is_sound(getattr(module, name), lambda x: x.relu() + 1)
 
 
 # --- the way to them
@@ -178,8 +178,8 @@ def test_expected_failures_say_why() -> None:
         raise RuntimeError("no CUDA device")
 
     with pytest.raises(pytest.xfail.Exception, match=r"without a GPU: .*no CUDA device"):
-        run_foreign(program, needs_a_gpu)
-    _, record = run_foreign(program, lambda gm: gm)
+        run_external(program, needs_a_gpu)
+    _, record = run_external(program, lambda gm: gm)
     with pytest.raises(pytest.xfail.Exception, match="nothing recognised: another spelling"):
         expect_match(record, "another spelling")
 
@@ -211,8 +211,8 @@ def test_autodeploy_calling_convention(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, path, ModuleType(path))
     monkeypatch.setitem(sys.modules, f"{AUTODEPLOY}.library", ModuleType("library"))
     step = AutoDeploy("swaps", "swaps")
-    _assert_foreign_is_sound(step, lambda x: x.relu() / 9)
+    _assert_external_is_sound(step, lambda x: x.relu() / 9)
     assert step.matches == 0, "of the last program, which has none"
-    result, record = run_foreign(program_of(lambda x: x.relu() + x.relu().sum(), [torch.ones(2)]), step)
+    result, record = run_external(program_of(lambda x: x.relu() + x.relu().sum(), [torch.ones(2)]), step)
     assert (step.matches, record.sites) == (2, 2)
     assert result.op_counts()["aten.relu6.default"] == 2

@@ -243,4 +243,7 @@ def main(names: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests")]
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+        raise SystemExit
     raise SystemExit(main(sys.argv[1:]))

@@ -117,7 +117,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """The first meaningful line of a foreign exception, for use inside a sentence.
+    """The first meaningful line of an exception of another library, for use inside a sentence.
 
     >>> one_line(ValueError("bad\\nlong explanation"))
     'bad'

@@ -1,6 +1,6 @@
-"""Recognised updates: in place in every engine, right numbers, bytes measured.
+"""Recognised updates: in place in every backend, right numbers, bytes measured.
 
-All forms are caches of one module, so that an engine compiles six programs and not seventy-eight.
+All forms are caches of one module, so that a backend compiles six programs and not seventy-eight.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _program(owner: str, batch: int, length: str) -> Program:
     return capture(Example(Given(), (rows, at), _caches(batch, LENGTH), axes=axes))
 
 
-def _written(engine: str, owner: str, batch: int, length: str) -> dict[str, int]:
+def _written(backend: str, owner: str, batch: int, length: str) -> dict[str, int]:
     """Bytes written to each cache in one step, of which none are copies; numbers are compared on the way."""
-    compiled = compile_program(_program(owner, batch, length), engine, lift_mutable_buffers=owner == "buffer")
+    compiled = compile_program(_program(owner, batch, length), backend, lift_mutable_buffers=owner == "buffer")
     assert {state.reason for state in compiled.states if not state.is_eligible} == set()
     assert len([state for state in compiled.states if state.output.alias is not None]) == len(FORMS)
     room = LENGTH if length == "static" else 2 * LENGTH
@@ -105,10 +105,10 @@ def test_eager(owner: str, batch: int, length: str) -> None:
     _written("eager", owner, batch, length)
 
 
-@pytest.mark.parametrize("engine", ["inductor", "aot"])
-def test_compiled(engine: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("backend", ["inductor", "aot"])
+def test_compiled(backend: str, request: pytest.FixtureRequest) -> None:
     """What docs/in_place.md says, for both compilers."""
-    measured = [_written(engine, *case) for case in CASES]
+    measured = [_written(backend, *case) for case in CASES]
     table = [f"| `{form}` | " + " | ".join(f"{each[form]:,} / 0" for each in measured) + " |" for form in FORMS]
     lines = PAGE.read_text().splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("| update |")) + 2

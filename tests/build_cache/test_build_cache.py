@@ -184,6 +184,8 @@ class TestFactors:
         plain = _factors(captured)
         with config.patch(max_autotune=not config.max_autotune):
             assert _differing(plain, _factors(captured)) == {"settings of Inductor"}
+        with config.patch({"xpu.cutlass_dir": "/another/working/folder"}):
+            assert _differing(plain, _factors(captured)) == set()
         monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
         assert _differing(plain, _factors(captured)) == {"environment TORCHINDUCTOR_FREEZING"}
 

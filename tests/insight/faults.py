@@ -244,7 +244,7 @@ def forgetting(kind: str) -> Callable[[Spot], None]:
     return forget
 
 
-def by_foreign(change: Callable[[Tensor], Tensor], share: float) -> Callable[[fx.GraphModule], None]:
+def by_external(change: Callable[[Tensor], Tensor], share: float) -> Callable[[fx.GraphModule], None]:
     """A pass of somebody else that changes the result of one linear layer."""
 
     def spoil(module: fx.GraphModule) -> None:
@@ -255,7 +255,7 @@ def by_foreign(change: Callable[[Tensor], Tensor], share: float) -> Callable[[fx
     return spoil
 
 
-FOREIGN = (_larger, _relaid, _shortened, torch.neg)
+EXTERNAL = (_larger, _relaid, _shortened, torch.neg)
 
 
 @dataclass(frozen=True)

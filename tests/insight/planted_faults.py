@@ -28,11 +28,11 @@ from inlay.errors import TransformError
 from inlay.insight.bisect import Bisection, Culprit
 from inlay.insight.explanation import drop_contract
 from inlay.insight.oracles import make_oracle
-from inlay.integrations.external_pass import ForeignPass
+from inlay.integrations.external_pass import ExternalPass
 from inlay.transforms import configure, run
 from inlay.transforms.pass_manager import TransformStep
 from tests.architectures import config_of
-from tests.insight.faults import FOREIGN, KINDS, PAIRS, Fault, Impossible, broken, by_foreign, forgetting, owing
+from tests.insight.faults import EXTERNAL, KINDS, PAIRS, Fault, Impossible, broken, by_external, forgetting, owing
 from tests.models import random_model
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SOME = ("llama", "qwen3")
 ALL = (*SOME, "gemma2", "olmo2", "granite", "gpt_neox", "phi3", "cohere", "gpt_oss", "starcoder2", "mixtral")
 SINGLE = {kind.__name__: kind for kind in KINDS}
-ALL_KINDS = (*SINGLE, *PAIRS, "foreign")
+ALL_KINDS = (*SINGLE, *PAIRS, "external")
 _FOLDER = tempfile.TemporaryDirectory()
 
 
@@ -126,9 +126,9 @@ def verdicts(
 
 def _planted(rng: random.Random, kind: str, architecture: str) -> tuple[list[TransformStep], list[tuple[str, str]]]:
     """Steps with a fault in them, and where it is."""
-    if kind == "foreign":
-        spoil = by_foreign(rng.choice(FOREIGN), rng.random())
-        return [*configure(resolve_config()), TransformStep(kind, ForeignPass(spoil))], [(kind, "")]
+    if kind == "external":
+        spoil = by_external(rng.choice(EXTERNAL), rng.random())
+        return [*configure(resolve_config()), TransformStep(kind, ExternalPass(spoil))], [(kind, "")]
     changes = [owing(kind), forgetting(kind)] if kind in PAIRS else [SINGLE[kind]]
     able = sites(architecture)
     rules = rng.choices(sorted({rule for rule, _ in able}), k=len(changes))

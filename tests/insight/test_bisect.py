@@ -38,7 +38,7 @@ def steps() -> list[TransformStep]:
 
 
 def test_planted_faults() -> None:
-    kinds = ("stale_value", "pair: order", "foreign")
+    kinds = ("stale_value", "pair: order", "external")
     seen = list(verdicts(seed=100, count=len(kinds), architectures=SOME, kinds=kinds))
     assert not [str(verdict) for verdict in seen if not verdict.ok]
 

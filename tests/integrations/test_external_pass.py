@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from inlay.cli.main import app
 from inlay.errors import TransformError, UsageError
-from inlay.integrations.external_pass import ForeignPass, load_foreign_pass
+from inlay.integrations.external_pass import ExternalPass, load_external_pass
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
 from inlay.transforms import TransformRecord, run
@@ -51,7 +51,7 @@ def program() -> Program:
 
 def _run(program: Program, name: str) -> tuple[Program, TransformRecord]:
     text = f"external_passes:{name}"
-    result, records = run(program, [TransformStep(text, load_foreign_pass(text))])
+    result, records = run(program, [TransformStep(text, load_external_pass(text))])
     return result, records[0]
 
 
@@ -86,7 +86,7 @@ def test_kinds_of_passes(program: Program, name: str) -> None:
 
 
 def test_inductor_pass_object(program: Program) -> None:
-    applied = ForeignPass(external_passes.inductor_pass()).apply(program.copy())
+    applied = ExternalPass(external_passes.inductor_pass()).apply(program.copy())
     assert applied.sites == 1
     _same(applied.program, _expected())
 
@@ -101,7 +101,7 @@ def four() -> Program:
 
 
 def _swapped(four: Program, function: Any, for_: str = "aten.gelu.default") -> TransformRecord:
-    result, (record,) = run(four, [TransformStep("foreign", ForeignPass(function))])
+    result, (record,) = run(four, [TransformStep("external", ExternalPass(function))])
     assert (result.op_counts()[for_], result.op_counts()["aten.relu.default"]) == (4, 0)
     return record
 
@@ -133,7 +133,7 @@ def test_patterns_for_another_level(four: Program, wrapped: bool) -> None:
     """A zero that could be nothing else says so, with the operators that are not there."""
     patterns = external_passes.post_grad_patterns()
     function = (lambda gm: patterns.apply(gm)) if wrapped else patterns
-    result, (record,) = run(four, [TransformStep("foreign", ForeignPass(function))])
+    result, (record,) = run(four, [TransformStep("external", ExternalPass(function))])
     assert (result, record.sites) == (four, 0)
     (note,) = record.notes
     assert note.reason.startswith("1 of its 1 patterns cannot match: the program does not call ")
@@ -148,7 +148,7 @@ def test_a_pass_of_the_form_of_another_level(four: Program) -> None:
         def __call__(self, graph: Any) -> None:
             pass
 
-    _, (record,) = run(four, [TransformStep("foreign", ForeignPass(Silent()))])
+    _, (record,) = run(four, [TransformStep("external", ExternalPass(Silent()))])
     assert [note.reason.partition(".")[0] for note in record.notes] == [
         "It takes a graph, as Inductor's post-grad passes do"
     ]
@@ -157,7 +157,7 @@ def test_a_pass_of_the_form_of_another_level(four: Program) -> None:
 def test_patterns_of_this_level_that_match_nothing() -> None:
     """Nothing is said of levels where every operator is there."""
     program = program_of(lambda x: x.tanh(), [torch.ones(2, 3)])
-    _, (record,) = run(program, [TransformStep("foreign", ForeignPass(external_passes.Patterns()))])
+    _, (record,) = run(program, [TransformStep("external", ExternalPass(external_passes.Patterns()))])
     assert (record.sites, record.notes) == (0, ())
 
 
@@ -228,7 +228,7 @@ def test_what_a_pass_must_not_do(program: Program, name: str, sentence: str) -> 
 )
 def test_names_that_lead_nowhere(text: str, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
-        load_foreign_pass(text)
+        load_external_pass(text)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -238,9 +238,9 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "needy_passes.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="importing broken_passes failed: RuntimeError: no GPU"):
-        load_foreign_pass("broken_passes:x")
+        load_external_pass("broken_passes:x")
     with pytest.raises(UsageError, match=r"no Python module no_such_library. needy_passes imports it."):
-        load_foreign_pass("needy_passes:x")
+        load_external_pass("needy_passes:x")
 
 
 MINE = """

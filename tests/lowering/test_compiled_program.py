@@ -18,8 +18,8 @@ class Sum(torch.nn.Module):
         return 2 * x
 
 
-def _compiled(engine: str = "eager") -> CompiledProgram:
-    return compile_program(capture(Example(Sum(), (torch.ones(2, 3), torch.zeros(2, 3)))), engine)
+def _compiled(backend: str = "eager") -> CompiledProgram:
+    return compile_program(capture(Example(Sum(), (torch.ones(2, 3), torch.zeros(2, 3)))), backend)
 
 
 @pytest.mark.fast
@@ -38,11 +38,11 @@ def test_refused(x: Any, state: Any, sentence: str) -> None:
         _compiled()(x, state)
 
 
-@pytest.mark.parametrize("engine", ["eager", "inductor", pytest.param("aot", marks=pytest.mark.nightly)])
-def test_part_of_a_tensor(engine: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor", pytest.param("aot", marks=pytest.mark.nightly)])
+def test_part_of_a_tensor(backend: str) -> None:
     """A column of a table of tokens: not in order in memory."""
     x, state = torch.arange(12.0).view(2, 6)[:, ::2], torch.zeros(2, 3)
-    assert torch.equal(_compiled(engine)(x, state), 2 * x)
+    assert torch.equal(_compiled(backend)(x, state), 2 * x)
     assert torch.equal(state, x)
 
 

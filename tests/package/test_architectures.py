@@ -69,10 +69,10 @@ def test_there_are_enough() -> None:
     assert len(DENSE) >= 15
 
 
-@pytest.mark.parametrize("engine", ["eager", "inductor"])
-def test_other_engines(engine: str, model_folder: Path, model: object) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_other_backends(backend: str, model_folder: Path, model: object) -> None:
     """The same plan in this process: the same tokens, and no recompile over 20 prompt lengths and 200 steps."""
-    executable = compile_model(str(model_folder), engine, BuildOptions(max_length=256))
+    executable = compile_model(str(model_folder), backend, BuildOptions(max_length=256))
     prompts = torch.randint(3, 300, (1, 9))
     assert torch.equal(greedy(executable, prompts, 32), eager_greedy(model, prompts, 32))
 

@@ -69,7 +69,7 @@ class AutoFunctionalized:
     result_indices: tuple[tuple[int, ...], ...]
     """Where in the wrapper's result the new value of each base is: one index, or one and a place in a list."""
     arguments: Mapping[str, Any]
-    """By name; for what is written a `View`, a list of them, or None."""
+    """By name; for what is written a `BaseView`, a list of them, or None."""
 
     def base_offset(self, index: int) -> Any:
         """The offset a base had when its views were told.

@@ -66,7 +66,7 @@ class StateUpdate:
     writes: tuple[StateWrite, ...] = ()
     reason: str = ""
     is_certain: bool = True
-    """Whether the reason is known to cost a copy; an engine that is not known not to copy is not certain."""
+    """Whether the reason is known to cost a copy; a backend that is not known not to copy is not certain."""
     versions: dict[fx.Node, tuple[StorageSlice, int]] = field(default_factory=dict, repr=False)
     """Nodes that are nothing but a part of the state as it is after so many writes."""
 

@@ -36,6 +36,8 @@ COMPILER = ("inlay.lowering.lower", "inlay.package.writer", "inlay.transforms.pa
 _SETTINGS = ("TORCHINDUCTOR_", "TORCH_COMPILE", "AOT_INDUCTOR", "CXXFLAGS", "CPATH")
 _NO_SETTINGS = ("TORCHINDUCTOR_CACHE_DIR",)
 _SHORT = 60
+_IGNORED_INDUCTOR_SETTINGS = ("aot_inductor.metadata", ".cutlass_dir")
+"""What Inlay sets itself, and the sources of GPU kernels: by default they are looked for in the working folder."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -198,7 +200,9 @@ def _machine_factors(level: str) -> dict[str, str]:
 def _inductor() -> str:
     """What Inductor is set to in this process, by whomever."""
     config: Any = sys.modules["torch._inductor.config"]  # `rewrite` has imported it
-    found = {name: value for name, value in config.get_config_copy().items() if name != "aot_inductor.metadata"}
+    found = {
+        name: value for name, value in config.get_config_copy().items() if not name.endswith(_IGNORED_INDUCTOR_SETTINGS)
+    }
     strange = [name for name, value in found.items() if not _is_plain(value)]
     if strange:
         raise NotCacheable(f"torch._inductor.config.{strange[0]} is set to code, which has no text.")

@@ -102,7 +102,7 @@ def _spec(name: str) -> Any:
 
 
 def _search_paths(package: str) -> Sequence[str] | None:
-    """The folders that a package's modules lie in; nothing for a module that is not an Inlay package."""
+    """The folders that a package's modules lie in; nothing for a module that is a single file."""
     loaded = sys.modules.get(package)
     if loaded is not None:
         return list(getattr(loaded, "__path__", ()))

@@ -52,14 +52,14 @@ def bisect(
     with error_boundary():
         from inlay.insight.bisect import Bisection, load_answers
         from inlay.insight.oracles import make_oracle
-        from inlay.integrations.external_pass import load_foreign_pass as foreign_pass
+        from inlay.integrations.external_pass import load_external_pass as external_pass
         from inlay.transforms import configure
         from inlay.transforms.pass_manager import TransformStep
 
         program = read_program(model, dtype, trust)
         steps = [
             *configure(resolve_config(program, files, settings)),
-            *(TransformStep(text, foreign_pass(text)) for text in passes or ()),
+            *(TransformStep(text, external_pass(text)) for text in passes or ()),
         ]
 
         def note(text: str, good: bool) -> None:

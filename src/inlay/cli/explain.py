@@ -40,10 +40,10 @@ def explain(
         from inlay.config import resolve_config
         from inlay.errors import UsageError
         from inlay.insight import explain
-        from inlay.integrations.external_pass import is_foreign
+        from inlay.integrations.external_pass import is_external
         from inlay.transforms import configure
 
-        if pass_name is not None and is_foreign(pass_name):
+        if pass_name is not None and is_external(pass_name):
             raise UsageError(
                 f"{pass_name} does not say why it leaves something alone.", f"`inlay show MODEL --pass {pass_name}`."
             )

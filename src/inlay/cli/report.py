@@ -32,7 +32,7 @@ def report(
         bool, typer.Option("--drift", help="Also run the model before and after every transform, as `inlay verify`.")
     ] = False,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Also show how lanes ran: a file that `Timeline.text` wrote.")
+        Path | None, typer.Option("--timeline", help="Also show how lanes ran: the JSON that `Timeline.to_json` gives.")
     ] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 8,

@@ -46,7 +46,7 @@ def run(
 
     The text goes to standard output; how fast it was is the last line on standard error.
 
-    Example: [bold]inlay run ./package "What is the capital of France?"[/]
+    Example: [bold]inlay run ./package "Name the capital of France."[/]
 
     Example: [bold]inlay run ./package "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --seed 1[/]
     """

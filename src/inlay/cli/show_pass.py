@@ -26,16 +26,16 @@ def steps_up_to(
     """
     from inlay.config import resolve_config
     from inlay.errors import UsageError
-    from inlay.integrations.external_pass import is_foreign, load_foreign_pass
+    from inlay.integrations.external_pass import is_external, load_external_pass
     from inlay.transforms import configure, steps_through
     from inlay.transforms.pass_manager import TransformStep
 
-    if is_foreign(name):
+    if is_external(name):
         if files or settings:
             raise UsageError(
                 f"--config and --set are about Inlay's transforms, and {name} runs without them.", "Leave them out."
             )
-        return [TransformStep(name, load_foreign_pass(name))]
+        return [TransformStep(name, load_external_pass(name))]
     resolved = resolve_config(architecture=architecture, model=model, files=files, settings=settings)
     return steps_through(resolved.aliases.get(name, name), configure(resolved))
 

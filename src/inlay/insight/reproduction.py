@@ -11,7 +11,7 @@ from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.config import resolve_config
 from inlay.insight.bisect import Bisection
 from inlay.insight.oracles import make_oracle
-from inlay.integrations.external_pass import load_foreign_pass
+from inlay.integrations.external_pass import load_external_pass
 from inlay.transforms import configure
 from inlay.transforms.pass_manager import TransformStep
 
@@ -23,7 +23,7 @@ def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: st
     """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
     program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
     resolved = resolve_config(architecture=program.facts.architecture, model=program.name)
-    steps = [*configure(resolved), *(TransformStep(name, load_foreign_pass(name)) for name in culprits if ":" in name)]
+    steps = [*configure(resolved), *(TransformStep(name, load_external_pass(name)) for name in culprits if ":" in name)]
     keys = [step.key for step in steps]
     last = max(keys.index(name) for name in culprits)
     bisection = Bisection(program, steps[: last + 1], make_oracle(oracle, program))

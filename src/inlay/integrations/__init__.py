@@ -1,7 +1,7 @@
 """Inlay inside other systems, and their passes inside Inlay: one module per system."""
 
-from inlay.integrations.external_pass import ForeignPass, load_foreign_pass
+from inlay.integrations.external_pass import ExternalPass, load_external_pass
 from inlay.integrations.graph_module_pass import graph_pass
 from inlay.integrations.torch_compile import CompiledGraph, inlay
 
-__all__ = ["CompiledGraph", "ForeignPass", "graph_pass", "inlay", "load_foreign_pass"]
+__all__ = ["CompiledGraph", "ExternalPass", "graph_pass", "inlay", "load_external_pass"]

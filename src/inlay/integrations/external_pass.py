@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PASS_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
-class ForeignPass(Transform):
+class ExternalPass(Transform):
     """A pass that was not written for Inlay.
 
     It is handed a GraphModule whose parameters and buffers are placeholders, and may change it in place or return
@@ -72,23 +72,23 @@ def _count_changed_calls(before: Program, after: Program) -> int:
     return max((one - two).total(), (two - one).total(), 1)
 
 
-def load_foreign_pass(text: str) -> Transform:
+def load_external_pass(text: str) -> Transform:
     """The transform for `package.module:callable`.
 
-    >>> load_foreign_pass("torch.fx:no_such_pass")
+    >>> load_external_pass("torch.fx:no_such_pass")
     Traceback (most recent call last):
     ...
     inlay.errors.UsageError: torch.fx has no no_such_pass. Name a pass: package.module:callable.
     """
-    named = type("ForeignPass", (ForeignPass,), {"name": text, "__doc__": ForeignPass.__doc__})
+    named = type("ExternalPass", (ExternalPass,), {"name": text, "__doc__": ExternalPass.__doc__})
     made: Transform = named(import_pass(text))
     return made
 
 
-def is_foreign(text: str) -> bool:
+def is_external(text: str) -> bool:
     """Whether this names someone's pass, not one of Inlay's transforms.
 
-    >>> is_foreign("package.module:callable"), is_foreign("match_rope")
+    >>> is_external("package.module:callable"), is_external("match_rope")
     (True, False)
     """
     return ":" in text

@@ -1,4 +1,4 @@
-"""Engines: what runs a program. Each turns a program into code, which is bound to what the program holds, then called.
+"""Backends: what runs a program. Each turns a program into code, which is bound to what the program holds, then called.
 
 Weights and state that a program holds are bound by name, once; what it takes is given at every call, in the order of
 its table. State is written to by the code itself, so calls return everything else.
@@ -78,9 +78,9 @@ BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor, "aot": aot
 
 
 def find_backend(name: str) -> Backend:
-    """The engine of this name."""
+    """The backend of this name."""
     if name not in BACKENDS:
-        raise UsageError(f"There is no engine {name}.", suggest(name, BACKENDS) or f"Known: {', '.join(BACKENDS)}.")
+        raise UsageError(f"There is no backend {name}.", suggest(name, BACKENDS) or f"Known: {', '.join(BACKENDS)}.")
     return BACKENDS[name]
 
 

@@ -84,7 +84,7 @@ class CompiledProgram:
 
     @property
     def states(self) -> tuple[StateUpdate, ...]:
-        """The state bindings, how each is written, and whether this engine does that in place."""
+        """The state bindings, how each is written, and whether this backend does that in place."""
         return self.in_place_program.states
 
     @property

@@ -72,7 +72,7 @@ def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
 
 
 def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Executable:
-    """Compile all pieces with an engine; weights are read once and shared by all buckets."""
+    """Compile all pieces with a backend; weights are read once and shared by all buckets."""
     program = lowered.program
     used = {name for _, _, plan in lowered.buckets for step in plan.steps for name in step.constants}
     weights = {name: program.tensors[name].read() for name in used}
@@ -87,9 +87,9 @@ def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Execu
     return Executable(program.bindings, buckets, initial, copy_remarks(states))
 
 
-def _execution(plan: Plan, engine: str, weights: dict[str, torch.Tensor]) -> PlanExecutor:
+def _execution(plan: Plan, backend: str, weights: dict[str, torch.Tensor]) -> PlanExecutor:
     pieces = {piece.name: piece for piece in plan.pieces}
-    code = {name: find_backend("eager" if piece.is_eager else engine)(piece.program) for name, piece in pieces.items()}
+    code = {name: find_backend("eager" if piece.is_eager else backend)(piece.program) for name, piece in pieces.items()}
     steps = []
     for step in plan.steps:
         names = [row.name for row in pieces[step.piece].constants]

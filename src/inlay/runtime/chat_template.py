@@ -59,7 +59,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ModelError(
                 f"The chat template of this model is not a template: {one_line(error)}.",
-                "Mend chat_template.jinja, or give the prompt raw.",
+                "Fix chat_template.jinja, or give the prompt raw.",
             ) from error
 
 

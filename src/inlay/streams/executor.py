@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_schedule(bound: BoundWork, schedule: Schedule, given: Mapping[str, Any]) -> list[Any]:
-    """Run work once by a schedule, where its inputs are; who runs it often makes an `ScheduledExecution` on lanes that
+    """Run work once by a schedule, where its inputs are; who runs it often makes a `ScheduledExecution` on lanes that
     stay.
 
     >>> from inlay.lowering.executable import BoundStep
@@ -52,7 +52,7 @@ def open_executor(count: int, device: torch.device | str | None = None) -> LaneE
 class ScheduledExecution:
     """Bound work, a schedule of it that was checked once, and the lanes it runs on.
 
-    It takes and gives what an `Execution` does, so it can stand wherever one stands.
+    It takes and gives what a `PlanExecutor` does, so it can stand wherever one stands.
     """
 
     def __init__(self, bound_work: BoundWork, schedule: Schedule, lanes: LaneExecutor) -> None:

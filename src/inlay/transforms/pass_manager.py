@@ -1,4 +1,4 @@
-"""The pipeline: each transform runs on a copy, which is swapped in when it and its checks succeed."""
+"""The pass manager: each transform runs on a copy, which is swapped in when it and its checks succeed."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ def _page() -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 
-def _told(model_type: str, column: str, engine: str = "") -> str:
-    """A cell of the table; of a column that has a part for each engine, this engine's."""
+def _told(model_type: str, column: str, backend: str = "") -> str:
+    """A cell of the table; of a column that has a part for each backend, this backend's."""
     (title,) = [each for each in _page()[model_type] if each.startswith(column)]
     cell = _page()[model_type][title]
-    return cell.split(", ")[("eager", *COMPILED).index(engine)] if engine else cell
+    return cell.split(", ")[("eager", *COMPILED).index(backend)] if backend else cell
 
 
 @pytest.mark.fast
@@ -90,8 +90,8 @@ def _check_in_place(step: CompiledProgram, caches: dict[str, torch.Tensor], mode
         assert _told(model_type, "copied") == str(len(copied)) == "0"
 
 
-def _check(model_type: str, engine: str) -> None:
-    step = compile_program(_decoding(model_type), engine)
+def _check(model_type: str, backend: str) -> None:
+    step = compile_program(_decoding(model_type), backend)
     caches = paged_zeros(step.bindings)
     places = {name: value.data_ptr() for name, value in caches.items()}
     _check_tokens(step, caches, model_type)
@@ -145,15 +145,15 @@ def test_streams_cross_the_window(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "opt"])
-@pytest.mark.parametrize("engine", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_prompt_and_decoding_share_caches(model_type: str, engine: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_prompt_and_decoding_share_caches(model_type: str, backend: str) -> None:
     """A prompt longer than the window in two parts of different length, then tokens one by one."""
     model = stock_model(model_type)
     prompt = torch.randint(0, 250, (BATCH, WINDOW + 9), generator=torch.Generator().manual_seed(1))
     tokens, logits = without_cache(model, prompt, 24)
     reading = capture(with_static_cache(model, max_length=ROOM, batch=BATCH, length=None))
     assert reading.bindings["input_ids"].shape == (BATCH, "length")
-    read, step = compile_program(reading, engine), compile_program(_decoding(model_type), engine)
+    read, step = compile_program(reading, backend), compile_program(_decoding(model_type), backend)
     caches = zero_state(read.bindings)
     assert {name: value.shape for name, value in zero_state(step.bindings).items()} == {
         name: value.shape for name, value in caches.items()
@@ -181,9 +181,9 @@ def test_caches_are_the_callers() -> None:
     assert torch.equal(decode(step, other, START, 11)[1], whole[1])
 
 
-@pytest.mark.parametrize("engine", ["eager", *COMPILED])
-def test_full_caches_are_not_written_beyond(engine: str) -> None:
-    step = compile_program(_decoding("gpt2"), engine)
+@pytest.mark.parametrize("backend", ["eager", *COMPILED])
+def test_full_caches_are_not_written_beyond(backend: str) -> None:
+    step = compile_program(_decoding("gpt2"), backend)
     caches = zero_state(step.bindings)
     for name in ("count_0", "count_1"):
         caches[name].fill_(ROOM - 1)

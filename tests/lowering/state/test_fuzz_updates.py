@@ -1,6 +1,6 @@
 """Random models that read and write one state in random ways: in place or not, they compute what eager computes.
 
-What an engine says of a state is held against what it does: a state that is said to be in place has no block of its
+What a backend says of a state is held against what it does: a state that is said to be in place has no block of its
 size allocated and no page written that eager PyTorch does not write; any other has a remark.
 """
 
@@ -215,7 +215,7 @@ def test_thousand_functional_models() -> None:
     assert 100 < sum(eligible) < 1000
 
 
-# ---- what an engine says, and what it does: many states in one program, each of a size of its own
+# ---- what a backend says, and what it does: many states in one program, each of a size of its own
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _caches(count: int) -> _Caches:
     return _Caches(whole, list(held.values()))
 
 
-def _check_engine(engine: str, seeds: Sequence[int]) -> int:
+def _check_backend(backend: str, seeds: Sequence[int]) -> int:
     """How many of the states are in place. One program writes to all of them, so that it is compiled once."""
     models = [_model(seed) for seed in seeds]
 
@@ -257,7 +257,7 @@ def _check_engine(engine: str, seeds: Sequence[int]) -> int:
     held, x, at = _caches(len(seeds)), torch.randn(20_000), torch.tensor([3, 1])
     held.fill(0)
     program = program_of(model, [x, at, *(cache.clone() for cache in held.caches)])
-    compiled = compile_program(program, engine)
+    compiled = compile_program(program, backend)
     expected = [cache.clone() for cache in held.caches]
     for left, right in zip(model(x, at, *expected), compiled(x, at, *held.caches), strict=True):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
@@ -282,17 +282,17 @@ def _check_engine(engine: str, seeds: Sequence[int]) -> int:
     return sum(state.is_eligible for state in states.values())
 
 
-def test_engines_do_what_they_say_eager() -> None:
-    assert 10 < _check_engine("eager", range(60)) < 60
+def test_backends_do_what_they_say_eager() -> None:
+    assert 10 < _check_backend("eager", range(60)) < 60
 
 
-@pytest.mark.parametrize("engine", ["inductor", "aot"])
-def test_engines_do_what_they_say_compiled(engine: str) -> None:
-    assert 3 < _check_engine(engine, range(16)) < 16
+@pytest.mark.parametrize("backend", ["inductor", "aot"])
+def test_backends_do_what_they_say_compiled(backend: str) -> None:
+    assert 3 < _check_backend(backend, range(16)) < 16
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["eager", "inductor", "aot"])
+@pytest.mark.parametrize("backend", ["eager", "inductor", "aot"])
 @pytest.mark.parametrize("first", range(100, 400, 30))
-def test_engines_do_what_they_say_often(engine: str, first: int) -> None:
-    _check_engine(engine, range(first, first + 30))
+def test_backends_do_what_they_say_often(backend: str, first: int) -> None:
+    _check_backend(backend, range(first, first + 30))

@@ -46,8 +46,8 @@ def swapped(one: Any, two: Any, at: Any) -> Any:
 @pytest.mark.parametrize("function", [old_value_read, shifted, moved_within, returns_old, returns_view_of_old])
 def test_right_whether_in_place_or_not(function: Any) -> None:
     program = program_of(function, [CACHE, ROWS, AT])
-    for engine in ("eager",):
-        compiled = compile_program(program, engine)
+    for backend in ("eager",):
+        compiled = compile_program(program, backend)
         one = torch.randn(CACHE.shape)
         two = one.clone()
         expected, actual = function(one, ROWS, AT), compiled(two, ROWS, AT)

@@ -23,8 +23,8 @@ class Counter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_it_counts(engine: str, shape: tuple[int, ...]) -> None:
-    step = compile_program(capture(Example(Counter(shape), (torch.zeros(2),))), engine)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_counts(backend: str, shape: tuple[int, ...]) -> None:
+    step = compile_program(capture(Example(Counter(shape), (torch.zeros(2),))), backend)
     assert [step(torch.zeros(2)).tolist() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
     assert step.owned_tensors["b_count"].tolist() in (3, [3])

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from inlay.runtime.kv.block_manager import BlockManager
@@ -20,10 +21,10 @@ from inlay.runtime.kv.events import (
     StoredEvent,
     UpdatedEvent,
 )
-from inlay.serve.kv_events.json_feed import event_json, lines, snapshot_json
+from inlay.serve.kv_events.json_feed import _stream_until_closed, event_json, lines, snapshot_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from inlay.runtime.kv.events import CacheEvent
 
@@ -223,3 +224,38 @@ def test_when_all_is_quiet() -> None:
     snapshot, *beats = _read(log, None, lambda seen: len(seen) == 3, heartbeat=0.01)
     assert snapshot["type"] == "snapshot"
     assert beats == [{"type": "heartbeat", "next_event_id": log.next}] * 2
+
+
+@pytest.mark.parametrize("is_waiting", [True, False], ids=["waiting", "sending"])
+def test_a_client_that_leaves(is_waiting: bool) -> None:
+    """The web framework cancels what writes the answer, and every wait after that again."""
+    ended = []
+
+    async def feed() -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            await asyncio.sleep(60)
+        finally:
+            if is_waiting:
+                await asyncio.sleep(0.01)  # what it reads from takes a while to end
+            ended.append(True)
+
+    async def run() -> None:
+        started = asyncio.Event()
+
+        async def write() -> None:
+            async for _ in _stream_until_closed(asyncio.Event(), feed()):
+                started.set()
+                if not is_waiting:
+                    await asyncio.sleep(60)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(write)
+            await started.wait()
+            await asyncio.sleep(0.01)
+            group.cancel_scope.cancel()
+        await asyncio.get_running_loop().shutdown_asyncgens()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert ended == [True]

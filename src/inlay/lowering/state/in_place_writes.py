@@ -1,4 +1,4 @@
-"""Programs whose state is written in place: what the eager engine runs, and what compilers are given."""
+"""Programs whose state is written in place: what the eager backend runs, and what compilers are given."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which states an engine does not update in place although that would be sound, and why.
+"""Which states a backend does not update in place although that would be sound, and why.
 
 `find_state_updates` says whether a state *may* be written in place. Whether it is depends on who runs the program. The
-eager engine calls in-place operators, so only a new value that is computed apart, as large as the state, is copied.
+eager backend calls in-place operators, so only a new value that is computed apart, as large as the state, is copied.
 Compilers functionalise again: they keep an `index_put` into the whole state, a mutating operator, and a state of which
 every value is computed anew by one kernel. What they make of anything else is not known, and is said to be copied.
 """
@@ -38,14 +38,14 @@ _MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 def find_eager_copies(states: Sequence[StateUpdate]) -> list[StateUpdate]:
-    """Recognised states; one that the eager engine copies has a reason."""
+    """Recognised states; one that the eager backend copies has a reason."""
     return [
         _with_reason(state, _full_value_reason(state) or _partial_view_reason(state), certain=True) for state in states
     ]
 
 
 def find_compiled_copies(program: Program) -> list[StateUpdate]:
-    """The states of a program; one that engines which compile it copy, or may copy, has a reason."""
+    """The states of a program; one that backends which compile it copy, or may copy, has a reason."""
     reasons = {
         state.binding.name: _compiler_reason(state) for state in find_state_updates(canonicalize_updates(program)[0])
     }
@@ -61,7 +61,7 @@ def _with_reason(state: StateUpdate, reason: str, *, certain: bool) -> StateUpda
 
 
 def _full_value_reason(state: StateUpdate) -> str:
-    """Why the eager engine copies a state, if it does."""
+    """Why the eager backend copies a state, if it does."""
     if state.reason:
         return ""
     return next((_full_value_text(write.args[0]) for write in state.writes if _puts_all(write, state)), "")

@@ -1,4 +1,4 @@
-// y = x W^T + bias over packed weights (see packing.py for their layout).
+// y = x W^T + bias over packed weights (see ops/weight_layout.py for their layout).
 //
 // Three ways, and every one reads the same bytes: `dot` turns x into bytes with one scale for 32 columns and multiplies
 // bytes (few rows); `tiles8` does the same for 16 rows at once with AMX; `tiles16` turns weights into bfloat16 and

@@ -140,19 +140,17 @@ def add_kv_routes(app: FastAPI, context: ServerContext, errors: dict[int | str, 
 
 
 async def _stream_until_closed(closing: asyncio.Event, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines, until the server ends."""
-    ending = asyncio.ensure_future(closing.wait())
+    """Lines, until the server ends or the client leaves, which cancels every wait in here."""
+    ending, coming = asyncio.ensure_future(closing.wait()), None
     try:
-        async with aclosing(cast("AsyncGenerator[bytes, None]", lines)):
-            while not ending.done():
-                coming = asyncio.ensure_future(anext(lines))
-                try:
-                    await asyncio.wait((coming, ending), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not coming.done():
-                        coming.cancel()
-                        await asyncio.wait((coming,))
-                if not coming.cancelled():
-                    yield coming.result()
+        while not ending.done():
+            coming = asyncio.ensure_future(anext(lines))
+            await asyncio.wait((coming, ending), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                yield coming.result()
     finally:
         ending.cancel()
+        if coming is not None and not coming.done():
+            coming.cancel()  # this ends `lines`, which cannot be closed while it runs
+        else:
+            await cast("AsyncGenerator[bytes, None]", lines).aclose()
