@@ -1,4 +1,4 @@
-"""The engine: reasons, overlaps, nested graphs, mutation."""
+"""Pattern transforms: reasons, overlaps, nested graphs, mutation."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def test_overlapping_sites_resolve_and_the_loser_is_told() -> None:
     (miss,) = outcome.misses
     assert miss.reason.startswith("overlapped by the site at relu_1")
     assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 2}
+
+
+def test_the_first_of_two_patterns_that_match() -> None:
+    class TwoWays(ReluTanh):
+        def pattern_short(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh().relu()
+
+        def replacement_args(self, pattern: str) -> Mapping[str, Any]:
+            return {"is_short": pattern == "pattern_short"}
+
+        def replacement(self, x: torch.Tensor, *, is_short: bool) -> torch.Tensor:  # type: ignore[override]
+            return x.sigmoid() if is_short else x.tanh()
+
+    program, outcome = _run(lambda x: x.relu().tanh().relu(), torch.randn(4), rule=TwoWays())
+    assert outcome.sites == 1
+    assert program.op_counts() == {"aten.tanh.default": 1}
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,8 @@ def _evaluate(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
             try:
                 args, kwargs = fx.map_arg((each.args, dict(each.kwargs)), values.__getitem__)
                 values[each] = each.target(*args, **kwargs)
-            except (KeyError, RuntimeError, IndexError):
+            except (KeyError, RuntimeError, IndexError):  # it reads what is no such call, or cannot be computed
                 return None
-        elif each.op == "call_function":
-            return None
     result = values.get(node)
     return result if isinstance(result, torch.Tensor) else None
 

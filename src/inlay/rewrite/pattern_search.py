@@ -71,7 +71,9 @@ def _search(
         tree = PATTERNS.get(alternative.function, alternative.example)
         matcher = Matcher(tree, rule.ignored_args)
         for root in graph.nodes:
-            if root.target is not tree.outputs[0].target or root in matches:
+            if root.target is not tree.outputs[0].target:  # shortcut
+                continue
+            if root in matches:
                 continue
             result = matcher.match(root)
             if isinstance(result, PatternMatch):

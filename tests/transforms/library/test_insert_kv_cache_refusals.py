@@ -251,6 +251,10 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "its positions have another shape than [length] or [batch, length]",
         lambda x, w: attend(x + torch.ones(x.shape[1], 1).cumsum(0), w),
     ),
+    "no values": (
+        "it is made of sizes alone, and neither a position nor the same at every one",
+        lambda x, w: attend(x + torch.zeros(x.shape[1], 0).sum(), w),
+    ),
     "positions for heads": ("shape: mul", lambda x, w: attend(_turned(x, _wave(x)), w)),
     "positions of the first sequence": (
         "aten.select.int: its result or an operand has no axis of sequences",
