@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from inlay.errors import ProgramError
+from inlay.errors import ProgramError, TransformError
 from inlay.program.graphs import MODULE, ORIGIN, SOURCE, all_graphs, all_nodes
 from inlay.program.text.printer import dump
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter
@@ -289,3 +289,21 @@ def test_nothing_is_inserted_before_an_erased_node() -> None:
     rewriter.erase(add)
     with pytest.raises(ProgramError, match="add was erased"), rewriter.inserting_before(add):
         pass
+
+
+class Specializes(LocalTransform):
+    name = "specializes"
+    stage, numerics = Stage.FUSE, Numerics.EXACT
+
+    def match(self, node: fx.Node) -> Match | Refusal | None:
+        return Match.at(node) if node.target is aten.relu.default and int(node.meta["val"].shape[0]) == 4 else None
+
+    def rewrite(self, match: Match, rewriter: Rewriter) -> None:
+        raise AssertionError("no place is found")
+
+
+def test_a_size_that_is_taken_for_a_number() -> None:
+    """torch then takes it for one everywhere in the program."""
+    program = program_of(lambda x: x.relu(), [torch.ones(3)], axes={"x": {0: "length"}})
+    with pytest.raises(TransformError, match="specializes took it that length is 3, and sizes may be others"):
+        Specializes().apply(program)

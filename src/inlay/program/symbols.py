@@ -82,6 +82,13 @@ def is_same_size(one: Any, two: Any) -> bool:
     return is_statically_true(one == two)
 
 
+def fixed_symbols(graph: fx.Graph) -> dict[str, str]:
+    """Raw symbols of a graph's sizes that something has taken to be a number, or another symbol."""
+    values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+    env = next((value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor)), None)
+    return {str(symbol): str(value) for symbol, value in env.replacements.items()} if env is not None else {}
+
+
 class FakeValues:
     """Makes fake tensors whose sizes are named symbols, and computes the values of a graph's nodes from them."""
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from inlay.errors import ProgramError, UsageError, suggest
+from inlay.errors import ProgramError, TransformError, UsageError, suggest
 from inlay.program.graphs import all_graphs
+from inlay.program.symbols import fixed_symbols
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
 from inlay.rewrite.replacement import ReplacementCache
@@ -155,6 +156,21 @@ class ProgramTransform(Transform):
         return []
 
     def apply(self, program: Program) -> TransformResult:
+        known = fixed_symbols(program.graph)
+        applied = self._rewrite_all(program)
+        fixed = {name: value for name, value in fixed_symbols(program.graph).items() if name not in known}
+        if fixed:
+            names = [
+                f"{program.symbols[name].name if name in program.symbols else name} is {value}"
+                for name, value in fixed.items()
+            ]
+            raise TransformError(
+                f"{self.name} took it that {', '.join(names)}, and sizes may be others.",
+                "Compare sizes with inlay.program.symbols.is_same_size, and let numbers be numbers.",
+            )
+        return applied
+
+    def _rewrite_all(self, program: Program) -> TransformResult:
         before = program.copy() if self.is_atomic else program
         rewriter = Rewriter(program, self.listeners)
         applied, rewritten = TransformResult(program, 0), list[Match]()

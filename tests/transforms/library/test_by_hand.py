@@ -112,6 +112,22 @@ def test_attention_that_is_canonical_already(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["match_attention-"])
+def test_any_number_of_heads_that_are_repeated(name: str) -> None:
+    """How many heads there are is not taken to be what it was at capture, and nothing is given as it was before."""
+    attention = torch.ops.inlay.attention.default
+
+    def attend(q: Tensor, k: Tensor) -> Any:
+        heads = k[:, :, None].expand(2, k.shape[1], 2, 5, 8).reshape(2, 2 * k.shape[1], 5, 8)
+        return attention(q, heads, heads, None, 0.5, False, 0, 0.0)
+
+    axes = {"q": {1: "heads"}, "k": {1: "groups"}}
+    program = program_of(attend, [torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8)], axes=axes)
+    before = dump(program)
+    applied = find_transform("match_attention")().apply(program)
+    assert (applied.sites, applied.misses, dump(applied.program)) == (0, [], before)
+
+
+@pytest.mark.parametrize("name", ["match_attention-"])
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_keys_of_one_sequence_that_are_repeated(name: str, sequences: int) -> None:
     """Kernels read as many sequences of keys as there are of queries: heads are given as they were where that holds."""

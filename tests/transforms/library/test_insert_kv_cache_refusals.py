@@ -295,6 +295,17 @@ def test_sizes_that_are_numbers(axes: Any, reason: str) -> None:
 
 
 @pytest.mark.fast
+def test_any_number_of_heads() -> None:
+    def decoder(x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.inlay.attention(x, x, x, None, 0.5, True, 0, 0.0)
+        return made
+
+    axes = {"x": {0: "batch", 1: "heads", 2: "length"}}
+    program = program_of(decoder, [torch.randn(2, 3, 5, 8)], axes=axes)
+    assert "the number of heads or of their columns is not known" in _reason(program)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("decoder", "reason"),
     [

@@ -147,6 +147,8 @@ def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAx
     for call in calls:
         if any(len(_shape(call, name)) != 4 for name in ("query", "key", "value")):
             return MixingCall(call, "its operands are not [batch, heads, length, head]")
+        if not all(_shape(call, name)[axis].isdigit() for name in ("query", "key", "value") for axis in (1, 3)):
+            return MixingCall(call, "the number of heads or of their columns is not known")
     batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return MixingCall(calls[0], f"its length is {length}, not dynamic")

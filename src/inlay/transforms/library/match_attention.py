@@ -96,6 +96,7 @@ class MatchAttention(ProgramTransform):
             Case("three axes", lambda q, k: sdpa(q, k, k), (query[0], key[0])),
             Case("values of one head", lambda q, k: sdpa(q, k, k[:, :1]), (query, key)),
             Case("keys of one sequence", lambda q, k: sdpa(q, k[:1], k[:1]), (query, key)),
+            Case("any number of heads", lambda q, k: sdpa(q, k, k), (query, key), axes={"q": {1: "n"}, "k": {1: "n"}}),
             Case("no heads", lambda q, k: sdpa(q, k, k), (query[:, :0], key[:, :0])),
             Case("no columns", lambda q, k: sdpa(q, k, k), (query[..., :0], key[..., :0])),
             Case("dropout", lambda q, k: sdpa(q, k, k, dropout_p=0.5), (query, key)),
@@ -142,11 +143,13 @@ def _refusal(node: fx.Node) -> Refusal | None:
     key, value = given["key"].meta["val"], given["value"].meta["val"]
     if sizes(key)[:3] != sizes(value)[:3]:
         return Refusal(node, node, Reason.SHAPE, "key and value differ in batch, heads or length")
-    if not int(key.shape[1]):
+    if not all(type(size) is int for size in (query.shape[1], key.shape[1], query.shape[3])):
+        return Refusal(node, node, Reason.SHAPE, "the number of heads or of their columns is not known")
+    if not key.shape[1]:
         return Refusal(node, node, Reason.SHAPE, "there are no heads")
-    if not int(query.shape[3]):
+    if not query.shape[3]:
         return Refusal(node, node, Reason.SHAPE, "heads have no columns")
-    if sizes(query)[0] != sizes(key)[0] or int(query.shape[1]) % int(key.shape[1]):
+    if sizes(query)[0] != sizes(key)[0] or query.shape[1] % key.shape[1]:
         return Refusal(node, node, Reason.SHAPE, "the heads of the query are not groups of those of the key")
     if given["dropout_p"]:
         return Refusal(node, node, Reason.CONSTANT, "dropout is on")
@@ -163,7 +166,8 @@ def _arguments(node: fx.Node, masks: MaskAnalysis) -> dict[str, Any]:
     causal = bool(given["is_causal"] if node.target is _SDPA else given["causal"])
     window = given.get("window", 0)
     plain_key, plain_value = (_undo_head_repeat(each, node) for each in (key, value))
-    if _heads(plain_key) == _heads(plain_value) and _heads(query) % _heads(plain_key) == 0:
+    heads = [each.meta["val"].shape[1] for each in (query, plain_key, plain_value)]
+    if all(type(each) is int for each in heads) and heads[1] == heads[2] and heads[0] % heads[1] == 0:
         key, value = plain_key, plain_value
     slopes = given.get("slopes")
     if causal:
@@ -204,10 +208,6 @@ def _split_slopes(mask: fx.Node, attention: fx.Node, masks: MaskAnalysis) -> tup
     return None, mask
 
 
-def _heads(node: fx.Node) -> int:
-    return int(node.meta["val"].shape[1])
-
-
 def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
     """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
     steps: list[fx.Node] = []
@@ -223,6 +223,8 @@ def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
         return node
     source: Any = inner.args[0]
     batch, heads, times, *rest = sizes(expanded)
+    if not (heads.isdigit() and times.isdigit()):
+        return node
     repeated = [batch, str(int(heads) * int(times)), *rest]
     if sizes(source.meta["val"]) != [batch, heads, *rest] or sizes(node.meta["val"]) != repeated:
         return node

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from inlay.program.symbols import is_same_size
 from inlay.rewrite import Reason
 from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
@@ -80,7 +81,7 @@ class MatchLayerNorm(PatternTransform):
 
     def check(self, match: Match) -> None:
         x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
-        one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
+        one_row = weight.dim() == 1 and is_same_size(weight.shape[0], x.shape[-1])
         match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
         # torch's kernel multiplies before it subtracts the mean: a single large number overflows, where 0 is right.
         match.require(weight.shape[0] != 1, Reason.SHAPE, "rows have one column, which is its own mean", node)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import inlay.ops  # noqa: F401 - registers the operators
+from inlay.program.symbols import is_same_size
 from inlay.rewrite import Reason
 from inlay.transforms.base import Case, Numerics, PatternTransform, Stage, transform
 
@@ -107,7 +108,7 @@ class MatchRMSNorm(PatternTransform):
 
     def check(self, match: Match) -> None:
         x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
-        one_row = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
+        one_row = weight.dim() == 1 and is_same_size(weight.shape[0], x.shape[-1])
         match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
         match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
         narrow = x.dtype == torch.float64 and any(each.meta["val"].dtype is torch.float32 for each in match.nodes)
