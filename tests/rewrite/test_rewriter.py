@@ -361,3 +361,18 @@ def test_a_replacement_that_gives_another_number_of_values() -> None:
     (miss,) = outcome.misses
     assert (miss.kind, miss.text) == (Reason.REPLACEMENT, "it gives 2 values, and the pattern 1")
     assert program.op_counts() == {"aten.relu.default": 2, "aten.tanh.default": 1}
+
+
+class RowByRow(Turned):
+    name = "row_by_row"
+
+    def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.relu().tanh().contiguous()
+
+
+@pytest.mark.parametrize(("after", "sites"), [(lambda y: y, 0), (lambda y: y.sum(0), 1)], ids=["returned", "summed"])
+def test_a_layout_that_a_copy_does_not_bring_back(after: Any, sites: int) -> None:
+    """What is returned column by column stays so; where nobody sees it, the replacement may be row by row."""
+    _, outcome = _run(lambda x: after(x.t().relu().tanh()), torch.randn(5, 3), rule=RowByRow())
+    assert outcome.sites == sites
+    assert [miss.kind for miss in outcome.misses] == [Reason.REPLACEMENT] * (1 - sites)

@@ -126,6 +126,7 @@ MIXING: dict[str, tuple[str, Any]] = {
     "slice": (f"aten.slice.Tensor {_ALONG}", lambda h, w: torch.cat([h[:, 1:], h[:, :1]], 1)),
     "first": (_NO_AXIS, lambda h, w: h + h[:, 0].unsqueeze(1)),
     "index": (_NO_AXIS, lambda h, w: h + h[:, torch.tensor([0])]),
+    "rows of a table": (f"aten.index.Tensor {_ALONG}", lambda h, w: h + w[(h[..., 0] > 0).long()]),
     "index by positions": (f"aten.index.Tensor {_ALONG}", lambda h, w: h[:, _places(h).clamp(max=2)].squeeze(1)),
     "last": (_LAST, lambda h, w: h - h[:, -1:]),
     "last, expanded": (_LAST, lambda h, w: h[:, -1:].expand(-1, h.shape[1], -1)),
