@@ -122,6 +122,27 @@ class TwoProducts(PatternTransform):
         return torch.bmm(torch.stack([x, x]), torch.stack([v, w])).unbind()
 
 
+def test_a_result_that_is_computed_from_another() -> None:
+    class BothSteps(ReluTanh):
+        def pattern(self, x: torch.Tensor) -> Any:
+            first = x.relu()
+            return first.tanh(), first
+
+        def replacement(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+            first = x.clamp(min=0)
+            return first.tanh(), first
+
+    def both(x: torch.Tensor) -> Any:
+        first = x.relu()
+        return first.tanh(), first + 1
+
+    program, outcome = _run(both, torch.randn(4), rule=BothSteps())
+    assert outcome.sites == 1
+    x = torch.randn(4)
+    for one, two in zip(program.module()(x), both(x), strict=True):
+        assert torch.equal(one, two)
+
+
 def _reads_early(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:
     first = (x @ v).relu()
     return first, x @ w
