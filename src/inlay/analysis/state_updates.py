@@ -111,23 +111,26 @@ def _check_state(state: StateUpdate, base: fx.Node, value: Any) -> StateUpdate:
 
 def _exclude_partial_calls(states: list[StateUpdate]) -> list[StateUpdate]:
     """An operator that writes to several tensors goes in place for all of them or for none."""
-    while True:
-        writers: dict[fx.Node, list[StateUpdate]] = {}
-        for state in states:
-            for write in state.writes if state.is_eligible else ():
-                if is_auto_functionalized(write.call):
-                    writers.setdefault(write.call, []).append(state)
-        alone = {
-            state.binding.name: f"together: {target_text(call.args[0])} also writes to something that is not state"
-            for call, group in writers.items()
-            if (wrapped := parse_auto_functionalized(call)) is None or len(group) < len(wrapped.bases)
-            for state in group
-        }
-        if not alone:
-            return states
+    while alone := _find_partial_calls(states):
         states = [
             replace(each, reason=alone[each.binding.name]) if each.binding.name in alone else each for each in states
         ]
+    return states
+
+
+def _find_partial_calls(states: list[StateUpdate]) -> dict[str, str]:
+    """Eligible states that an operator writes to beside something else: binding → reason."""
+    writers: dict[fx.Node, list[StateUpdate]] = {}
+    for state in states:
+        for write in state.writes if state.is_eligible else ():
+            if is_auto_functionalized(write.call):
+                writers.setdefault(write.call, []).append(state)
+    return {
+        state.binding.name: f"together: {target_text(call.args[0])} also writes to something that is not state"
+        for call, group in writers.items()
+        if (wrapped := parse_auto_functionalized(call)) is None or len(group) < len(wrapped.bases)
+        for state in group
+    }
 
 
 class _UpdateChain:
