@@ -122,6 +122,25 @@ class TwoProducts(PatternTransform):
         return torch.bmm(torch.stack([x, x]), torch.stack([v, w])).unbind()
 
 
+def test_one_call_where_the_pattern_has_two() -> None:
+    class Gates(PatternTransform):
+        name = "gates"
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
+
+        def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.relu() * y.relu()
+
+        def replacement(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.clamp(min=0) * y.clamp(min=0)
+
+    program, outcome = _run(lambda x: (lambda y: y * y)(x.relu()), torch.randn(4), rule=Gates())
+    assert not outcome.sites
+    assert [miss.text for miss in outcome.misses] == ["relu stands for two nodes of the pattern"]
+    assert program.op_counts() == {"aten.relu.default": 1, "aten.mul.Tensor": 1}
+
+
 def test_a_result_that_is_computed_from_another() -> None:
     class BothSteps(ReluTanh):
         def pattern(self, x: torch.Tensor) -> Any:

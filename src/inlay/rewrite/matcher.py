@@ -78,7 +78,7 @@ class Matcher:
     def _match_variable(self, pattern: PatternVariable, value: Any, found: PatternMatch) -> Iterator[PatternMatch]:
         if pattern.name in found.values:
             known = found.values[pattern.name]
-            if known is value or (not isinstance(value, fx.Node) and is_same_constant(known, value)):
+            if known is value or is_same_constant(known, value):
                 yield found
             else:
                 self._record_mismatch(
@@ -175,8 +175,6 @@ def _has_unit_alpha(values: dict[str, Any]) -> bool:
 
 def is_same_constant(one: Any, two: Any) -> bool:
     """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not."""
-    if isinstance(one, fx.Node) or isinstance(two, fx.Node):
-        return False
     if isinstance(one, bool) or isinstance(two, bool):
         return one is two
     if isinstance(one, (int, float)) and isinstance(two, (int, float)):
