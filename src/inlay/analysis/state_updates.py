@@ -191,8 +191,6 @@ class _UpdateChain:
 
     def _is_current(self, value: Any, place: StorageSlice) -> bool:
         """Whether a value is what the place holds now: the state itself, or the same part of a value that is."""
-        if not isinstance(value, fx.Node):
-            return False
         if not place.views:
             return self.whole.get(value) == len(self.writes)
         return place.views[-1].matches(value) and self._is_current(value.args[0], StorageSlice(place.views[:-1]))
@@ -311,10 +309,12 @@ def _check_readers(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
     for node, version in shared.items():
         limit = order[chain.writes[version].call] if version < len(chain.writes) else len(order)
         for user in node.users:
-            if user in own or (user.op == "call_function" and is_view(user)):
+            if user in own:
                 continue
             if is_mutation(user):
                 raise IneligibleState(f"written by another: {user} writes to {node}")
+            if user.op == "call_function" and is_view(user):
+                continue
             if user.op == "output" and limit < len(order):
                 raise IneligibleState(f"returned: {node} is returned as it was before the write")
             if order[user] >= limit:

@@ -170,7 +170,7 @@ def _functional_model(seed: int) -> Any:
             is_slice = rng.random() < 0.3
             part = states[which].narrow(axis, at, 1) if is_slice else states[which].select(axis, at)
             known = [value for value in made if value.shape == part.shape]
-            new = [part + x[0], part * x[1:5], part.relu(), x[: part.numel()].view(part.shape) + 1]
+            new = [part + x[0], part * x[1:5], part.softmax(0), x[: part.numel()].view(part.shape) + 1]
             value = rng.choice(known if known and rng.random() < 0.5 else new)
             made.append(value)
             states[which] = (

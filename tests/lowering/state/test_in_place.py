@@ -107,6 +107,85 @@ def test_several_writes_in_order() -> None:
     assert torch.equal(one, two)
 
 
+# ---- functional updates that are refused or put at the end
+
+
+@torch.library.custom_op("inlay_test::double", mutates_args={"x"})
+def _double(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def _overlapping(state: torch.Tensor, x: torch.Tensor) -> Any:
+    return torch.select_scatter(state, torch.ops.aten.copy(state[0], state[1]), 0, 0)
+
+
+def _of_another_dtype(state: torch.Tensor, x: torch.Tensor) -> Any:
+    part = state[0] + x.double()
+    return torch.select_scatter(state, part, 0, 0), part * 2
+
+
+def _returned(state: torch.Tensor, x: torch.Tensor) -> Any:
+    return torch.select_scatter(state, x, 0, 0), state
+
+
+def _doubled_part(state: torch.Tensor, x: torch.Tensor) -> Any:
+    part = state[0] * x
+    _double(part)
+    return torch.select_scatter(state, part, 0, 0)
+
+
+def _doubled_elsewhere(state: torch.Tensor, x: torch.Tensor) -> Any:
+    other = x + torch.zeros(2, 3)
+    _double(other)
+    return other
+
+
+def _of_another_shape(state: torch.Tensor, x: torch.Tensor) -> Any:
+    """Between the views there and back the values are in another shape than the state is seen in."""
+    return state.view(3, 2).sum(1).repeat(2).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_overlapping, "overlap: copy_ reads select_1, which lies in the storage it writes to"),
+        (_of_another_dtype, "dtype: add is torch.float64, the state is torch.float32"),
+        (_returned, "returned: values_0 is returned as it was before the write"),
+        (_doubled_part, "part: inlay_test.double.default is given a part of the state"),
+        (_doubled_elsewhere, ""),
+        (_of_another_shape, ""),
+    ],
+)
+def test_functional_updates(function: Any, reason: str) -> None:
+    program = declare_aliases(program_of(function, [torch.ones(2, 3), torch.ones(3)]), {0: 0})
+    (found,) = find_state_updates(program)
+    assert found.reason == reason
+    state, x = torch.randn(2, 3), torch.randn(3)
+    expected = function(state.clone(), x)
+    actual = compile_program(program, "eager")(state, x)
+    for one, two in zip(*((each if isinstance(each, tuple) else (each,)) for each in (expected, actual)), strict=True):
+        torch.testing.assert_close(two, one)
+    torch.testing.assert_close(state, expected[0] if isinstance(expected, tuple) else expected)
+
+
+def test_how_much_a_custom_operator_writes_is_not_known() -> None:
+    program = program_of(lambda state: (_double(state), state.sum())[1], [torch.ones(4)])
+    (state,) = find_state_updates(program)
+    assert (state.reason, [(write.form, write.size) for write in state.writes]) == ("", [("double", None)])
+
+
+def test_what_writes_to_the_state_itself_is_a_reason() -> None:
+    """Built by hand: a captured program has no such call."""
+    program = program_of(lambda state, x: (state.add_(x), None)[1], [torch.ones(4), torch.ones(4)])
+    graph = program.graph
+    base, add = (next(node for node in graph.nodes if node.name == name) for name in ("values_0", "add"))
+    with graph.inserting_before(add):
+        call = graph.call_function(torch.ops.aten.neg_.default, (base,))
+        call.meta["val"] = base.meta["val"]
+    (state,) = find_state_updates(program)
+    assert state.reason == "written by another: neg__default writes to values_0"
+
+
 # ---- declared aliases
 
 

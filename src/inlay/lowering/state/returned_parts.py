@@ -41,7 +41,9 @@ def _copy(rewriter: Rewriter, value: fx.Node) -> fx.Node:
 
 
 def view_root(value: Any) -> Any:
-    """What a value is a view of."""
+    """What a value is a view of; for what a wrapped operator gives, the wrapper."""
     while isinstance(value, fx.Node) and value.op == "call_function" and is_view(value):
+        if not isinstance(value.args[0], fx.Node):
+            break
         value = value.args[0]
     return value
