@@ -313,8 +313,6 @@ def _check_readers(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
                 continue
             if is_mutation(user):
                 raise IneligibleState(f"written by another: {user} writes to {node}")
-            if user.op == "call_function" and is_view(user):
-                continue
             if user.op == "output" and limit < len(order):
                 raise IneligibleState(f"returned: {node} is returned as it was before the write")
             if order[user] >= limit:
