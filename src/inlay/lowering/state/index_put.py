@@ -307,10 +307,8 @@ def _rewrite(rewriter: Rewriter, state: StateUpdate) -> fx.Node | None:
     rewriter.commit()
     try:
         now = _put_writes(rewriter, state)
-        versions = _find_versions(rewriter, state, now)
-        rewriter.replace_all(
-            versions, keep={*now, now[0].graph.output_node()}
-        )  # a put may read what the state then holds
+        keep = {*now, now[0].graph.output_node()}  # a put may read what the state then holds
+        rewriter.replace_all(_find_versions(rewriter, state, now), keep)
     except (LookupError, ProgramError, Refused):  # a size that has no name here, or that depends on data
         rewriter.rollback()
         return None
@@ -322,7 +320,7 @@ def _put_writes(rewriter: Rewriter, state: StateUpdate) -> list[fx.Node]:
     now = [next(node for node in rewriter.program.graph.nodes if node.name == state.binding.name)]
     for write in state.writes:
         if is_auto_functionalized(write.call):
-            raise LookupError(f"{write.call} writes itself")
+            raise LookupError(f"{write.call} is an operator that writes to it itself")
         args = fx.map_arg(write.args, rewriter.current)  # values of states before, which it may read
         place = max(write.node, now[-1], *(each for each in tree_leaves(args) if isinstance(each, fx.Node))).next
         with rewriter.inserting_before(place, write.node):
