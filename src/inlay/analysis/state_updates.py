@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.analysis.auto_functionalized import is_auto_functionalized, mutated_base, parse_auto_functionalized
 from inlay.analysis.storage_slices import SCATTERS, StorageSlice, in_place_variant
-from inlay.program.graphs import is_mutation, is_view, target_text
+from inlay.program.graphs import has_strided_reader, is_mutation, is_view, target_text
 from inlay.program.symbols import symbolic_sizes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class StateWrite:
     """One write to a state: which value it makes, at which call, where to, by which operator."""
 
     node: fx.Node
-    """The functional value that is then the state, or the part of it at `place`."""
+    """The functional value that is then the state, or the part of it at `storage_slice`."""
     call: fx.Node
     """The call that writes: `node` itself, or the wrapped operator that it is a result of."""
     storage_slice: StorageSlice
@@ -103,6 +103,7 @@ def _check_state(state: StateUpdate, base: fx.Node, value: Any) -> StateUpdate:
         shared = find_aliases(chain.versions)
         _check_operands(chain, shared)
         _check_readers(chain, shared)
+        _check_layouts(chain)
     except IneligibleState as refusal:
         return replace(state, writes=tuple(chain.writes), reason=str(refusal))
     versions = {node: (chain.slices[node], count) for node, count in chain.versions.items()}
@@ -146,10 +147,10 @@ class _UpdateChain:
         self.writes: list[StateWrite] = []
 
     def follow(self, value: fx.Node, place: StorageSlice) -> Iterator[StateWrite]:
-        """The writes that turn what `storage_slice` held into `value`."""
+        """The writes that turn what `place` held into `value`."""
         if self._is_current(value, place):
             self._note(value, place)
-        elif value.target in SCATTERS:
+        elif value.target in SCATTERS and self._lies_alike(value, place):
             whole, part, *where = value.args
             yield from self.follow(whole, place)  # type: ignore[arg-type]
             yield from self.follow(part, place.extend(SCATTERS[value.target], tuple(where)))  # type: ignore[arg-type]
@@ -210,6 +211,21 @@ class _UpdateChain:
                 return False
         return False
 
+    def held(self, place: StorageSlice) -> torch.Tensor:
+        """A part of the state as it lies in memory."""
+        value: torch.Tensor = self.base.meta["val"]
+        with symbolic_sizes():
+            for view in place.views:
+                value = view.target(value, *fx.map_arg(view.args, lambda each: each.meta["val"]))
+        return value
+
+    def _lies_alike(self, scatter: fx.Node, place: StorageSlice) -> bool:
+        """Whether what a scatter takes apart lies in memory as the state does, where it says which elements by that."""
+        whole: Any = scatter.args[0]
+        return scatter.target is not aten.as_strided_scatter.default or (
+            _layout(whole.meta["val"]) == _layout(self.held(place))
+        )
+
     def _find_inverse_view(self, back: fx.Node, place: StorageSlice) -> fx.Node | None:
         """`back` looks at an updated value differently; the call that looked at the state that way before it."""
         if back.op != "call_function" or not is_view(back) or back.target is operator.getitem:
@@ -221,7 +237,7 @@ class _UpdateChain:
             at = at.args[0]
         if not isinstance(at, fx.Node) or not is_view(at) or not self._is_current(at.args[0], place):
             return None
-        return at if _is_round_trip(at, back) else None
+        return at if _is_round_trip(at, back, self.held(place)) else None
 
     def _follow_auto_functionalized(self, value: fx.Node, place: StorageSlice) -> Iterator[StateWrite]:
         call: Any = value.args[0]
@@ -235,11 +251,13 @@ class _UpdateChain:
         yield self._write(value, place, call.args[0], (), {})
 
 
-def _is_round_trip(there: fx.Node, back: fx.Node) -> bool:
-    """Whether looking at a value one way and then the other gives the value itself."""
-    whole = there.args[0].meta["val"]  # type: ignore[union-attr]
-    with symbolic_sizes():
-        seen = _apply_view(back, _apply_view(there, whole))
+def _is_round_trip(there: fx.Node, back: fx.Node, whole: torch.Tensor) -> bool:
+    """Whether looking at a part of the state one way and then the other gives the part itself."""
+    try:
+        with symbolic_sizes():
+            seen = _apply_view(back, _apply_view(there, whole))
+    except (RuntimeError, ValueError):  # the value lies in memory in another way than the state, which has no such view
+        return False
     return _layout(seen) == _layout(whole)
 
 
@@ -284,6 +302,15 @@ def _check_operands(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in shared:
                 raise IneligibleState(f"overlap: {write.form} reads {operand}, which lies in the storage it writes to")
+
+
+def _check_layouts(chain: _UpdateChain) -> None:
+    """Who reads a value by where its elements lie in memory must find them there."""
+    for node in chain.versions:
+        if has_strided_reader(node) and _layout(node.meta["val"]) != _layout(chain.held(chain.slices[node])):
+            raise IneligibleState(
+                f"layout: {node} is read with as_strided, and lies in memory otherwise than the state"
+            )
 
 
 def find_aliases(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

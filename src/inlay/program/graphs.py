@@ -192,6 +192,21 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def has_strided_reader(value: fx.Node) -> bool:
+    """Whether `as_strided` reads a value, or something that is computed from it and may lie in memory as it does."""
+    find = value.graph.find_nodes
+    last = max((node for target in AS_STRIDED_OPS for node in find(op="call_function", target=target)), default=value)
+    seen, todo = {value}, [value]
+    while todo:
+        node = todo.pop()
+        if node.target in AS_STRIDED_OPS and node is not value:
+            return True
+        users = [user for user in node.users if user not in seen and user <= last]
+        todo += users
+        seen.update(users)
+    return False
+
+
 def view_base(node: fx.Node) -> fx.Node:
     """The node whose storage a value lives in: what a view is a view of.
 

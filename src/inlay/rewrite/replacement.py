@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.graphs import AS_STRIDED_OPS, is_returned, subgraphs
+from inlay.program.graphs import has_strided_reader, is_returned, subgraphs
 from inlay.program.symbols import symbolic_sizes
 from inlay.program.tracer import trace_function
 from inlay.program.type_checks import type_mismatch
@@ -78,7 +78,7 @@ class ReplacementCache:
     def _is_layout_observable(self, value: fx.Node) -> bool:
         """Whether strides matter elsewhere: the value is returned, a nested graph may read what is computed from it, or
         a view says where in memory each of its elements lies."""
-        return is_returned(value) or self._has_subgraphs or _has_strided_reader(value)
+        return is_returned(value) or self._has_subgraphs or has_strided_reader(value)
 
 
 def arguments(match: Match, names: Iterable[str]) -> dict[str, Any]:
@@ -104,21 +104,6 @@ def _key(value: Any) -> Any:
 
 def _results(trace: fx.Graph) -> list[Any]:
     return tree_leaves(trace.output_node().args[0])
-
-
-def _has_strided_reader(value: fx.Node) -> bool:
-    """Whether `as_strided` reads a value, or something that is computed from it and may lie in memory as it does."""
-    find = value.graph.find_nodes
-    last = max((node for target in AS_STRIDED_OPS for node in find(op="call_function", target=target)), default=value)
-    seen, todo = {value}, [value]
-    while todo:
-        node = todo.pop()
-        if node.target in AS_STRIDED_OPS and node is not value:
-            return True
-        users = [user for user in node.users if user not in seen and user <= last]
-        todo += users
-        seen.update(users)
-    return False
 
 
 def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:

@@ -247,7 +247,7 @@ class Rewriter:
             returned = {node: node.meta["val"] for node in graph.output_node().all_input_nodes} | {
                 node: value for node, value in relaid.items() if graph.output_node() in node.users
             }
-            self._propagate_layouts(graph, set(relaid))
+            self._propagate_layouts(graph, dict(relaid))
             for node, value in returned.items():
                 now = node.meta["val"]
                 mismatch = type_mismatch(now, value, self.types)
@@ -256,23 +256,36 @@ class Rewriter:
         self._relaid = {}
         return self.program
 
-    def _propagate_layouts(self, graph: fx.Graph, changed: set[fx.Node]) -> None:
-        """Compute the types of what reads them; a view that a new layout does not allow gets a contiguous copy."""
+    def _propagate_layouts(self, graph: fx.Graph, before: dict[fx.Node, Any]) -> None:
+        """Compute the types of what reads values that lay in memory as in `before`.
+
+        A view that a new layout does not allow reads a contiguous copy. So does an operator that is not torch's or
+        Inlay's, where the copy lies as the value did: it may look at the memory itself.
+        """
         for node in graph.nodes:
-            moved = changed.intersection(node.all_input_nodes)
+            moved = [each for each in node.all_input_nodes if each in before]
             if not moved or node.op != "call_function":
                 continue
+            if getattr(node.target, "namespace", "aten") not in ("aten", "prims", "inlay"):
+                for each in moved:
+                    value, was = each.meta["val"], before[each]
+                    if isinstance(was, torch.Tensor) and is_same_when_contiguous(self.types, value, was):
+                        self._read_copy(node, each)
+            earlier = node.meta["val"]
             try:
                 is_changed = self.retype(node)
             except ProgramError:
                 for each in moved:
-                    with self.inserting_before(node, each):
-                        kind = {"memory_format": torch.contiguous_format}
-                        whole = self.call(torch.ops.aten.clone.default, (each,), kind)
-                    self.replace_operand(node, each, whole)
+                    self._read_copy(node, each)
                 is_changed = self.retype(node)
             if is_changed:
-                changed.add(node)
+                before[node] = earlier
+
+    def _read_copy(self, node: fx.Node, operand: fx.Node) -> None:
+        """A node reads a contiguous copy of an operand."""
+        with self.inserting_before(node, operand):
+            copy = self.call(torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
+        self.replace_operand(node, operand, copy)
 
 
 def has_same_shape(one: Any, two: Any) -> bool:

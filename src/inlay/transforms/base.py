@@ -158,7 +158,8 @@ class ProgramTransform(Transform):
     def apply(self, program: Program) -> TransformResult:
         known = fixed_symbols(program.graph)
         applied = self._rewrite_all(program)
-        fixed = {name: value for name, value in fixed_symbols(program.graph).items() if name not in known}
+        now = fixed_symbols(program.graph)
+        fixed = {name: value for name, value in now.items() if name in program.symbols or known.get(name) != value}
         if fixed:
             names = [
                 f"{program.symbols[name].name if name in program.symbols else name} is {value}"

@@ -197,6 +197,7 @@ def _check_functional(seed: int) -> bool:
         for number in range(2):
             expected, actual = model(*expected[:2], x + number), compiled(*states, x + number)
             torch.testing.assert_close(states, list(expected[:2]))
+            assert [one is two for one, two in zip(actual, states, strict=False)] == [True, True]
             returned.append((actual[2:], expected[2:]))
         for left, right in returned:
             torch.testing.assert_close(left, right)

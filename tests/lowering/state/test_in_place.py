@@ -14,6 +14,7 @@ from inlay.lowering.compiled_program import compile_program
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
 from inlay.lowering.state.declared_aliases import declare_aliases
 from inlay.lowering.state.in_place_writes import write_in_place
+from inlay.lowering.state.index_put import canonicalize_updates
 from inlay.program.text.parser import parse
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
@@ -145,9 +146,38 @@ def _of_another_shape(state: torch.Tensor, x: torch.Tensor) -> Any:
     return state.view(3, 2).sum(1).repeat(2).view(2, 3)
 
 
+@torch.library.custom_op("inlay_test::flat", mutates_args=())
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1) * 2
+
+
+@_flat.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.numel())
+
+
+def _read_by_an_operator(state: torch.Tensor, x: torch.Tensor) -> Any:
+    """It takes its operand to be contiguous."""
+    part = state[:, :2] + x[0]
+    return torch.slice_scatter(state, part, 1, 0, 2), _flat(part)
+
+
+def _read_by_place(state: torch.Tensor, x: torch.Tensor) -> Any:
+    part = state[:, 0] + x[:2]
+    return torch.select_scatter(state, part, 1, 0), torch.as_strided(part, [1], [1], 1) * 2
+
+
+def _put_by_place(state: torch.Tensor, x: torch.Tensor) -> Any:
+    new = (x[:2, None] * torch.ones(2, 3)).t().contiguous().t()
+    return torch.as_strided_scatter(new, x, [3], [1])
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (_read_by_an_operator, ""),
+        (_read_by_place, "layout: add is read with as_strided, and lies in memory otherwise than the state"),
+        (_put_by_place, ""),
         (_overlapping, "overlap: copy_ reads select_1, which lies in the storage it writes to"),
         (_of_another_dtype, "dtype: add is torch.float64, the state is torch.float32"),
         (_returned, "returned: values_0 is returned as it was before the write"),
@@ -166,6 +196,56 @@ def test_functional_updates(function: Any, reason: str) -> None:
     for one, two in zip(*((each if isinstance(each, tuple) else (each,)) for each in (expected, actual)), strict=True):
         torch.testing.assert_close(two, one)
     torch.testing.assert_close(state, expected[0] if isinstance(expected, tuple) else expected)
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["row by row", "column by column"])
+def test_views_of_a_value_that_lies_otherwise_than_the_state(is_turned: bool) -> None:
+    def function(state: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        new = x * 2
+        part = new[0:2].view(-1).index_copy(0, at, x[0, :1]).view(2, 3)
+        return torch.slice_scatter(new, part, 0, 0, 2)
+
+    state, x, at = torch.randn(3, 3), torch.randn(3, 3), torch.tensor([4])
+    state = state.t() if is_turned else state
+    program = declare_aliases(program_of(function, [state, x, at]), {0: 0})
+    for each in (program, canonicalize_updates(program)[0]):
+        compile_program(each, "eager")(state, x, at)
+        assert torch.equal(state, function(state, x, at))
+
+
+def _through_a_view(state: torch.Tensor, x: torch.Tensor) -> Any:
+    state.view(-1).add_(1)
+    return state
+
+
+def _through_a_transposed_view(state: torch.Tensor, x: torch.Tensor) -> Any:
+    state.transpose(0, 1).index_copy_(1, torch.arange(1, 2), x[:, None])
+    return state
+
+
+@pytest.mark.parametrize("function", [_through_a_view, _through_a_transposed_view])
+def test_a_state_that_is_returned_is_no_copy(function: Any) -> None:
+    program = program_of(function, [torch.ones(2, 3), torch.ones(3)])
+    for each in (program, canonicalize_updates(program)[0]):
+        made = write_in_place(each)
+        assert all(state.is_eligible for state in made.states)
+        assert made.program.op_counts()["aten.clone.default"] == 0
+        state, x = torch.randn(2, 3), torch.randn(3)
+        actual = compile_program(each, "eager")(state, x)
+        assert actual.data_ptr() == state.data_ptr()
+
+
+def test_a_part_that_is_declared_to_be_another_state() -> None:
+    def function(one: torch.Tensor, two: torch.Tensor) -> Any:
+        part = one[0] + 1
+        return torch.select_scatter(one, part, 0, 0), part
+
+    one, two = torch.randn(2, 3), torch.randn(3)
+    expected = function(one, two)
+    program = declare_aliases(program_of(function, [one, two]), {0: 0, 1: 1})
+    actual = compile_program(program, "eager")(one, two)
+    assert (actual[0] is one, actual[1] is two) == (True, True)
+    torch.testing.assert_close([one, two], list(expected))
 
 
 def test_how_much_a_custom_operator_writes_is_not_known() -> None:

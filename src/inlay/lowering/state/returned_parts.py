@@ -8,10 +8,14 @@ import torch
 from torch import fx
 
 from inlay.analysis.state_updates import find_state_updates
+from inlay.lowering.state.declared_aliases import DECLARED
 from inlay.program.graphs import is_view
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from inlay.analysis.state_updates import StateUpdate
+    from inlay.analysis.storage_slices import StorageSlice
     from inlay.rewrite.rewriter import Rewriter
 
 
@@ -23,27 +27,26 @@ def copy_returned_parts(rewriter: Rewriter) -> list[StateUpdate]:
     """
     graph = rewriter.program.graph
     states = find_state_updates(rewriter.program)
-    parts = {node for state in states for node, (place, _) in state.versions.items() if place.views}
-    own = {state.output_index for state in states}
+    places = {node: place for state in states for node, (place, _) in state.versions.items()}
     values: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    returned = [index for index, value in enumerate(values) if index not in own and view_root(value) in parts]
+    own = {state.output_index for state in states}
+    declared = {values[state.output_index] for state in states if state.output.alias.kind == DECLARED}  # type: ignore[union-attr]
+    returned = [
+        index
+        for index, value in enumerate(values)
+        if index not in own and value not in declared and _is_part(value, places)
+    ]
     if not returned:
         return states
     for index in returned:
-        values[index] = _copy(rewriter, values[index])
+        with rewriter.inserting_before(values[index].next, values[index]):
+            values[index] = rewriter.call(torch.ops.aten.clone.default, (values[index],))
     rewriter.set_outputs(graph, values)
     return find_state_updates(rewriter.program)
 
 
-def _copy(rewriter: Rewriter, value: fx.Node) -> fx.Node:
-    with rewriter.inserting_before(value.next, value):
-        return rewriter.call(torch.ops.aten.clone.default, (value,))
-
-
-def view_root(value: Any) -> Any:
-    """What a value is a view of; for what a wrapped operator gives, the wrapper."""
-    while isinstance(value, fx.Node) and value.op == "call_function" and is_view(value):
-        if not isinstance(value.args[0], fx.Node):
-            break
+def _is_part(value: Any, places: Mapping[fx.Node, StorageSlice]) -> bool:
+    """Whether a value is a part of a state, or a view of one; the whole of a state may be a view of a part of it."""
+    while isinstance(value, fx.Node) and value not in places and value.op == "call_function" and is_view(value):
         value = value.args[0]
-    return value
+    return value in places and bool(places[value].views)

@@ -18,7 +18,6 @@ from inlay.analysis.auto_functionalized import is_auto_functionalized
 from inlay.analysis.state_updates import StateUpdate, find_aliases, find_state_updates
 from inlay.analysis.storage_slices import SCATTERS
 from inlay.lowering.state.index_put import canonicalize_updates
-from inlay.lowering.state.returned_parts import view_root
 from inlay.program.graphs import is_view, operands, target_text
 from inlay.program.symbols import is_statically_true
 
@@ -71,10 +70,17 @@ def _partial_view_reason(state: StateUpdate) -> str:
     """Why more of a state is written than the model writes, if it is: rows of a part that is seen in two ways."""
     for write in state.writes if state.is_eligible else ():
         if write.target is aten.copy_.default and write.args[0] is write.node:
-            root = view_root(write.node)
+            root = _view_root(write.node)
             if root.target in SCATTERS or target_text(root.target).startswith(_ROWS):
                 return f"views: {root} writes to a part that is not followed back to the state, and all of it is copied"
     return ""
+
+
+def _view_root(value: fx.Node) -> fx.Node:
+    """What a value is a view of; for what a wrapped operator gives, its wrapper."""
+    while value.op == "call_function" and is_view(value) and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
 
 
 def _full_value_text(value: fx.Node) -> str:
@@ -100,7 +106,7 @@ def _whole(state: StateUpdate) -> torch.Tensor:
 
 def _is_new(value: fx.Node, state: StateUpdate) -> bool:
     """Whether a value, or what it is a view of, was computed and is as large as the state."""
-    root = view_root(value)
+    root = _view_root(value)
     return root.op == "call_function" and not _is_smaller(root, state)
 
 
