@@ -314,13 +314,18 @@ def _check_layouts(chain: _UpdateChain) -> None:
 
 
 def find_aliases(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Nodes that share the storage of known ones: views of them, with the number of writes they come after."""
+    """Nodes that share the storage of known ones: views of them, with the number of writes they come after.
+
+    What a wrapped operator gives is new.
+    """
     shared = dict(known)
     todo = list(shared)
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user.op == "call_function" and user not in shared and is_view(user):
+            if user.op != "call_function" or user in shared or is_auto_functionalized(user):
+                continue
+            if is_view(user):
                 shared[user] = shared[node]
                 todo.append(user)
     return shared

@@ -174,7 +174,7 @@ def _has_unit_alpha(values: dict[str, Any]) -> bool:
 
 
 def is_same_constant(one: Any, two: Any) -> bool:
-    """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not."""
+    """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not. A node is the same as itself."""
     if isinstance(one, bool) or isinstance(two, bool):
         return one is two
     if isinstance(one, (int, float)) and isinstance(two, (int, float)):

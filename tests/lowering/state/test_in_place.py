@@ -146,6 +146,34 @@ def _of_another_shape(state: torch.Tensor, x: torch.Tensor) -> Any:
     return state.view(3, 2).sum(1).repeat(2).view(2, 3)
 
 
+@torch.library.custom_op("inlay_test::double_both", mutates_args={"x", "y"})
+def _double_both(x: torch.Tensor, y: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    x.mul_(by)
+    y.mul_(by)
+    return by + 1
+
+
+@_double_both.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(by)
+
+
+@pytest.mark.parametrize("is_state", [True, False], ids=["two states", "a state and another"])
+def test_an_operator_that_writes_to_two_tensors(is_state: bool) -> None:
+    def function(one: torch.Tensor, two: torch.Tensor, by: torch.Tensor) -> Any:
+        other = two if is_state else two + 1
+        given = _double_both(one, other, by)
+        return given * 2, one.sum(), other.sum()
+
+    tensors = [torch.randn(4), torch.randn(4), torch.randn(1)]
+    program = program_of(function, tensors)
+    together = "together: inlay_test.double_both.default also writes to something that is not state"
+    assert [state.reason for state in find_state_updates(program)] == (["", ""] if is_state else [together])
+    one, two = ([each.clone() for each in tensors] for _ in range(2))
+    torch.testing.assert_close(compile_program(program, "eager")(*one), function(*two))
+    torch.testing.assert_close(one, two)
+
+
 @torch.library.custom_op("inlay_test::flat", mutates_args=())
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1) * 2

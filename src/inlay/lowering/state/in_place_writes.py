@@ -21,6 +21,7 @@ from inlay.rewrite.rewriter import Rewriter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from inlay.analysis.state_updates import StateWrite
     from inlay.analysis.storage_slices import StorageSlice
     from inlay.program.bindings import Binding
     from inlay.program.program import Program
@@ -82,12 +83,17 @@ def _insert_writes(rewriter: Rewriter, states: list[StateUpdate], bases: dict[st
     """
     writes = [(bases[state.binding.name], write) for state in states for write in state.writes]
     last: dict[fx.Node, fx.Node] = {}
-    for base, write in sorted(writes, key=lambda each: each[1].node in each[1].args):
+    for base, write in sorted(writes, key=lambda each: _puts_own_value(each[1])):
         if is_auto_functionalized(write.call):
             continue
         with rewriter.inserting_before(last.get(write.node, write.node).next, write.node):
             part = _insert_views(rewriter, base, write.storage_slice)
             last[write.node] = rewriter.call(write.target, (part, *write.args), write.kwargs)
+
+
+def _puts_own_value(write: StateWrite) -> bool:
+    """Whether a write puts the value there that is then the state, instead of computing it there."""
+    return write.node in write.args
 
 
 def _replace_versions(rewriter: Rewriter, state: StateUpdate, base: fx.Node) -> None:

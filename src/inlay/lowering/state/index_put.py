@@ -309,7 +309,7 @@ def _rewrite(rewriter: Rewriter, state: StateUpdate) -> fx.Node | None:
         now = _put_writes(rewriter, state)
         keep = {*now, now[0].graph.output_node()}  # a put may read what the state then holds
         rewriter.replace_all(_find_versions(rewriter, state, now), keep)
-    except (LookupError, ProgramError, Refused):  # a size that has no name here, or that depends on data
+    except (LookupError, RuntimeError, ProgramError, Refused):  # a size that has no name here, or that depends on data
         rewriter.rollback()
         return None
     return now[-1]
