@@ -255,7 +255,8 @@ def _check_backend(backend: str, seeds: Sequence[int]) -> int:
     def model(x: torch.Tensor, at: torch.Tensor, *caches: torch.Tensor) -> Any:
         return tuple(value for each, cache in zip(models, caches, strict=True) for value in each(cache, x, at))
 
-    held, x, at = _caches(len(seeds)), torch.randn(20_000), torch.tensor([3, 1])
+    held, at = _caches(len(seeds)), torch.tensor([3, 1])
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(len(seeds)))
     held.fill(0)
     program = program_of(model, [x, at, *(cache.clone() for cache in held.caches)])
     compiled = compile_program(program, backend)
