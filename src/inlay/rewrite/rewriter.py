@@ -282,8 +282,10 @@ class Rewriter:
                 before[node] = earlier
 
     def _read_copy(self, node: fx.Node, operand: fx.Node) -> None:
-        """A node reads a contiguous copy of an operand, made before the node: behind the operand, which may be a part of
-        a state, it could be made before that is written."""
+        """A node reads a contiguous copy of an operand, which is made right before the node.
+
+        An operand may be a part of a state: right behind it, the copy could be made before that part is written.
+        """
         with self.inserting_before(node, operand):
             copy = self.call(torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
         self.replace_operand(node, operand, copy)
