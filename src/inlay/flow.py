@@ -68,7 +68,7 @@ class BuildOptions:
     """What a build may be asked for."""
 
     max_length: int = 2048
-    max_batch: int = 1
+    max_batch: int = 8
     buckets: tuple[str, ...] | None = None
     """Sizes to compile for separately, beside all of them; by default single tokens, for a decoder."""
     weights: str = ""

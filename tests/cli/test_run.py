@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import inlay
+from inlay.cli import run as run_module
 from inlay.cli.run import run
 from inlay.runtime import LanguageModel, Sampling
 from tests.text_models import EagerStepper, byte_tokenizer, small_model, text_of
@@ -35,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(autouse=True)
 def _loaded(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inlay, "load", lambda path: model, raising=False)
+    monkeypatch.setattr(run_module, "ensure_package", lambda target, *options: target)
 
 
 def _run(*arguments: str, code: int = 0) -> Result:
@@ -82,7 +84,7 @@ def test_raw_and_system(model: LanguageModel) -> None:
     [
         (["--top-p", "0.9"], "Add --temperature 0.7"),
         (["--seed", "1"], "Add --temperature 0.7"),
-        (["--raw", "--system", "x"], "Leave one of them out"),
+        (["--raw", "--system", "x"], "Remove one of them"),
         (["--temperature", "-1"], "temperature is -1.0, but must be 0 or"),
         (["--max-tokens", "0"], "at least one token"),
         (["--stop", ""], "none of them empty"),
@@ -100,5 +102,5 @@ def test_help_has_an_example() -> None:
 def test_a_folder_that_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     result = CliRunner().invoke(app, [str(tmp_path), "fox"], env={"COLUMNS": "200"})
-    assert result.exit_code == 8
-    assert "is not an Inlay package" in result.stderr
+    assert result.exit_code == 3
+    assert "is neither a package nor a model" in result.stderr

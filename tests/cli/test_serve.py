@@ -39,11 +39,11 @@ def _refused(*arguments: str, **env: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("nowhere", "--port", "0"), 8, "nowhere is not an Inlay package."),
-        (("nowhere", "--host", "0.0.0.0"), 2, "At 0.0.0.0 other machines can ask, and there are no API keys."),
-        (("nowhere", "--host", "::"), 2, "or say --insecure"),
-        (("nowhere", "--host", "0.0.0.0", "--port", "0", "--insecure"), 8, "nowhere is not an Inlay package."),
-        (("nowhere", "--kv-replay", "tcp://127.0.0.1:5558"), 2, "Give both."),
+        (("./nowhere", "--port", "0"), 3, "There is no file or folder ./nowhere."),
+        (("nowhere", "--host", "0.0.0.0"), 2, "0.0.0.0 is reachable from other machines, and there are no API keys."),
+        (("nowhere", "--host", "::"), 2, "or pass --insecure"),
+        (("./nowhere", "--host", "0.0.0.0", "--port", "0", "--insecure"), 3, "There is no file or folder ./nowhere."),
+        (("nowhere", "--kv-replay", "tcp://127.0.0.1:5558"), 2, "Pass both."),
         (("nowhere", "--max-body", "much"), 2, "'much' is not a size."),
         (("nowhere", "--cache-memory", "-1"), 2, "'-1' is not a size."),
         (("nowhere", "--api-key-file", "nowhere"), 2, "The API keys in nowhere cannot be read"),
@@ -58,8 +58,8 @@ def test_refusals(arguments: tuple[str, ...], code: int, sentence: str) -> None:
 
 @pytest.mark.fast
 def test_keys_in_the_environment_open_other_addresses() -> None:
-    found, said = _refused("nowhere", "--host", "0.0.0.0", "--port", "0", INLAY_API_KEYS="sk-one")
-    assert (found, "nowhere is not an Inlay package." in said) == (8, True), said
+    found, said = _refused("./nowhere", "--host", "0.0.0.0", "--port", "0", INLAY_API_KEYS="sk-one")
+    assert (found, "There is no file or folder ./nowhere." in said) == (3, True), said
 
 
 @pytest.mark.fast

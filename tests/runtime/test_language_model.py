@@ -77,7 +77,7 @@ def test_conversation_prompt_and_raw(model: LanguageModel, text: TextCodec, stoc
     assert list(asked.tokens) == _transformers(stock, text, text.encode_chat(messages), 8, do_sample=False)
     raw = model.generate(PROMPT, max_tokens=8, raw=True)
     assert list(raw.tokens) == _transformers(stock, text, text.encode(PROMPT), 8, do_sample=False)
-    with pytest.raises(UsageError, match="conversation cannot be given raw"):
+    with pytest.raises(UsageError, match="`raw` needs a text"):
         model.generate(messages, raw=True)
 
 
@@ -227,3 +227,9 @@ def test_an_empty_prompt_needs_a_begin_token(model: LanguageModel, stock: Any, t
 def test_an_answer_that_is_not_read_to_the_end_is_not_collected(model: LanguageModel) -> None:
     with pytest.raises(UsageError, match="last piece"):
         collect([next(model.generate(PROMPT, stream=True))])
+
+
+def test_a_list_needs_an_engine(model: LanguageModel) -> None:
+    with pytest.raises(UsageError, match=r"This model has no engine. Load it from a package with inlay\.load\."):
+        model.generate(["fox"])
+    assert model.generate([]) == []

@@ -220,6 +220,20 @@ def _open_id(text: str, options: HFOptions | None) -> SourceModel:
     return open_folder(folder, _commit_name(repo, folder), _default_options(options))
 
 
+def find_snapshot(text: str) -> Path | None:
+    """Return the folder of a Hugging Face id in the local hub cache, or None. The network is not used."""
+    if not _is_hub_id(text):
+        return None
+    repo, _, revision = text.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(repo_id=repo, revision=revision or None, local_files_only=True))
+        return folder if index_folder(folder) else None
+    except Exception:  # not installed, not cached or not readable: the build reports which
+        return None
+
+
 def _commit_name(repo: str, folder: Path) -> str:
     """The folder is named after the commit, so the name says exactly what was used, whatever was asked for."""
     return f"{repo}@{folder.name[:12]}"

@@ -10,7 +10,17 @@ from rich.table import Table
 
 from inlay.cli.cache import print_lookup
 from inlay.cli.console import error_boundary, out, print_json, progress
-from inlay.cli.model_options import CAPTURE_STEPS, CodeTarget, ModelArgument, TrustOption, WeightFormat
+from inlay.cli.model_options import (
+    BUILD_STEPS,
+    MAX_BATCH,
+    MAX_LENGTH,
+    CodeTarget,
+    MaxBatchOption,
+    MaxLengthOption,
+    ModelArgument,
+    TrustOption,
+    WeightsOption,
+)
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError
@@ -23,8 +33,8 @@ if TYPE_CHECKING:
 def build(
     model: ModelArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the package.", show_default=False)],
-    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 8,
+    max_length: MaxLengthOption = None,
+    max_batch: MaxBatchOption = None,
     buckets: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,14 +44,7 @@ def build(
             " batch=1,length=2..64; may be given several times; none: the same code for all sizes.",
         ),
     ] = None,
-    weights: Annotated[
-        WeightFormat | None,
-        typer.Option(
-            "--weights",
-            help="Number format of the weights; by default the checkpoint's own. stored: GGUF blocks as they are;"
-            " int4, int8: quantised, with the error stated; float32: dequantised.",
-        ),
-    ] = None,
+    weights: WeightsOption = None,
     kernels: Annotated[
         CodeTarget, typer.Option("--kernels", help="Make code for this processor, or for any with AVX2.")
     ] = CodeTarget.NATIVE,
@@ -76,8 +79,8 @@ def build(
         from inlay.flow import BuildOptions, build
 
         options = BuildOptions(
-            max_length=max_length,
-            max_batch=max_batch,
+            max_length=max_length or MAX_LENGTH,
+            max_batch=max_batch or MAX_BATCH,
             buckets=_buckets(buckets),
             weights=weights.value if weights else "",
             kernels=kernels.value,
@@ -88,8 +91,7 @@ def build(
             trust_remote_code=trust,
             use_cache=not no_cache,
         )
-        steps = {**CAPTURE_STEPS, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
-        with progress(steps) as step:
+        with progress(BUILD_STEPS) as step:
             made = build(model, output, options, on_step=step)
         if as_json:
             print_json(_as_json(made))

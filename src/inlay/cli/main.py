@@ -13,6 +13,7 @@ from inlay.cli import (
     build,
     cache,
     candidates,
+    chat,
     diff,
     doctor,
     explain,
@@ -46,7 +47,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 GROUPS: dict[str, dict[str, Callable[..., None]]] = {
-    "Build and run": {"build": build.build, "run": run.run, "serve": serve.serve, "bench": bench.bench},
+    "Build and run": {
+        "build": build.build,
+        "run": run.run,
+        "chat": chat.chat,
+        "serve": serve.serve,
+        "bench": bench.bench,
+    },
     "Inspect": {
         "show": show.show,
         "explain": explain.explain,

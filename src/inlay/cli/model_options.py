@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import progress
+from inlay.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +26,19 @@ ModelArgument = Annotated[
     ),
 ]
 
+PackageOrModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|PACKAGE",
+        help="A package that `inlay build` wrote, or any MODEL that `inlay build` takes."
+        " A model is built on first use and cached.",
+        show_default=False,
+    ),
+]
 
 CAPTURE_STEPS = {"importing": 2, "opening": 3, "exporting": 8, "making": 12, "reading": 1}
 """The steps of a capture, by first word, and how long each takes relative to the others."""
+BUILD_STEPS = {**CAPTURE_STEPS, "transforming": 6, "compiling": 15, "writing weights": 2, "writing the package": 6}
 
 
 class DType(StrEnum):
@@ -64,6 +75,54 @@ DTypeOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that a Hugging Face model brings along.")
 ]
+MAX_LENGTH, MAX_BATCH = 2048, 8
+MaxLengthOption = Annotated[
+    int | None,
+    typer.Option("--max-length", min=1, help=f"Tokens that a sequence can hold; {MAX_LENGTH} by default."),
+]
+MaxBatchOption = Annotated[
+    int | None,
+    typer.Option("--max-batch", min=1, help=f"Sequences that run at the same time; {MAX_BATCH} by default."),
+]
+WeightsOption = Annotated[
+    WeightFormat | None,
+    typer.Option(
+        "--weights",
+        help="Number format of the weights; by default the checkpoint's own. stored: GGUF blocks unchanged;"
+        " int4, int8: quantized; float32: dequantized.",
+    ),
+]
+
+
+def ensure_package(
+    target: str,
+    max_length: int | None = None,
+    max_batch: int | None = None,
+    weights: WeightFormat | None = None,
+    settings: Sequence[str] | None = None,
+    trust: bool = False,
+) -> str:
+    """Return the package that MODEL|PACKAGE names. A model is built into the package cache, with a progress bar."""
+    from inlay.package_cache import PackageCache, is_package
+
+    asked = {"--max-length": max_length, "--max-batch": max_batch, "--weights": weights, "--set": settings}
+    if is_package(target):
+        given = [name for name, value in asked.items() if value] + ["--trust-remote-code"] * trust
+        if given:
+            raise UsageError(
+                f"{target} is a package, and {', '.join(given)} would change how it is built.",
+                "Pass the model instead, or leave the option out.",
+            )
+        return target
+    options = {
+        "max_length": max_length or MAX_LENGTH,
+        "max_batch": max_batch or MAX_BATCH,
+        "weights": weights.value if weights else "",
+        "settings": tuple(settings or ()),
+        "trust_remote_code": trust,
+    }
+    with progress(BUILD_STEPS) as step:
+        return str(PackageCache().ensure(target, options, step))
 
 
 def resolve_config(
@@ -81,7 +140,6 @@ def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
     with progress(CAPTURE_STEPS) as step:
         step("importing torch")
         if text.endswith(".py") and Path(text).is_file():
-            from inlay.errors import UsageError
             from inlay.program.text.parser import load
 
             if dtype is not None:

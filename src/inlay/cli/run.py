@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import err, error_boundary, print_json
+from inlay.cli.model_options import (
+    MaxBatchOption,
+    MaxLengthOption,
+    PackageOrModelArgument,
+    TrustOption,
+    WeightsOption,
+    ensure_package,
+)
+from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,34 +28,44 @@ if TYPE_CHECKING:
 
 
 def run(
-    package: Annotated[
-        str, typer.Argument(metavar="PACKAGE", help="A folder that `inlay build` wrote.", show_default=False)
-    ],
-    prompt: Annotated[str, typer.Argument(help="What to answer, or with --raw to continue.", show_default=False)],
+    target: PackageOrModelArgument,
+    prompt: Annotated[str, typer.Argument(help="The prompt.", show_default=False)],
     system: Annotated[
-        str | None, typer.Option("--system", help="What the model is told before the prompt; needs a chat template.")
+        str | None, typer.Option("--system", help="System message; the model needs a chat template.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The most tokens to make.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens to generate.")] = 256,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")
+        list[str] | None, typer.Option("--stop", help="Stop before this text; can be given several times.")
     ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw among the K likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw among the likeliest that make up this share.")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Leave out tokens below this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="More than 1 discourages tokens already seen.")
+    temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Draw the same each time.")] = None,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is made.")] = True,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Exclude tokens below this fraction of the highest probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Values above 1 make repeated tokens less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they are generated.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON; not streamed.")] = False,
+    max_length: MaxLengthOption = None,
+    max_batch: MaxBatchOption = None,
+    weights: WeightsOption = None,
+    settings: SetOption = None,
+    trust: TrustOption = False,
 ) -> None:
-    """Answer a prompt with a compiled package.
+    """Answer a prompt with a model or a compiled package.
 
-    The text goes to standard output; how fast it was is the last line on standard error.
+    The text is written to standard output; the speed to standard error. A model is built first and kept in the package
+    cache (`inlay cache ls`), so later runs start at once.
 
-    Example: [bold]inlay run ./package "Name the capital of France."[/]
+    Example: [bold]inlay run model.gguf "Name the capital of France."[/]
 
     Example: [bold]inlay run ./package "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --seed 1[/]
     """
@@ -54,10 +73,10 @@ def run(
         if temperature == 0 and (top_k or top_p != 1 or min_p or seed is not None):
             raise UsageError(
                 "Sampling options (--top-k, --top-p, --min-p, --seed) have no effect at temperature 0.",
-                "Add --temperature 0.7, or leave them out.",
+                "Add --temperature 0.7, or remove them.",
             )
         if raw and system is not None:
-            raise UsageError("--system needs the chat template, which --raw leaves out.", "Leave one of them out.")
+            raise UsageError("--system needs the chat template, which --raw disables.", "Remove one of them.")
         import inlay
         from inlay.runtime.outputs import collect
 
@@ -65,7 +84,7 @@ def run(
         asked: str | Messages = prompt
         if system is not None:
             asked = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        model = inlay.load(package)
+        model = inlay.load(ensure_package(target, max_length, max_batch, weights, settings, trust))
         pieces = model.generate(asked, sampling=sampling, max_tokens=max_tokens, stop=stop or (), raw=raw, stream=True)
         if as_json:
             made = collect(pieces)

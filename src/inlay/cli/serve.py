@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from inlay.cli.console import err, error_boundary, out
+from inlay.cli.model_options import (
+    MaxBatchOption,
+    MaxLengthOption,
+    PackageOrModelArgument,
+    TrustOption,
+    WeightsOption,
+    ensure_package,
+)
+from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import parse_bytes
 from inlay.errors import UsageError
 from inlay.machine import peak_memory
@@ -17,74 +26,94 @@ if TYPE_CHECKING:
 
 
 def serve(
-    package: Annotated[
-        str, typer.Argument(metavar="PACKAGE", help="A folder that `inlay build` wrote.", show_default=False)
-    ],
-    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0 takes any that is free.")] = 8000,
-    name: Annotated[str | None, typer.Option("--name", help="What clients call the model; else the folder.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="Keys, one a line; else those in INLAY_API_KEYS.")
+    target: PackageOrModelArgument,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 selects a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Model name in the API; by default that of the model or folder.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without a key.")] = False,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait for a slot.")] = 64,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file", help="File with one API key per line; by default keys are read from INLAY_API_KEYS."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow other machines to send requests without an API key.")
+    ] = False,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Maximum number of requests that wait for a slot.")] = 64,
     max_concurrent: Annotated[
-        int | None, typer.Option("--max-concurrent", min=1, help="Answers at once; else slots and queue.")
+        int | None,
+        typer.Option("--max-concurrent", min=1, help="Maximum number of in-flight choices; by default slots + queue."),
     ] = None,
     max_prompt: Annotated[
-        int | None, typer.Option("--max-prompt", min=1, help="Tokens of a prompt; else what the package holds.")
+        int | None, typer.Option("--max-prompt", min=1, help="Maximum prompt tokens; by default the package's limit.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Tokens of an answer; else what the package holds.")
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Maximum completion tokens; by default the package's limit."),
     ] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="Size of a request.")] = "1M",
+    max_body: Annotated[str, typer.Option("--max-body", help="Maximum size of a request body.")] = "1M",
     cache_memory: Annotated[
-        str | None, typer.Option("--cache-memory", help="For prompts to be found again; else as much as the slots.")
+        str | None,
+        typer.Option("--cache-memory", help="Memory for the prefix cache; by default as much as the slots take."),
     ] = None,
     host_cache_memory: Annotated[
-        str, typer.Option("--host-cache-memory", help="For what is pushed out of the cache.")
+        str, typer.Option("--host-cache-memory", help="Memory for blocks evicted from the prefix cache.")
     ] = "0",
     read_seconds: Annotated[
-        float, typer.Option("--read-seconds", min=0.1, help="Cut off a client whose header or body takes longer.")
+        float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
     write_seconds: Annotated[
-        float, typer.Option("--write-seconds", min=0.1, help="Cut off a client that reads nothing for so long.")
+        float, typer.Option("--write-seconds", min=0.1, help="Disconnect clients that read nothing for this long.")
     ] = 60.0,
     kv_events: Annotated[
-        str | None, typer.Option("--kv-events", help="Publish what is cached, such as tcp://127.0.0.1:5557.")
+        str | None, typer.Option("--kv-events", help="Publish KV cache events at this address: tcp://127.0.0.1:5557.")
     ] = None,
-    kv_replay: Annotated[str | None, typer.Option("--kv-replay", help="Where missed events are asked for.")] = None,
+    kv_replay: Annotated[
+        str | None, typer.Option("--kv-replay", help="Address at which subscribers request missed KV events.")
+    ] = None,
     kv_routes: Annotated[
         bool | None,
-        typer.Option("--kv-routes/--no-kv-routes", help="The same over HTTP; else on loopback without keys."),
+        typer.Option(
+            "--kv-routes/--no-kv-routes",
+            help="Serve KV events over HTTP; by default only on loopback without API keys.",
+        ),
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option("--drain-seconds", min=0, help="How long answers may take to end after SIGTERM.")
+        float, typer.Option("--drain-seconds", min=0, help="Time limit for running requests after SIGTERM.")
     ] = 30.0,
+    max_length: MaxLengthOption = None,
+    max_batch: MaxBatchOption = None,
+    weights: WeightsOption = None,
+    build_settings: SetOption = None,
+    trust: TrustOption = False,
 ) -> None:
-    """Serve a compiled package over HTTP, as OpenAI's clients expect it.
+    """Serve a model or a compiled package over HTTP with OpenAI's API.
 
-    Every request is a line of JSON on standard error. SIGTERM ends the server when all is answered.
+    A model is built first and kept in the package cache (`inlay cache ls`), so the next start takes seconds. Each
+    request is logged as one line of JSON on standard error. SIGTERM stops the server after all requests have finished.
 
-    Example: [bold]inlay serve ./package[/]
+    Example: [bold]inlay serve SmolLM2-135M-Instruct.Q4_1.gguf --max-batch 16[/]
 
     Example: [bold]inlay serve ./package --host 0.0.0.0 --port 80 --api-key-file keys.txt[/]
     """
     with error_boundary():
+        from inlay.package_cache import model_name
         from inlay.serve.http.api_keys import read_keys
         from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
 
         keys = read_keys(api_key_file)
         if not keys and not is_loopback(host) and not insecure:
             raise UsageError(
-                f"At {host} other machines can ask, and there are no API keys.",
-                "Give --api-key-file, set INLAY_API_KEYS, or say --insecure.",
+                f"{host} is reachable from other machines, and there are no API keys.",
+                "Pass --api-key-file, set INLAY_API_KEYS, or pass --insecure.",
             )
         if kv_replay is not None and kv_events is None:
-            raise UsageError("--kv-replay repeats what --kv-events publishes.", "Give both.")
+            raise UsageError("--kv-replay needs --kv-events.", "Pass both.")
         names = resolve_allowed_hosts(host, bool(keys))
         settings = ServerSettings(
-            name=name or Path(package).resolve().name,
+            name=name or model_name(target),
             keys=tuple(keys),
             max_concurrent=max_concurrent,
             max_prompt=max_prompt,
@@ -102,15 +131,15 @@ def serve(
         except ImportError as error:
             raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
         at = server.bind(host, port)
-        from inlay.runtime.engine import Engine
-        from inlay.runtime.engine import EngineSettings as EngineSettings
+        package = ensure_package(target, max_length, max_batch, weights, build_settings, trust)
+        from inlay.runtime.engine import Engine, EngineSettings
 
         version = server.fingerprint(package)
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
         limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
         if err.is_terminal:
-            err.print("loading and warming up …")
+            err.print("loading the package …")
         server.serve(
             Engine.open(package, limits),
             settings,
@@ -124,7 +153,7 @@ def serve(
 
 
 def _welcome(serving: ServerContext, url: str) -> None:
-    """Who is here, and what to type."""
+    """Print the address of the server and an example request."""
     engine, name = serving.engine, serving.settings.name
     key = ' -H "Authorization: Bearer $KEY"' if serving.keys else ""
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from inlay.cli.console import error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program, resolve_config
+from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.model_options import (
+    CAPTURE_STEPS,
+    DTypeOption,
+    PackageOrModelArgument,
+    TrustOption,
+    read_program,
+    resolve_config,
+)
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from inlay.insight.accuracy import AccuracyReport
     from inlay.insight.verify import NumericsVerdict
+
+_STEPS = {**CAPTURE_STEPS, "reference": 6, "package": 6, "layers": 1}
 
 
 def verify(
-    model: ModelArgument,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="How many random inputs; errors are theirs together.")
-    ] = 4,
+    target: PackageOrModelArgument,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="PACKAGE: text file to measure on; by default a built-in sample.")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", min=0, help="PACKAGE: fail if the mean KL divergence, in nats, is larger than this."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="PACKAGE: number of tokens of the text to measure on.")
+    ] = 2048,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="MODEL", help="PACKAGE: the model it was built from, if moved.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="MODEL: seed of the random inputs.")] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="MODEL: number of random inputs.")] = 4,
     against: Annotated[
         Path | None,
-        typer.Option("--against", metavar="LOCK|PACKAGE", help="Also compare how often transforms match with this."),
+        typer.Option("--against", metavar="LOCK|PACKAGE", help="MODEL: also compare the number of matches with this."),
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
@@ -33,18 +55,31 @@ def verify(
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Say what each transform does to numbers and types: nothing, rounding, or wrong; exit code 1 if anything is.
+    """Compare numbers: a package with the model it was built from, or a model before and after each transform.
 
-    The program runs on random inputs before and after every transform; the referee is the captured program in float64.
+    PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the drift after each layer. The
+    reference is the model in float32. Exit code 1 if the KL divergence is larger than --max-kl.
+
+    MODEL: the effect of each transform (exact, rounding or wrong) on random inputs. The reference is the captured
+    program in float64. Exit code 1 if a transform is wrong.
+
+    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.01[/]
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
     with error_boundary():
+        from inlay.package_cache import is_package
+
+        if is_package(target):
+            _verify_package(target, text, max_kl, max_tokens, source, as_json, trust)
+            return
+        if text is not None or max_kl is not None or source is not None:
+            raise UsageError("--text, --max-kl and --source need a package.", "Build one with `inlay build`.")
         from inlay.insight.verify import FAILURES, NumericsCheck
         from inlay.transforms import configure, run
 
         expected = read_expected_sites(against) if against is not None else {}
-        program = read_program(model, dtype, trust)
+        program = read_program(target, dtype, trust)
         seen = NumericsCheck(expected, seed, rounds)
         run(program, configure(resolve_config(program, files, settings)), [seen])
         if as_json:
@@ -53,6 +88,51 @@ def verify(
             _print(seen.verdicts)
         if any(verdict.change in FAILURES for verdict in seen.verdicts):
             raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _verify_package(
+    package: str,
+    text: Path | None,
+    max_kl: float | None,
+    max_tokens: int,
+    source: str | None,
+    as_json: bool,
+    trust: bool,
+) -> None:
+    with progress(_STEPS) as step:
+        from inlay.api import measure_accuracy
+
+        report = measure_accuracy(
+            package, text=text, max_tokens=max_tokens, source=source, trust_remote_code=trust, on_step=step
+        )
+    failed = max_kl is not None and not report.kl <= max_kl
+    if as_json:
+        print_json({**report.to_json(), "max_kl": max_kl, "ok": not failed})
+    else:
+        _print_accuracy(report)
+        if max_kl is not None:
+            verdict = "above" if failed else "within"
+            out.print(f"KL divergence {report.kl:.2g} is {verdict} the limit of {max_kl:g}.")
+    if failed:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _print_accuracy(report: AccuracyReport) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "positions", "mean KL", "max KL", "same top token", "perplexity", "reference"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in (("decode", report.decode), ("prefill", report.prefill)):
+        divergence = f"{row.kl_mean:.2e}", f"{row.kl_max:.2e}", f"{row.same_top:.1%}"
+        table.add_row(name, str(row.positions), *divergence, f"{row.perplexity:.3f}", f"{row.reference_perplexity:.3f}")
+    out.print(table)
+    if report.note:
+        out.print(report.note)
+        return
+    out.print("\nrelative error of the hidden state after each layer")
+    most = max((each.drift for each in report.layers), default=0.0) or 1.0
+    for each in report.layers:
+        bar = "█" * round(30 * each.drift / most) if math.isfinite(each.drift) else "not finite"
+        out.print(f"{each.layer:5}  {each.drift:.4f}  {bar}", markup=False)
 
 
 def read_expected_sites(path: Path) -> dict[str, int]:

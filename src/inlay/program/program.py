@@ -77,6 +77,19 @@ class Program:
     def __len__(self) -> int:
         return sum(1 for _ in all_nodes(self.graph))
 
+    @classmethod
+    def from_graph(cls, graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str = "graph") -> Program:
+        """Return a program of a functional ATen graph with `meta["val"]`. Every placeholder is an input.
+
+        >>> import torch
+        >>> exported = torch.export.export(torch.nn.Linear(4, 2), (torch.ones(3, 4),))
+        >>> Program.from_graph(exported.graph)
+        <Program graph: 5 nodes, 4 bindings>
+        """
+        from inlay.program.graph_import import import_graph
+
+        return import_graph(graph, name)
+
     def copy(self) -> Program:
         """The same program with a graph of its own; no weight is copied."""
         return replace(self, graph=copy_graph(self.graph))

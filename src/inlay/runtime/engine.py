@@ -133,12 +133,19 @@ class Engine:
         atexit.register(self.close)  # a thread that is in native code when the interpreter goes takes the process along
         ready.result()
 
-    def submit(self, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> RequestHandle:
-        """Take a request, or say at once that it cannot be taken. Pieces come to `loop` where one is given."""
+    def submit(
+        self, request: Request, loop: asyncio.AbstractEventLoop | None = None, *, wait: bool = False
+    ) -> RequestHandle:
+        """Accept a request, or raise QueueFullError. Tokens are delivered to `loop` if one is given.
+
+        With `wait`, block until the queue has room instead of raising.
+        """
         with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closing or not self._is_full)
             if self._closing:
                 raise EngineClosedError
-            if len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting:
+            if self._is_full:
                 self._counts["rejected"] += 1
                 raise QueueFullError(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
             answer = RequestHandle(self._next, request, loop)
@@ -147,6 +154,10 @@ class Engine:
             self._counts["accepted"] += 1
             self._changed.notify_all()
         return answer
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting
 
     def drain(self, seconds: float | None = None) -> bool:
         """Take no more requests, and wait until all are answered; whether they are."""

@@ -1,60 +1,97 @@
-"""A language model ready to answer: `inlay.load(path).generate(...)`."""
+"""A language model in a package: `inlay.load(path).generate(...)`."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast, overload
 
 from inlay.errors import UsageError
 from inlay.runtime.generation_state import GenerationState
-from inlay.runtime.outputs import TokenOutput, collect
-from inlay.runtime.request import Request
+from inlay.runtime.outputs import Completion, TokenOutput, collect
+from inlay.runtime.request import QueueFullError, Request, RequestHandle
 from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import SequenceSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     import torch
 
     from inlay.runtime.chat_template import Messages
-    from inlay.runtime.outputs import Completion
+    from inlay.runtime.engine import Engine
     from inlay.runtime.text_codec import TextCodec
 
 
 MAX_TOKENS = 256
 GREEDY = Sampling()
+_QUEUE_POLL_SECONDS = 0.01
 
 
 class LanguageModel:
-    """Text in, text out, on steppers that `open_stepper` makes.
+    """Generates text with a package.
 
-    Any number of threads may use one model: answers may overlap, and each is made on a stepper of its own. Steppers are
-    used again, so there are as many caches as there were answers at once.
+    All methods are safe to call from several threads. `generate` with one prompt runs in the calling thread, on a
+    session with its own KV cache; sessions are reused, so there are as many caches as there were calls at once.
+    `generate` with a list of prompts, and `astream`, run on one engine, which batches all requests. The engine is
+    started by the first such call. `close` stops it.
     """
 
-    def __init__(self, text: TextCodec | Path, open_stepper: Callable[[], Stepper]) -> None:
+    def __init__(
+        self,
+        text: TextCodec | Path,
+        open_stepper: Callable[[], Stepper],
+        open_engine: Callable[[], Engine] | None = None,
+    ) -> None:
         self._text = text
         self._open = open_stepper
+        self._open_engine = open_engine
+        self._engine: Engine | None = None
         self._idle: list[Stepper] = []
-        self._text_lock = threading.Lock()
+        self._text_lock, self._engine_lock = threading.Lock(), threading.Lock()
 
     @property
     def text(self) -> TextCodec:
-        """Tokenizer and chat template, read when they are first needed."""
+        """The tokenizer and chat template. They are read on first use."""
         with self._text_lock:
             if isinstance(self._text, Path):
                 from inlay.runtime.text_codec import (
-                    TextCodec,  # who gives token numbers need not pay for it: pydantic, Jinja
-                )
+                    TextCodec,
+                )  # imports pydantic and Jinja, which token ids do not need
 
                 self._text = TextCodec.load(self._text)
             return self._text
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that batches requests. It is started on first use."""
+        with self._engine_lock:
+            if self._engine is None:
+                if self._open_engine is None:
+                    raise UsageError("This model has no engine.", "Load it from a package with inlay.load.")
+                self._engine = self._open_engine()
+                self._engine.start()
+            return self._engine
+
+    def close(self) -> None:
+        """Stop the engine and free its memory. Unfinished requests end with the finish reason `cancelled`."""
+        with self._engine_lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def open(self) -> Stepper:
-        """A sequence of one's own: token numbers in, scores out. For one thread at a time; open one for each."""
+        """Return a session for one sequence: token ids in, logits out. One thread at a time may use it."""
         return self._open()
 
     @overload
@@ -72,6 +109,19 @@ class LanguageModel:
     @overload
     def generate(
         self,
+        prompt: list[str] | list[Messages],
+        *,
+        sampling: Sampling = ...,
+        max_tokens: int = ...,
+        stop: Sequence[str] = ...,
+        raw: bool = ...,
+        stream: Literal[False] = ...,
+        on_progress: Callable[[int], None] | None = ...,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
         prompt: str | Messages,
         *,
         sampling: Sampling = ...,
@@ -83,27 +133,70 @@ class LanguageModel:
 
     def generate(
         self,
-        prompt: str | Messages,
+        prompt: str | Messages | list[str] | list[Messages],
         *,
         sampling: Sampling = GREEDY,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
         raw: bool = False,
         stream: bool = False,
-    ) -> Completion | Iterator[TokenOutput]:
-        """Answer a prompt or a conversation, whole or, with `stream`, piece by piece.
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Completion | list[Completion] | Iterator[TokenOutput]:
+        """Answer a prompt or a conversation, or a list of them. `stream` returns the tokens of one answer as they come.
 
-        A prompt becomes a conversation of one message where the model has a chat template; `raw` continues it as it
-        stands, which is what happens without a template. Threads may call this at the same time; the pieces of one
-        stream are for one thread at a time.
+        A prompt becomes a conversation with one message if the model has a chat template. `raw` continues the prompt
+        without the template, which is also what happens if there is none. A list of prompts is answered in batches;
+        each prompt gets the answer that it gets alone. `on_progress` is called with the number of finished answers.
         """
-        pieces = self._stream(self._encode(prompt, raw), sampling, max_tokens, stop)
-        return pieces if stream else collect(pieces)
+        prompts = _as_many(prompt)
+        if prompts is None:
+            pieces = self._stream(self._encode(cast("str | Messages", prompt), raw), sampling, max_tokens, stop)
+            return pieces if stream else collect(pieces)
+        if stream:
+            raise UsageError("A list of prompts cannot be streamed.", "Use `astream` for each prompt.")
+        requests = []
+        for place, each in enumerate(prompts):
+            try:
+                request = Request(tuple(self._encode(each, raw)), sampling, max_tokens, stop)
+                GenerationState(request, self.text, self.engine.max_seq_len)
+            except UsageError as error:
+                raise UsageError(f"Prompt {place}: {error.problem}", error.remedy) from error
+            requests.append(request)
+        return self._generate_all(requests, on_progress or (lambda done: None))
+
+    async def astream(
+        self,
+        prompt: str | Messages,
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+    ) -> AsyncIterator[TokenOutput]:
+        """Answer a prompt or a conversation token by token in an event loop.
+
+        All streams of a model are batched. Ending the iteration early cancels the request.
+        """
+        engine = await asyncio.to_thread(lambda: self.engine)
+        request = Request(tuple(self._encode(prompt, raw)), sampling, max_tokens, stop)
+        while True:
+            try:
+                handle = engine.submit(request, asyncio.get_running_loop())
+                break
+            except QueueFullError:
+                await asyncio.sleep(_QUEUE_POLL_SECONDS)
+        try:
+            async for piece in handle:
+                yield piece
+        finally:
+            handle.cancel()
 
     def _encode(self, prompt: str | Messages, raw: bool) -> list[int]:
         if not isinstance(prompt, str):
             if raw:
-                raise UsageError("A conversation cannot be given raw.", "Give one text, or leave raw out.")
+                raise UsageError(
+                    "`raw` needs a text, and this is a conversation.", "Pass a string, or leave `raw` out."
+                )
             return self.text.encode_chat(prompt)
         if raw or self.text.chat is None:
             return self.text.encode(prompt)
@@ -121,13 +214,40 @@ class LanguageModel:
         finally:
             self._idle.append(stepper)
 
+    def _generate_all(self, requests: Sequence[Request], on_progress: Callable[[int], None]) -> list[Completion]:
+        pending, completed = deque[RequestHandle](), list[Completion]()
+
+        def collect_first() -> None:
+            completed.append(collect(pending[0]))
+            pending.popleft()
+            on_progress(len(completed))
+
+        try:
+            for request in requests:
+                pending.append(self.engine.submit(request, wait=True))
+                while pending and pending[0].is_finished:
+                    collect_first()
+            while pending:
+                collect_first()
+        finally:
+            for handle in pending:
+                handle.cancel()
+        return completed
+
+
+def _as_many(prompt: Any) -> list[str | Messages] | None:
+    """Return a list of prompts, or None if this is one prompt. A list of mappings is one conversation."""
+    if isinstance(prompt, str) or any(isinstance(each, Mapping) for each in prompt):
+        return None
+    return list(prompt)
+
 
 def load(path: Path | str, *, verify: bool = False) -> LanguageModel:
-    """The language model in a package that `inlay build` wrote; nothing is compiled or converted.
+    """Load the language model in a package that `inlay build` wrote. Nothing is compiled or converted.
 
-    It may be used by any number of threads, and so may several packages in one process. Every thread that calls starts
-    as many threads of OpenMP as OMP_NUM_THREADS or torch say: with many callers, let each have few.
-    `verify` also reads all weights and holds them against their hashes, which otherwise happens at the first load.
+    Several packages may be loaded in one process. Every thread that generates starts as many OpenMP threads as
+    OMP_NUM_THREADS or torch allow; with many threads, set that to a small number. Weights are compared with their
+    checksums at the first load; `verify` does so again.
     """
     from inlay.package.loader import load_package
 
@@ -136,7 +256,14 @@ def load(path: Path | str, *, verify: bool = False) -> LanguageModel:
         raise UsageError(
             f"{path} is a compiled program, not a language model.", "Call it with inlay.package.load_package(path)."
         )
-    return LanguageModel(package.folder / "tokenizer", lambda: SequenceSession(package))
+
+    def open_engine() -> Engine:
+        from inlay.runtime.engine import Engine
+
+        return Engine(package, model.text)
+
+    model = LanguageModel(package.folder / "tokenizer", lambda: SequenceSession(package), open_engine)
+    return model
 
 
 def generate(

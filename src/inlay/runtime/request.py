@@ -75,6 +75,11 @@ class RequestHandle:
         """When it has to end, on the monotonic clock."""
         return None if self.request.timeout is None else self.arrival_time + self.request.timeout
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last token has arrived, or an error."""
+        return self._is_finished
+
     def cancel(self) -> None:
         """Nobody wants the rest: it ends before the engine's next step. Any thread may call it, any number of times."""
         self.is_cancelled = True

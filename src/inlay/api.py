@@ -1,0 +1,135 @@
+"""The public functions beside `inlay.build` and `inlay.load`: what the commands of the same names do, as calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inlay.capture import Example, SourceModel
+from inlay.capture import capture as capture_model
+from inlay.config import resolve_config
+from inlay.errors import ModelError, UsageError
+from inlay.insight.accuracy import AccuracyReport
+from inlay.insight.accuracy import measure_accuracy as compare_logits
+from inlay.insight.bisect import Bisection, Culprit
+from inlay.insight.explanation import Explanation
+from inlay.insight.explanation import explain as explain_steps
+from inlay.insight.oracles import make_oracle
+from inlay.insight.verify import NumericsCheck, NumericsVerdict
+from inlay.package.loader import load_package
+from inlay.program import Program
+from inlay.program.text.diff import Diff
+from inlay.program.text.diff import diff as diff_programs
+from inlay.transforms import configure, run, steps_through
+from inlay.transforms.lock import read_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inlay.transforms.pass_manager import TransformStep
+
+    Model = str | SourceModel | Example | Program
+
+SAMPLE_TEXT = Path(__file__).parent / "insight" / "sample_text.txt"
+
+
+def explain(
+    model: Model, transform: str = "", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
+) -> list[Explanation]:
+    """Explain what each transform matched and almost matched, or one transform.
+
+    >>> import torch
+    >>> class Gated(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.silu(x).neg() * (x + 1)
+    >>> (explanation,) = explain(Example(Gated(), (torch.ones(3),)), "match_swiglu")
+    >>> explanation.sites, explanation.findings[0].reason
+    (0, 'extra node: neg (aten.neg.default) stands in between')
+    """
+    program = as_program(model)
+    steps = _steps(program, settings, config)
+    if transform:
+        steps = steps_through(transform, steps)
+    return explain_steps(program, steps, steps[-1].key if transform else "")
+
+
+def verify(
+    model: Model, *, seed: int = 0, rounds: int = 4, settings: Sequence[str] = (), config: Sequence[Path] = ()
+) -> list[NumericsVerdict]:
+    """Run a model on random inputs before and after each transform, and classify the difference.
+
+    >>> import torch
+    >>> class Gated(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.silu(x) * (x + 1)
+    >>> [(each.transform, each.sites) for each in verify(Example(Gated(), (torch.ones(3),)))]
+    [('match_swiglu', 1)]
+    """
+    program, check = as_program(model), NumericsCheck({}, seed, rounds)
+    run(program, _steps(program, settings, config), [check])
+    return check.verdicts
+
+
+def bisect(
+    model: Model, oracle: str = "logits", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
+) -> list[Culprit]:
+    """Find the transform and the sites that make results wrong. The list is empty if nothing is wrong."""
+    program = as_program(model)
+    return Bisection(program, _steps(program, settings, config), make_oracle(oracle, program)).find()
+
+
+def diff(left: Model, right: Model) -> Diff:
+    """Compare two programs by structure.
+
+    >>> import torch
+    >>> linear = Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
+    >>> diff(linear, Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),))).is_equal
+    True
+    >>> dict(diff(linear, Example(torch.nn.Softmax(-1), (torch.ones(2, 4),))).operator_deltas)
+    {'aten.linear.default': -1, 'aten.softmax.int': 1}
+    """
+    return diff_programs(as_program(left), as_program(right))
+
+
+def measure_accuracy(
+    package: str | Path,
+    *,
+    text: str | Path | None = None,
+    max_tokens: int = 2048,
+    source: Model | None = None,
+    trust_remote_code: bool = False,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> AccuracyReport:
+    """Compare the next-token distributions of a package with those of the model it was built from, in float32.
+
+    `text` is a text file; by default a built-in sample is used. `source` is the model, if it is not where it was.
+    """
+    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.runtime.text_codec import TextCodec
+
+    loaded = load_package(package)
+    file = Path(text or SAMPLE_TEXT)
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The text {file} cannot be read: {error}.", "Pass a text file in UTF-8.") from error
+    tokens = TextCodec.load(loaded.folder / "tokenizer").encode(content)[:max_tokens]
+    model = source if source is not None else read_lock(loaded.folder / "matches.lock").models[0].model
+    if isinstance(model, str):
+        try:
+            reference = capture_model(model, HFOptions(None, trust_remote_code), on_step=on_step)
+        except ModelError as error:
+            raise ModelError(error.problem, "Pass the model that the package was built from as --source.") from error
+    else:
+        reference = as_program(model)
+    return compare_logits(loaded, reference, tokens, on_step)
+
+
+def as_program(model: Model) -> Program:
+    """Return a program as it is, or capture the model."""
+    return model if isinstance(model, Program) else capture_model(model)
+
+
+def _steps(program: Program, settings: Sequence[str], config: Sequence[Path]) -> list[TransformStep]:
+    architecture, name = program.facts.architecture, program.name
+    return configure(resolve_config(architecture=architecture, model=name, files=config, settings=settings))

@@ -1,0 +1,118 @@
+"""`inlay chat`"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.cli.console import err, error_boundary
+from inlay.cli.model_options import (
+    MaxBatchOption,
+    MaxLengthOption,
+    PackageOrModelArgument,
+    TrustOption,
+    WeightsOption,
+    ensure_package,
+)
+from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
+from inlay.errors import InlayError, UsageError
+
+if TYPE_CHECKING:
+    from inlay.runtime.engine import Engine
+    from inlay.runtime.outputs import TokenOutput
+    from inlay.runtime.sampling import Sampling
+
+_HELP = "/clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+def chat(
+    target: PackageOrModelArgument,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")] = 1024,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+    ] = 0.95,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")
+    ] = None,
+    max_length: MaxLengthOption = None,
+    max_batch: MaxBatchOption = None,
+    weights: WeightsOption = None,
+    settings: SetOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Talk to a model in the terminal.
+
+    /clear starts a new conversation. /exit or Ctrl-D ends. Ctrl-C stops an answer. Earlier turns stay in the prefix
+    cache, so that only the new message is computed.
+
+    Example: [bold]inlay chat model.gguf --system "Answer in one sentence."[/]
+    """
+    with error_boundary():
+        from inlay.runtime.engine import Engine, EngineSettings
+        from inlay.runtime.sampling import Sampling
+
+        sampling = Sampling(temperature, top_p=top_p if temperature else 1.0, seed=seed)
+        package = ensure_package(target, max_length, max_batch, weights, settings, trust)
+        engine = Engine.open(package, EngineSettings(slots=1))
+        if engine.text.chat is None:
+            raise UsageError(f"{target} has no chat template.", f'Use `inlay run {target} "…" --raw`.')
+        engine.start()
+        try:
+            _converse(engine, system, sampling, max_tokens)
+        finally:
+            engine.close()
+
+
+def _converse(engine: Engine, system: str | None, sampling: Sampling, max_tokens: int) -> None:
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - gives `input` line editing and history
+
+        err.print(_HELP, style="dim")
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            err.print()
+            return
+        if said in ("/exit", "/quit"):
+            return
+        if said == "/clear":
+            messages = list(start)
+        elif said.startswith("/"):
+            err.print(_HELP, style="dim")
+        elif said:
+            messages.append({"role": "user", "content": said})
+            try:
+                messages.append({"role": "assistant", "content": _answer(engine, messages, sampling, max_tokens)})
+            except InlayError as error:
+                messages.pop()
+                err.print(f"error: {error} /clear starts a new conversation.", style="red", markup=False)
+
+
+def _answer(engine: Engine, messages: list[dict[str, str]], sampling: Sampling, max_tokens: int) -> str:
+    """Print the answer to a conversation as it is generated, and return it."""
+    from inlay.runtime.request import Request
+
+    handle = engine.submit(Request(tuple(engine.text.encode_chat(messages)), sampling, max_tokens))
+    pieces: list[TokenOutput] = []
+    stream = iter(handle)
+    while True:
+        try:
+            piece = next(stream, None)
+        except KeyboardInterrupt:
+            handle.cancel()
+            stream = iter(handle)
+            continue
+        if piece is None:
+            break
+        pieces.append(piece)
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return "".join(piece.text for piece in pieces)

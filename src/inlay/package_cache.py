@@ -1,0 +1,191 @@
+"""Packages that are built on demand: `inlay serve MODEL` and `inlay run MODEL` build once and start at once afterwards.
+
+There is one package for each model and set of build options. It is replaced when the model's files, Inlay, torch or the
+CPU have changed since it was built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inlay import machine
+from inlay.errors import PackageError
+from inlay.package import store
+from inlay.package.files import lock_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LIBRARIES = ("inlay", "torch", "transformers", "tokenizers", "gguf")
+"""Libraries whose version the result of a build depends on."""
+_KEY, _PACKAGE, _LOCK = "key.json", "package", ".lock-"
+
+
+@dataclass(frozen=True)
+class CachedPackage:
+    """A package in the cache."""
+
+    model: str
+    folder: Path
+    size: int
+    last_used: float
+    """Seconds since 1970."""
+
+
+class PackageCache:
+    """A folder of packages, shared by all processes of a user."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or machine.cache_folder() / "packages"
+
+    def ensure(
+        self, model: str, options: Mapping[str, Any], on_step: Callable[[str], None] = lambda step: None
+    ) -> Path:
+        """Return the package of MODEL with these fields of `BuildOptions`. Build it if it is missing or outdated.
+
+        `package.module:factory` is captured every time, because its result may depend on anything; the build cache then
+        supplies the compiled code.
+        """
+        home = self.folder / _entry_name(model, options)
+        if not _is_current(home, _compute_key(model, options)):
+            machine.make_private_folder(self.folder)
+            with lock_file(self.folder / f"{_LOCK}{home.name}", lambda: on_step("waiting for the same build")):
+                key = _compute_key(model, options)
+                if not _is_current(home, key):
+                    self._build(model, options, home, key, on_step)
+        with suppress(OSError):
+            (home / _KEY).touch()
+        return home / _PACKAGE
+
+    def entries(self) -> list[CachedPackage]:
+        """Return all packages, the most recently used first."""
+        found = []
+        for home in self.folder.iterdir() if self.folder.is_dir() else ():
+            key = _read_key(home)
+            if key is not None:
+                with suppress(OSError):
+                    size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
+                    found.append(CachedPackage(key["model"], home / _PACKAGE, size, (home / _KEY).stat().st_mtime))
+        return sorted(found, key=lambda each: each.last_used, reverse=True)
+
+    def clear(self, used_before: float) -> tuple[int, int]:
+        """Remove packages that were last used before a point in time. Return how many, and their bytes."""
+        removed = [each for each in self.entries() if each.last_used <= used_before]
+        for each in removed:
+            shutil.rmtree(each.folder.parent, ignore_errors=True)
+        return len(removed), sum(each.size for each in removed)
+
+    def _build(
+        self, model: str, options: Mapping[str, Any], home: Path, key: Mapping[str, Any], on_step: Callable[[str], None]
+    ) -> None:
+        from inlay.flow import BuildOptions, build
+
+        (home / _KEY).unlink(missing_ok=True)
+        build(model, home / _PACKAGE, BuildOptions(**options), on_step=on_step)
+        built = _compute_key(model, options)
+        if key["files"] in (None, built["files"]):  # files that changed during the build are captured again next time
+            staged = home / f".{_KEY}"
+            staged.write_text(json.dumps(built, indent=1))
+            staged.rename(home / _KEY)
+
+
+def is_package(text: str) -> bool:
+    """Whether a command-line argument names a package instead of a model."""
+    return (Path(text).expanduser() / store.LINK).exists() or store.is_package(Path(text).expanduser())
+
+
+def model_name(text: str) -> str:
+    """Return the name under which a model is served.
+
+    >>> model_name("models/SmolLM2.Q4_1.gguf"), model_name("org/name@main"), model_name("package.module:factory")
+    ('SmolLM2.Q4_1', 'org/name', 'package.module:factory')
+    """
+    path = Path(text).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else text.partition("@")[0]
+
+
+def _entry_name(model: str, options: Mapping[str, Any]) -> str:
+    path = Path(model).expanduser()
+    where = str(path.resolve()) if path.exists() else model
+    digest = hashlib.sha256(json.dumps([where, _plain(options)]).encode()).hexdigest()[:12]
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model_name(model)).strip('.-')[:80]}-{digest}"
+
+
+def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that the package depends on. `files` is None if it cannot be known without building."""
+    root = Path(machine.__file__).parent
+    installed = {}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return {
+        "model": model,
+        "files": _model_files(model),
+        "options": _plain(options),
+        "libraries": installed,
+        "source": _digest(root, [*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]),
+        "cpu": [machine.cpu_name(), *machine.cpu_features()],
+    }
+
+
+def _model_files(model: str) -> str | None:
+    """Return a digest of the names, sizes and times of the model's files. Their content is not read."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _digest(path.parent, [path])
+    if not path.is_dir():
+        if ":" in model:
+            return None
+        from inlay.capture.model_spec import find_snapshot
+
+        snapshot = find_snapshot(model)
+        if snapshot is None:
+            return None
+        path = snapshot
+    return _digest(path, [file for file in path.rglob("*") if file.is_file()])
+
+
+def _digest(root: Path, files: list[Path]) -> str:
+    rows = []
+    for file in sorted(files):
+        found = file.stat()
+        rows.append((file.relative_to(root).as_posix(), found.st_size, found.st_mtime_ns))
+    return hashlib.sha256(json.dumps([str(root.resolve()), rows]).encode()).hexdigest()
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(dict(options), sort_keys=True, default=str))
+    return found
+
+
+def _read_key(home: Path) -> dict[str, Any] | None:
+    """Return the key of a complete build."""
+    try:
+        found: dict[str, Any] = json.loads((home / _KEY).read_bytes())
+        return found if isinstance(found.get("model"), str) else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _is_current(home: Path, key: Mapping[str, Any]) -> bool:
+    """Whether the package was built from this key, is complete and can run on this machine."""
+    if key["files"] is None or _read_key(home) != key:
+        return False
+    from inlay.package.integrity import check_package, read_version
+
+    try:
+        folder = store.locate(home / _PACKAGE)
+        check_package(read_version(folder), folder)
+    except (PackageError, OSError):
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""Programs from bare FX graphs, such as torch.export, AOTAutograd or another compiler's pass manager hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from inlay.errors import TransformError
+from inlay.program.bindings import Binding, Bindings, Role
+from inlay.program.facts import Facts
+from inlay.program.graphs import TypeFormatter, copy_graph, subgraphs, target_text, written_operands
+from inlay.program.program import CallSpec, Program
+from inlay.program.symbols import FakeValues
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+def import_graph(graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str) -> Program:
+    """Return a program in which every placeholder is an input. The graph is copied."""
+    module: Any = graph.owning_module if isinstance(graph, fx.Graph) else getattr(graph, "graph_module", graph)
+    made = copy_graph(graph.graph if not isinstance(graph, fx.Graph) else graph)
+    fakes, nested = FakeValues.from_graph(made), {target for target, _ in subgraphs(made)}
+    types, rows = TypeFormatter({}), []
+    for node in made.nodes:
+        if written_operands(node):
+            raise TransformError(
+                f"{node.name} ({target_text(node.target)}) writes in place, and {name} works on functional graphs.",
+                "Use torch.export and run_decompositions({}) first.",
+            )
+        if node.op == "get_attr" and node.target not in nested and "val" not in node.meta:
+            node.meta["val"] = fakes.mode.from_tensor(find_attribute(module, node.target), static_shapes=True)
+        if node.op == "placeholder":
+            rows.append(_binding(node.name, Role.INPUT, node.meta.get("val"), types))
+    for index, value in enumerate(tree_leaves(next(iter(reversed(made.nodes))).args[0])):
+        held = value.meta.get("val") if isinstance(value, fx.Node) else value
+        rows.append(_binding(f"output.{index}", Role.OUTPUT, held, types))
+    return Program(name, made, Bindings(tuple(rows)), {}, {}, CallSpec(None, None, ()), Facts())
+
+
+def find_attribute(module: Any, path: str) -> Any:
+    """Return the attribute of a module that a dotted path names."""
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _binding(name: str, role: Role, value: Any, types: TypeFormatter) -> Binding:
+    if isinstance(value, torch.Tensor):
+        return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))
+    return Binding(name, role, name, "", ())

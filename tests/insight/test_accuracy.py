@@ -1,0 +1,142 @@
+"""The accuracy of a package: small for a right one, and large for each planted fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from inlay import api
+from inlay.cli.main import app
+from inlay.errors import ModelError, UsageError
+from inlay.flow import BuildOptions, build
+from inlay.package.refit import refit
+from inlay.runtime.text_codec import TextCodec
+from tests.models import random_model
+from tests.shared_cache import once_a_run
+from tests.text_models import byte_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LAYERS, HEADS, KV_HEADS, HEAD = 4, 4, 2, 16
+FIELDS: dict[str, Any] = {
+    "model_type": "gemma",
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HEADS * HEAD,
+    "intermediate_size": 96,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def home() -> Path:
+    """A model whose norms have an offset (Gemma: 1 + weight) and its package. Read it only."""
+
+    def make(folder: Path) -> None:
+        random_model(FIELDS).save_pretrained(folder / "model")
+        byte_tokenizer().save_pretrained(folder / "model")
+        build(str(folder / "model"), folder / "package", BuildOptions(max_length=128, max_batch=4))
+
+    return once_a_run("accuracy", make)
+
+
+def test_a_right_package_agrees(home: Path) -> None:
+    steps: list[str] = []
+    report = api.measure_accuracy(home / "package", source=str(home / "model"), max_tokens=300, on_step=steps.append)
+    assert report.tokens == 300
+    assert (report.decode.positions, report.prefill.positions) == (297, 12)
+    assert report.kl < 1e-6
+    assert report.decode.same_top == report.prefill.same_top == 1
+    assert report.decode.perplexity == pytest.approx(report.decode.reference_perplexity, rel=1e-4)
+    assert [each.layer for each in report.layers] == list(range(LAYERS))
+    assert max(each.drift for each in report.layers) < 1e-4
+    assert "layers" in steps
+
+
+def test_the_reference_is_what_transformers_computes(home: Path) -> None:
+    """Perplexity and logits come from the model itself, not from anything that Inlay has rewritten."""
+    from transformers import AutoModelForCausalLM
+
+    stock = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
+    tokens = TextCodec.load(home / "package" / "current" / "tokenizer").encode(api.SAMPLE_TEXT.read_text())[:100]
+    with torch.no_grad():
+        loss = float(stock(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss)
+    report = api.measure_accuracy(home / "package", source=str(home / "model"), max_tokens=100)
+    assert report.decode.reference_perplexity == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+
+
+def _scale_one_layer(weights: Weights) -> None:
+    weights["model.layers.2.mlp.down_proj.weight"] *= 1.1
+
+
+def _drop_norm_offset(weights: Weights) -> None:
+    weights["model.layers.1.input_layernorm.weight"] -= 1
+
+
+def _swap_rotary(weights: Weights) -> None:
+    """Rotate neighbours, where the model rotates halves."""
+    for name, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
+        key = f"model.layers.0.self_attn.{name}.weight"
+        weights[key] = weights[key].reshape(heads, 2, HEAD // 2, -1).transpose(1, 2).reshape(weights[key].shape).clone()
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer"), [(_scale_one_layer, 2), (_drop_norm_offset, 1), (_swap_rotary, 0)], ids=lambda value: str(value)
+)
+def test_faults_exceed_the_limit_and_the_layer_is_shown(
+    home: Path, tmp_path: Path, fault: Callable[[Weights], None], layer: int
+) -> None:
+    """The faults of kernels and transforms, planted in the weights that a package is given."""
+    model = shutil.copytree(home / "model", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    fault(weights)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    package = shutil.copytree(home / "package", tmp_path / "package", symlinks=True)
+    refit(package, str(model))
+    arguments = [str(package), "--source", str(home / "model"), "--max-tokens", "300"]
+    failed = CliRunner().invoke(app, ["verify", *arguments, "--max-kl", "1e-4", "--json"])
+    assert failed.exit_code == 1, failed.output
+    report = json.loads(failed.stdout)
+    assert not report["ok"]
+    assert report["kl"] > 1e-4
+    drifts = [each["drift"] for each in report["layers"]]
+    assert max(drifts[:layer], default=0.0) < 1e-4 < drifts[layer], drifts
+
+
+def test_the_command(home: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 8)
+    arguments = ["verify", str(home / "package"), "--source", str(home / "model"), "--text", str(text)]
+    shown = CliRunner().invoke(app, [*arguments, "--max-kl", "1e-4"])
+    assert shown.exit_code == 0, shown.output
+    assert "within the limit of 0.0001" in shown.output
+    assert "relative error of the hidden state after each layer" in shown.output
+    assert CliRunner().invoke(app, ["verify", str(home / "model"), "--max-kl", "1"]).exit_code == 2
+    gone = CliRunner().invoke(app, [*arguments[:2], "--source", str(tmp_path / "gone")])
+    assert gone.exit_code == 3
+    assert "--source" in gone.stderr
+
+
+def test_what_cannot_be_measured(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for text in (tmp_path / "missing", tmp_path / "binary"):
+        with pytest.raises(UsageError, match=r"cannot be read.* Pass a text file in UTF-8\."):
+            api.measure_accuracy(home / "package", text=text)
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(UsageError, match="at least 2 are needed"):
+        api.measure_accuracy(home / "package", text=tmp_path / "empty", source=str(home / "model"))
+    with pytest.raises(ModelError, match=r"Pass the model that the package was built from"):
+        api.measure_accuracy(home / "package", source="./nowhere")

@@ -1,0 +1,118 @@
+"""Lists of prompts and asynchronous streams: batched on one engine, with the answers that each prompt gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import inlay
+from inlay.errors import UsageError
+from inlay.runtime.outputs import FinishReason, collect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from inlay.runtime import LanguageModel, TokenOutput
+
+PROMPTS = [f"{'the quick ' * (n % 7)}fox number {n}" for n in range(80)]
+"""More than slots and queue hold together."""
+
+
+@pytest.fixture(scope="module")
+def model(served_package: Path) -> Iterator[LanguageModel]:
+    with inlay.load(served_package) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("sampling", [inlay.Sampling(), inlay.Sampling(temperature=0.9, top_p=0.9, seed=7)], ids=str)
+def test_each_prompt_gets_the_answer_that_it_gets_alone(model: LanguageModel, sampling: inlay.Sampling) -> None:
+    options: dict[str, Any] = {"sampling": sampling, "max_tokens": 9, "stop": ["zz"]}
+    progress: list[int] = []
+    found = model.generate(PROMPTS, **options, on_progress=progress.append)
+    assert [(each.text, each.tokens, each.finish_reason) for each in found] == [
+        (each.text, each.tokens, each.finish_reason) for each in (model.generate(each, **options) for each in PROMPTS)
+    ]
+    assert progress == list(range(1, len(PROMPTS) + 1))
+    assert model.engine.counts()["generation_tokens"] > 0
+
+
+def test_conversations_and_raw_prompts(model: LanguageModel) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fox"}]
+    assert model.generate([talk, talk], max_tokens=4)[1].tokens == model.generate(talk, max_tokens=4).tokens
+    raw = model.generate(["fox", "dog"], max_tokens=4, raw=True)
+    assert [each.tokens for each in raw] == [
+        model.generate(each, max_tokens=4, raw=True).tokens for each in ("fox", "dog")
+    ]
+    assert model.generate([]) == []
+
+
+def test_what_cannot_be_answered_is_found_before_anything_runs(model: LanguageModel) -> None:
+    before = model.engine.counts()["accepted"]
+    with pytest.raises(UsageError, match=r"^Prompt 2: "):
+        model.generate(["fox", "dog", "fox " * 5000], max_tokens=4)
+    with pytest.raises(UsageError, match="cannot be streamed"):
+        model.generate(["fox"], stream=True)  # type: ignore[call-overload]
+    assert model.engine.counts()["accepted"] == before
+
+
+def test_an_interrupted_call_cancels_its_requests(model: LanguageModel) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(PROMPTS, max_tokens=200, on_progress=interrupt)
+    assert model.generate("fox", max_tokens=3).tokens == model.generate(["fox"], max_tokens=3)[0].tokens
+    assert model.engine.counts()["finished.cancelled"] > 0
+
+
+def test_threads_share_the_engine(model: LanguageModel) -> None:
+    expected = [each.tokens for each in model.generate(PROMPTS[:12], max_tokens=6)]
+    found: dict[int, list[tuple[int, ...]]] = {}
+
+    def work(number: int) -> None:
+        found[number] = [each.tokens for each in model.generate(PROMPTS[:12], max_tokens=6)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), expected)
+
+
+def test_asynchronous_streams(model: LanguageModel) -> None:
+    async def read(prompt: str) -> list[TokenOutput]:
+        return [piece async for piece in model.astream(prompt, max_tokens=7)]
+
+    async def main() -> list[list[TokenOutput]]:
+        return list(await asyncio.gather(*map(read, PROMPTS)))
+
+    found = [collect(each).tokens for each in asyncio.run(main())]
+    assert found == [model.generate(each, max_tokens=7).tokens for each in PROMPTS]
+
+
+def test_leaving_an_asynchronous_stream_cancels_it(model: LanguageModel) -> None:
+    before = model.engine.counts()["finished.cancelled"]
+
+    async def main() -> None:
+        stream = model.astream("fox", max_tokens=200)
+        await anext(stream)
+        await stream.aclose()
+        while model.engine.counts()["finished.cancelled"] == before:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_closing_ends_what_runs_and_a_later_call_starts_again(served_package: Path) -> None:
+    model = inlay.load(served_package)
+    model.close()
+    handle = model.engine.submit(inlay.runtime.request.Request((5, 6, 7), max_tokens=240, ignore_eos=True))
+    model.close()
+    assert collect(handle).finish_reason is FinishReason.CANCELLED
+    assert len(model.generate(["fox", "dog"], max_tokens=2)) == 2
+    model.close()

@@ -1,0 +1,174 @@
+"""Packages that are built on demand: when they are built, reused and replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from inlay import flow, package_cache
+from inlay.cli.main import app
+from inlay.package_cache import PackageCache, is_package, model_name
+from tests.small_packages import ROOM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPTIONS: dict[str, Any] = {"max_length": ROOM, "max_batch": 4}
+
+
+@pytest.fixture
+def folder(model_folder: Path, package: Path, tmp_path: Path) -> Path:
+    """A model folder that a test may change. Its compiled code is in the build cache."""
+    return shutil.copytree(model_folder, tmp_path / "tiny")
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were built."""
+    found: list[str] = []
+    real = flow.build
+
+    def build(model: str, *arguments: Any, **keywords: Any) -> Any:
+        found.append(model)
+        return real(model, *arguments, **keywords)
+
+    monkeypatch.setattr(flow, "build", build)
+    return found
+
+
+def test_a_model_is_built_once_and_again_when_something_changed(
+    folder: Path, builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    package = cache.ensure(str(folder), OPTIONS)
+    assert is_package(str(package))
+    assert cache.ensure(str(folder), OPTIONS) == cache.ensure(f"{folder}/", OPTIONS) == package
+    monkeypatch.chdir(folder.parent)
+    assert cache.ensure("tiny", OPTIONS) == package, "a relative path is the same model"
+    assert builds == [str(folder)]
+    (entry,) = cache.entries()
+    assert (entry.model, entry.folder) == (str(folder), package)
+    assert entry.size > 100_000
+
+    config = folder / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert cache.ensure(str(folder), OPTIONS) == package, "it replaces the old one"
+    assert len(builds) == 2
+    libraries = package_cache.LIBRARIES
+    monkeypatch.setattr(package_cache, "LIBRARIES", (*libraries, "pytest"))
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 3, "another version of a library"
+    monkeypatch.setattr(package_cache, "LIBRARIES", libraries)
+    assert len(cache.entries()) == 1
+
+
+def test_a_damaged_package_is_built_again(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    package = cache.ensure(str(folder), OPTIONS)
+    file = next((package / "current").resolve().rglob("*.so"))
+    file.write_bytes(file.read_bytes()[:-1])
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2
+    shutil.rmtree(package)
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 3
+    (package.parent / "key.json").write_text('{"model": 7, "files"')
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 4
+
+
+def test_a_model_that_changes_during_its_build_is_built_again(
+    folder: Path, builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    counted = flow.build
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        made = counted(*arguments, **keywords)
+        (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(flow, "build", build)
+        cache.ensure(str(folder), OPTIONS)
+    cache.ensure(str(folder), OPTIONS)
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2
+
+
+def test_threads_that_want_the_same_model_build_it_once(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    cache, found, said = PackageCache(tmp_path / "packages"), set(), []
+    threads = [
+        threading.Thread(target=lambda: found.add(cache.ensure(str(folder), OPTIONS, said.append))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(builds) == len(found) == 1
+    assert said.count("waiting for the same build") <= 2
+
+
+def test_options_make_another_package(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    first = cache.ensure(str(folder), OPTIONS)
+    assert cache.ensure(str(folder), {**OPTIONS, "settings": ("fuse_gemms.enabled=true",)}) != first
+    assert len(builds) == len(cache.entries()) == 2
+    assert cache.clear(0.0) == (0, 0)
+    assert cache.clear(float("inf"))[0] == 2
+    assert cache.entries() == []
+
+
+@pytest.mark.fast
+def test_a_factory_is_captured_every_time(builds: list[str], tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    for _ in range(2):
+        cache.ensure("tests.models:convolutions", {})
+    assert len(builds) == 2
+    assert [each.model for each in cache.entries()] == ["tests.models:convolutions"]
+
+
+@pytest.mark.fast
+def test_names(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert model_name(f"{tmp_path}/folder/") == "folder"
+    assert not is_package(str(tmp_path / "folder"))
+    hostile = package_cache._entry_name("../../etc/pass wd\x00", {})
+    assert "/" not in hostile
+    assert not hostile.startswith(".")
+
+
+def test_run_builds_then_imports_no_compiler(folder: Path, tmp_path: Path) -> None:
+    """The second run of a model loads its package and nothing that captures or compiles."""
+    code = (
+        "import sys\n"
+        "from inlay.cli.main import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print([name for name in sys.modules if name.startswith(('torch._inductor', 'transformers', 'inlay.flow'))])"
+    )
+    arguments = ["run", str(folder), "fox", "--max-tokens", "3", "--max-length", str(ROOM), "--max-batch", "4"]
+    for turn in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=600, check=True
+        )
+        assert "tokens" in done.stderr.splitlines()[-1]
+        assert ("inlay.flow" in done.stdout) == (turn == 0), done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+    listed = CliRunner().invoke(app, ["run", str(folder), "fox", "--weights", "int9"], env=dict(os.environ))
+    assert listed.exit_code == 2
+
+
+@pytest.mark.fast
+def test_build_options_do_not_change_a_package(package: Path) -> None:
+    said = CliRunner().invoke(app, ["run", str(package), "fox", "--max-length", "64", "--trust-remote-code"])
+    assert said.exit_code == 2
+    assert "is a package, and --max-length, --trust-remote-code would change how it is built" in " ".join(
+        said.stderr.split()
+    )
