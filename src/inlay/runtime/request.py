@@ -35,7 +35,7 @@ class Request:
     salt: str = ""
     """Only requests with the same salt share cached blocks."""
     owner: str = ""
-    """The tenant. A free slot goes to the owner with the fewest slots. Requests without owner count as having none."""
+    """The tenant. A free slot goes to the owner with the fewest slots. Requests without owner count as 0 slots."""
     timeout: float | None = None
     """Seconds from arrival after which the generation is aborted."""
 
