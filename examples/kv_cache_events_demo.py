@@ -180,7 +180,7 @@ def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -
         gap = str(told)
     printer.print_text(f"Somebody has read nothing so far, and the log keeps {LOG_SIZE} events: {gap}.")
     replica = CacheMirror(slow.catch_up().blocks)
-    told, same = "is gone" in gap, replica_levels(replica) == cache_levels(cache)
+    told, same = "was dropped" in gap, replica_levels(replica) == cache_levels(cache)
     return printer.check("the slow reader is told, and knows from a snapshot what the cache holds", told and same)
 
 

@@ -86,8 +86,8 @@ def test_raw_and_system(model: LanguageModel) -> None:
         (["--seed", "1"], "Add --temperature 0.7"),
         (["--raw", "--system", "x"], "Remove one of them"),
         (["--temperature", "-1"], "temperature is -1.0, but must be 0 or"),
-        (["--max-tokens", "0"], "at least one token"),
-        (["--stop", ""], "none of them empty"),
+        (["--max-tokens", "0"], "must be at least 1"),
+        (["--stop", ""], "non-empty strings"),
     ],
 )
 def test_wrong_usage_is_told(arguments: list[str], sentence: str) -> None:

@@ -47,8 +47,8 @@ def _refused(*arguments: str, **env: str) -> tuple[int, str]:
         (("nowhere", "--max-body", "much"), 2, "'much' is not a size."),
         (("nowhere", "--cache-memory", "-1"), 2, "'-1' is not a size."),
         (("nowhere", "--api-key-file", "nowhere"), 2, "The API keys in nowhere cannot be read"),
-        (("nowhere", "--host", "203.0.113.1", "--insecure", "--port", "0"), 2, "Nothing can be served at 203.0.113.1"),
-        (("nowhere", "--port", "99999"), 2, "Nothing can be served at 127.0.0.1 port 99999"),
+        (("nowhere", "--host", "203.0.113.1", "--insecure", "--port", "0"), 2, "Cannot listen on 203.0.113.1"),
+        (("nowhere", "--port", "99999"), 2, "Cannot listen on 127.0.0.1 port 99999"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], code: int, sentence: str) -> None:

@@ -91,7 +91,7 @@ def test_a_folder(written: tuple[Path, Result]) -> None:
     assert "The schedule has no race. Results and states are exactly those of one lane." in lines
     for way in ("one lane ", "2 lanes ", "one lane with 2 intra-op threads "):
         assert any(line.startswith(way) for line in lines)
-    assert "Against one lane: 2 lanes × " in lines[-1]
+    assert "Time relative to one lane: 2 lanes × " in lines[-1]
     assert "wrote work.json, schedule.json, trace.json, timeline.json, lanes.svg" in written[1].stderr
 
 
@@ -128,7 +128,7 @@ def test_json_of_a_factory() -> None:
     assert set(told["plan"]) >= {"edges", "events", "events_over_edges", "recorded", "planned_over_in_order"}
     assert told["seconds"]["one lane"]["over_one_lane"] == 1
     assert told["pays"] in (True, False, None)
-    assert told["says"].startswith(("Lanes pay here", "Lanes do not pay here", "Rounds differ"))
+    assert told["says"].startswith(("Lanes are faster here", "Lanes are not faster here", "The result is inconclusive"))
 
 
 def test_a_factory_with_state() -> None:
@@ -177,9 +177,9 @@ def test_other_numbers_are_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lanes", "threads", "pays", "says"),
     [
-        (0.6, 0.8, True, "Lanes pay here. Against one lane: 2 lanes × 0.60, threads × 0.80."),
-        (0.6, 0.5, False, "Lanes do not pay here. Against one lane: 2 lanes × 0.60, threads × 0.50."),
-        (1.1, 1.2, False, "Lanes do not pay here. Against one lane: 2 lanes × 1.10, threads × 1.20."),
+        (0.6, 0.8, True, "Lanes are faster here. Time relative to one lane: 2 lanes × 0.60, threads × 0.80."),
+        (0.6, 0.5, False, "Lanes are not faster here. Time relative to one lane: 2 lanes × 0.60, threads × 0.50."),
+        (1.1, 1.2, False, "Lanes are not faster here. Time relative to one lane: 2 lanes × 1.10, threads × 1.20."),
     ],
 )
 def test_whether_lanes_pay(lanes: float, threads: float, pays: bool, says: str) -> None:
@@ -192,7 +192,7 @@ def test_rounds_that_disagree() -> None:
     seconds = {"one lane": [1.0, 1.0, 1.0, 1.0], "2 lanes": [0.8, 1.3, 0.7, 1.2]}
     compared = OverlapComparison(True, seconds, "2 lanes", Timeline(()))
     assert compared.is_faster is None
-    assert str(compared).startswith("Rounds differ too much to say.")
+    assert str(compared).startswith("The result is inconclusive: the rounds differ too much.")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     saved: dict[str, Any] = {"tasks": [], "storages": []}
     (tmp_path / "work.json").write_text(json.dumps(saved))
     (tmp_path / "schedule.json").write_text("{}")
-    assert "This is not a schedule" in _inlay("--check", str(tmp_path), check=8).stderr
+    assert "The JSON is not a valid schedule" in _inlay("--check", str(tmp_path), check=8).stderr
 
 
 def test_without_weights_nothing_is_measured(tmp_path: Path) -> None:

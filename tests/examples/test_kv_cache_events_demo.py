@@ -57,7 +57,7 @@ def test_the_story(demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
         STORY.strip("\n").splitlines()
     )
     assert "2 blocks are found" in text
-    assert "event 0 is gone, the oldest one kept is 7" in text
+    assert "event 0 was dropped; the oldest event in the log is 7" in text
 
 
 def test_json(demo: Any, capsys: pytest.CaptureFixture[str]) -> None:

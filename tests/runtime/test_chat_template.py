@@ -42,11 +42,11 @@ def test_as_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
-        ("{{ messages[0].nothing.deeper }}", "refuses"),
-        ("{{ messages[0].content + 1 }}", "refuses"),
-        ("{{ ''.__class__.__mro__ }}", "refuses"),
-        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects the messages: roles must alternate"),
+        ("{{ messages[0].nothing.deeper }}", "rejects"),
+        ("{{ messages[0].content + 1 }}", "rejects"),
+        ("{{ ''.__class__.__mro__ }}", "rejects"),
+        ("{{ messages.append(1) }}", "rejects"),
         ("{% set ns = namespace(__class__=1) %}", "private name"),
         ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "private name"),
     ],
@@ -57,7 +57,7 @@ def test_refusals_are_sentences(template: str, sentence: str) -> None:
 
 
 def test_not_a_template() -> None:
-    with pytest.raises(ModelError, match="is not a template"):
+    with pytest.raises(ModelError, match="has a syntax error"):
         ChatTemplate("{% if %}", {}).render(MESSAGES)
 
 

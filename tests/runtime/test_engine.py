@@ -318,7 +318,7 @@ def test_scores_that_are_no_numbers_are_kept_from_the_cache(opened: Open) -> Non
     answer = engine.submit(Request(_prompt(20)))
     while engine.step():
         pass
-    with pytest.raises(ProgramError, match="not numbers"):
+    with pytest.raises(ProgramError, match="not finite"):
         list(answer)
     assert engine.counts()["finished.failed"] == 1
 
@@ -462,7 +462,7 @@ def test_a_package_that_is_no_decoder_is_refused(served_package: Path) -> None:
         bindings = type("Bindings", (), {"state": ()})()
         initial: dict[str, Any] = {}  # noqa: RUF012
 
-    with pytest.raises(InlayError, match="no cache"):
+    with pytest.raises(InlayError, match="no KV cache"):
         Engine(Nothing(), None)  # type: ignore[arg-type]
 
 

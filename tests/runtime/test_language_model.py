@@ -165,7 +165,7 @@ def test_room(text: TextCodec, stock: Any) -> None:
     assert len(made.tokens) == 4, "the last token needs no room"
     full = EagerStepper(stock, max_seq_len=len(prompt))
     assert len(collect(generate(full, text, prompt, Sampling(), max_tokens=9)).tokens) == 1
-    with pytest.raises(UsageError, match=f"has {len(prompt)} tokens, but the package holds 2"):
+    with pytest.raises(UsageError, match=f"has {len(prompt)} tokens, but the package is limited to 2"):
         collect(generate(EagerStepper(stock, max_seq_len=2), text, prompt, Sampling(), max_tokens=9))
 
 
@@ -207,8 +207,8 @@ def test_a_slow_reader_does_not_slow_the_figures(model: LanguageModel) -> None:
     ("arguments", "sentence"),
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"stop": [""]}, "none of them empty"),
-        ({"stop": "END"}, "a list of texts"),
+        ({"stop": [""]}, "non-empty strings"),
+        ({"stop": "END"}, "a list of non-empty"),
     ],
     ids=str,
 )
@@ -225,7 +225,7 @@ def test_an_empty_prompt_needs_a_begin_token(model: LanguageModel, stock: Any, t
 
 
 def test_an_answer_that_is_not_read_to_the_end_is_not_collected(model: LanguageModel) -> None:
-    with pytest.raises(UsageError, match="last piece"):
+    with pytest.raises(UsageError, match="last output"):
         collect([next(model.generate(PROMPT, stream=True))])
 
 

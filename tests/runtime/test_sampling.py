@@ -147,5 +147,5 @@ def test_largest_seed_and_coldest_temperature_work() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers(value: float) -> None:
-    with pytest.raises(ProgramError, match="not numbers"):
+    with pytest.raises(ProgramError, match="not finite"):
         sample(torch.tensor([0.0, value]), [], Sampling(), torch.Generator())

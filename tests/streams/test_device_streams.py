@@ -202,5 +202,5 @@ def test_an_error_while_launching_leaves_the_caller_after_all_that_was_launched(
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_without_a_device_it_is_said() -> None:
-    with pytest.raises(UsageError, match="no device with streams here"):
+    with pytest.raises(UsageError, match="No device with streams was found"):
         DeviceStreams(2)

@@ -203,7 +203,7 @@ def test_state_the_program_owns_goes_on() -> None:
 @pytest.mark.fast
 def test_a_program_that_returns_its_state_is_refused() -> None:
     program = capture(Example(Branch(), (torch.ones(3, 4), torch.zeros(5, 4))))
-    with pytest.raises(UsageError, match="returned, and not written in place"):
+    with pytest.raises(UsageError, match="returned, but not written in place"):
         bind_program(program, build_work(program))
 
 
@@ -281,7 +281,7 @@ def test_lanes_cast_where_the_caller_does() -> None:
 
 @pytest.mark.fast
 def test_lanes_are_threads_where_there_is_no_accelerator() -> None:
-    with pytest.raises(UsageError, match="0 lanes"):
+    with pytest.raises(UsageError, match="number of lanes is 0"):
         open_executor(0, "cpu")
     lanes = open_executor(2, "cpu")
     try:

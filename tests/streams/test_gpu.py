@@ -105,7 +105,7 @@ def test_recorded_memory_is_not_given_away() -> None:
 
 def test_without_the_record_the_schedule_is_refused() -> None:
     bound, lanes = long_branches(recorded=False)
-    with pytest.raises(UsageError, match="may be given the memory of x"):
+    with pytest.raises(UsageError, match="may reuse the memory of x"):
         ScheduledExecution(bound, lanes, DeviceStreams(2))
 
 
@@ -163,7 +163,7 @@ def test_a_held_output_is_never_written_over() -> None:
     replays = GraphReplayer(caller_owned, cached(torch.zeros(CACHE, device=device())))
     replays.capture(decode(0))
     held = replays(decode(0))["attended"][0]
-    with pytest.raises(UsageError, match="still held"):
+    with pytest.raises(UsageError, match="still referenced"):
         replays(decode(1))
     del held
     replays(decode(1))

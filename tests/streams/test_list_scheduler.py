@@ -81,9 +81,9 @@ def test_fixed_tasks_are_not_moved() -> None:
 
 
 def test_what_cannot_be_planned() -> None:
-    with pytest.raises(UsageError, match=r"Nobody has measured make\. Measure it"):
+    with pytest.raises(UsageError, match=r"The duration of make was not measured\. Measure it"):
         plan_schedule(WorkGraph((Task("make"),), ()), event_seconds=0.0)
-    with pytest.raises(UsageError, match="Nobody has measured make"):
+    with pytest.raises(UsageError, match="The duration of make was not measured"):
         group_tasks(WorkGraph((Task("make"),), ()), 1e-5)
     with pytest.raises(UsageError, match="0 lanes"):
         plan_schedule(_branches(1, 1), lanes=0, event_seconds=0.0)
@@ -224,14 +224,14 @@ def test_values_are_saved_and_compared() -> None:
     ],
 )
 def test_what_is_no_schedule(text: str) -> None:
-    with pytest.raises(PackageError, match="This is not a schedule"):
+    with pytest.raises(PackageError, match="The JSON is not a valid schedule"):
         Schedule.from_json(text)
 
 
 def test_what_is_no_work() -> None:
     with pytest.raises(ProgramError, match="more than one task a"):
         WorkGraph((Task("a"), Task("a")), ())
-    with pytest.raises(ProgramError, match="a touches x, which is no storage"):
+    with pytest.raises(ProgramError, match="a accesses x, which is not a storage"):
         WorkGraph((Task("a", ("x",)),), ())
-    with pytest.raises(PackageError, match="This is not a work graph"):
+    with pytest.raises(PackageError, match="The JSON is not a valid work graph"):
         WorkGraph.from_json('{"tasks": [{"name": "a", "reads": ["x"]}], "storages": []}')

@@ -143,16 +143,20 @@ WORK = WorkGraph(
     [
         (Schedule((("a", "b"),)), ScheduleErrorKind.MISSING, "c is in no lane."),
         (Schedule((("a", "b"), ("c", "b"))), ScheduleErrorKind.DUPLICATE, "b is run 2 times."),
-        (Schedule((("a", "b", "c", "d"),)), ScheduleErrorKind.UNKNOWN, "Lane 0 runs d, which is no task of the work."),
+        (
+            Schedule((("a", "b", "c", "d"),)),
+            ScheduleErrorKind.UNKNOWN,
+            "Lane 0 runs d, which is not a task of the work.",
+        ),
         (
             Schedule((("a", "b", "c"),), (Event("a", "d"),)),
             ScheduleErrorKind.UNKNOWN,
-            "The event a -> d names d, which is no task of the work.",
+            "The event a -> d names d, which is not a task of the work.",
         ),
         (
             Schedule((("a", "b", "c"),), (), ("w",)),
             ScheduleErrorKind.UNKNOWN,
-            "w is recorded, and is no storage of the work.",
+            "w is recorded, but is not a storage of the work.",
         ),
         (
             Schedule((("a", "b"), ("c",)), (Event("c", "a"), Event("b", "c"))),
@@ -183,7 +187,7 @@ def test_fixed_tasks_stay() -> None:
     work = WorkGraph((first, Task("other"), second), ())
     assert check_schedule(work, Schedule((("first", "second"), ("other",)))).ok
     found = check_schedule(work, Schedule((("second", "first"), ("other",))))
-    assert str(found) == "first and second are fixed and have changed places."
+    assert str(found) == "first and second are fixed and must stay in this order."
     found = check_schedule(work, Schedule((("first", "other"), ("second",))))
     assert str(found) == "second is fixed and must be in lane 0."
 
@@ -195,9 +199,7 @@ def test_memory_is_reused_too_early() -> None:
     made = Schedule((("make", "next"), ("read",)), (Event("make", "read"),))
     (race,) = check_schedule(work, made).races
     assert (race.kind, race.first, race.second, race.storage) == (ConflictKind.REUSE, "read", "next", "x")
-    assert str(race) == (
-        "next may be given the memory of x while read uses it: add the event read -> next, or record x."
-    )
+    assert str(race) == ("next may reuse the memory of x while read uses it. Add the event read -> next, or record x.")
     assert check_schedule(work, replace(made, recorded_storages=("x",))).ok
     assert check_schedule(work, replace(made, events=(*made.events, race.missing_event))).ok
     kept = WorkGraph(tasks, (Storage("x", Lifetime.INPUT), *work.storages[1:]))

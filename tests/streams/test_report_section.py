@@ -47,7 +47,10 @@ def test_the_page_has_them(page: Path) -> None:
 
 def test_a_file_that_is_no_timeline_is_said(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
-    for file, says in ((tmp_path / "no.json", "This is not a timeline"), (tmp_path / "none.json", "cannot be read")):
+    for file, says in (
+        (tmp_path / "no.json", "The JSON is not a valid timeline"),
+        (tmp_path / "none.json", "cannot be read"),
+    ):
         done = CliRunner().invoke(app, ["report", "models:convolutions", "--timeline", str(file)])
         assert done.exit_code in (2, 8)
         assert says in done.output

@@ -106,7 +106,7 @@ def test_a_lane_that_waits_is_seen() -> None:
 
 def test_saved_and_read_again(executed: Timeline) -> None:
     assert Timeline.from_json(executed.to_json()) == executed
-    with pytest.raises(PackageError, match="This is not a timeline"):
+    with pytest.raises(PackageError, match="The JSON is not a valid timeline"):
         Timeline.from_json('{"runs": 3}')
 
 

@@ -166,7 +166,7 @@ def test_an_error_in_any_task_ends_the_run(task: str, late: bool) -> None:
         assert time.perf_counter() - start < 60, "the other lanes wait until they give up"
         assert [frame.name for frame in traceback.extract_tb(found.tb)][-2:] == ["run", "fails"]
         assert found.value.__notes__ == [
-            f"This was task {task} in lane {LANES.lane_of[task]}; the other lanes were stopped."
+            f"Raised by task {task} in lane {LANES.lane_of[task]}; the other lanes were stopped."
         ]
         assert found.value.__context__ is None
         assert ScheduledExecution(right, LANES, lanes)({}) == right({}), "the lanes are as good as new"
@@ -203,7 +203,7 @@ def test_two_errors_are_told_as_one() -> None:
     with WorkerThreads(2) as lanes, pytest.raises(ValueError, match="inlay lane") as found:
         ScheduledExecution(bound, Schedule((("a",), ("b",))), lanes)({})
     first, second = found.value.__notes__
-    assert first.startswith("This was task ")
+    assert first.startswith("Raised by task ")
     assert "failed too: ValueError: inlay lane" in second
 
 
@@ -296,21 +296,21 @@ def test_runs_of_several_threads_come_one_after_the_other() -> None:
 
 
 def test_mistakes_are_sentences() -> None:
-    with pytest.raises(UsageError, match="0 lanes run nothing"):
+    with pytest.raises(UsageError, match="number of lanes is 0"):
         WorkerThreads(0)
     bound = bound_of({"a": (), "b": ("a", "x")}, {"a": lambda values: [1], "b": lambda values: [sum(values)]}, ("b",))
     with WorkerThreads(1) as lanes:
-        with pytest.raises(UsageError, match="has 2 lanes, and there are 1"):
+        with pytest.raises(UsageError, match="has 2 lanes, but the executor has 1"):
             ScheduledExecution(bound, Schedule((("a",), ("b",)), (Event("a", "b"),)), lanes)({"x": 2})
-        with pytest.raises(UsageError, match="x is not given"):
+        with pytest.raises(UsageError, match="The input x is missing"):
             ScheduledExecution(bound, Schedule((("a", "b"),)), lanes)({"y": 2})
-        with pytest.raises(UsageError, match="must not be run: read after write on a: b does not wait for a"):
+        with pytest.raises(UsageError, match="is invalid: read after write on a: b does not wait for a"):
             ScheduledExecution(bound, Schedule((("a",), ("b",))), lanes)
 
         def nested(values: list[Any]) -> list[Any]:
             return ScheduledExecution(bound, Schedule((("a", "b"),)), lanes)({"x": 2})
 
-        for call, says in ((nested, "lanes of its own"), (lambda values: lanes.close(), "cannot close the lanes")):
+        for call, says in ((nested, "Use other lanes"), (lambda values: lanes.close(), "cannot close the lanes")):
             within = bound_of({"a": ()}, {"a": call}, ("a",))
             with pytest.raises(UsageError, match=says):
                 ScheduledExecution(within, Schedule((("a",),)), lanes)({})

@@ -1,4 +1,4 @@
-"""Running packages: sampling, text, sessions."""
+"""The runtime of packages: language models, sampling, sessions and outputs."""
 
 from inlay.runtime.language_model import LanguageModel, load
 from inlay.runtime.outputs import Completion, FinishReason, TokenOutput

@@ -1,6 +1,6 @@
-"""Chat templates: messages to one prompt, as transformers renders them, without transformers.
+"""Chat templates: render messages to a prompt, with the same result as transformers but without importing it.
 
-Templates come with a model, so they are somebody else's code: they run in jinja2's sandbox and see plain data only.
+Templates come with a model, so they are untrusted code. They run in jinja2's sandbox and get plain data only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """The template of a model and the special tokens it may name.
+    """The chat template of a model and the special tokens that it may use.
 
     >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ end }}{% endfor %}"
     >>> ChatTemplate(source, {"end": "."}).render([{"role": "user", "content": "Hello"}])
@@ -40,16 +40,16 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
 
     def render(self, messages: Messages) -> str:
-        """The prompt for the next answer in this conversation."""
+        """Return the prompt for the next message of this conversation."""
         template, plain = self._compiled, _plain(messages)
         try:
             return template.render(
                 messages=plain, tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
             )
-        except Exception as error:  # anything: it is somebody else's code that ran
+        except Exception as error:  # untrusted template code may raise anything
             raise UsageError(
-                f"The chat template of this model refuses the messages: {one_line(error)}.",
-                "Change the roles or their order, or give the prompt raw.",
+                f"The chat template of this model rejects the messages: {one_line(error)}.",
+                "Change the roles or their order, or pass the prompt as plain text.",
             ) from error
 
     @cached_property
@@ -58,27 +58,27 @@ class ChatTemplate:
             return _environment().from_string(self.source)
         except TemplateSyntaxError as error:
             raise ModelError(
-                f"The chat template of this model is not a template: {one_line(error)}.",
-                "Fix chat_template.jinja, or give the prompt raw.",
+                f"The chat template of this model has a syntax error: {one_line(error)}.",
+                "Fix chat_template.jinja, or pass the prompt as plain text.",
             ) from error
 
 
 def _plain(messages: Messages) -> list[dict[str, Any]]:
-    """Messages as JSON has them: objects with methods have no business in somebody else's template."""
+    """Return messages as plain JSON data, so that untrusted templates get no objects with methods."""
     if not messages or any(not isinstance(message, Mapping) or "role" not in message for message in messages):
         raise UsageError(
-            "A conversation is a list of at least one message, and each message has a role.",
-            'Such as [{"role": "user", "content": "Hello"}].',
+            "A conversation must be a list of at least one message, and each message must have a role.",
+            'Pass a list such as [{"role": "user", "content": "Hello"}].',
         )
     try:
         plain: list[dict[str, Any]] = json.loads(json.dumps([dict(message) for message in messages]))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"A message holds what JSON cannot: {one_line(error)}.", "Use text.") from error
+        raise UsageError(f"A message cannot be written as JSON: {one_line(error)}.", "Use text.") from error
     return plain
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model said, for training; here it is plain text."""
+    """`{% generation %}` marks assistant text for training. Here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -88,7 +88,7 @@ class _GenerationTag(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A namespace without private names, through which a template could reach the interpreter."""
+    """A namespace that rejects private names, through which a template could reach the interpreter."""
 
     def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be called self
         self, *given = args
@@ -104,7 +104,7 @@ class _PublicNamespace(Namespace):
 
 def _check_public(name: object) -> None:
     if str(name).startswith("_"):
-        raise SecurityError(f"the template stores {name!r}, a private name")
+        raise SecurityError(f"the template sets {name!r}, a private name")
 
 
 def _raise_exception(message: str) -> None:
@@ -118,12 +118,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter, which escapes HTML."""
+    """Return JSON without HTML escapes, unlike jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> Environment:
-    """jinja2 set up as chat templates expect it; see `_compile_jinja_template` of transformers."""
+    """Return a jinja2 environment as chat templates expect it; see `_compile_jinja_template` of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

@@ -1,7 +1,7 @@
-"""The engine: many requests at once on one package. They join and leave at every step, and share what is cached.
+"""The engine runs many requests on one package, with continuous batching and a shared prefix cache.
 
-A step is one call of the package for all sequences that answer, and a chunk of the prompts that are still being read.
-What comes next is decided by `schedule`; here it is done.
+A step is one decode call for all sequences in the decode phase, and a chunk of prefill for the others.
+`inlay.runtime.scheduler.schedule` plans each step; the engine executes it.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How much an engine may take, and how it shares its time."""
+    """Limits of an engine: slots, queue, prefill chunks and cache memory."""
 
     slots: int | None = None
-    """Sequences at once; by default as many as the package has room for."""
+    """Maximum sequences that run at once. Default: the number of slots of the package."""
     max_waiting: int = 64
-    """Requests that may wait for a slot."""
+    """Maximum requests that wait for a slot."""
     max_prefill_tokens: int = 64
-    """Tokens of prompts that are read in one step while others wait for their next token."""
+    """Maximum prefill tokens in a step that also decodes."""
     max_prefill_only_tokens: int = 512
-    """The same when nobody waits."""
+    """Maximum prefill tokens in a step without decode."""
     block_size: int = 32
-    """Tokens in a block of the cache."""
+    """Tokens in a block of the prefix cache."""
     cache_bytes: int | None = None
-    """Memory for blocks; by default as much as the slots take. 0: nothing is kept."""
+    """Memory of the prefix cache. Default: the memory of the slots. 0: no prefix cache."""
     host_bytes: int = 0
-    """Memory for blocks on the second level, which those move to that are pushed out of the first."""
+    """Memory of the second cache level, which receives blocks that are evicted from the first."""
 
 
 class Observer(Protocol):
-    """Somebody who wants to know how long things took."""
+    """Receives measurements of the engine, such as metrics."""
 
     def observe(self, name: str, value: float) -> None:
-        """Called in the engine's thread: must be quick."""
+        """Record a measurement. Called in the engine's thread, so it must be fast."""
         ...
 
 
 class Engine:
-    """Answers requests on a package, in a thread of its own."""
+    """Runs requests on a package in its own thread."""
 
     def __init__(self, package: Executable, text: TextCodec, settings: EngineSettings | None = None) -> None:
         self.text = text
         self.settings = settings = settings or EngineSettings()
         states = package.bindings.state
         if not states or package.initial:
-            raise UsageError("This package has no cache that can be served.", "Build it from a language model.")
+            raise UsageError("This package has no KV cache that can be served.", "Build it from a language model.")
         count, _, room, _ = (int(size) for size in states[0].shape)
         self.slots, self.max_seq_len = min(settings.slots or count, count), room
         per_block = bytes_per_token(states) * settings.block_size
@@ -114,7 +114,7 @@ class Engine:
 
     @classmethod
     def open(cls, package: Path | str, settings: EngineSettings | None = None) -> Engine:
-        """An engine on the package in a folder."""
+        """Return an engine for the package in a folder."""
         from inlay.package.loader import load_package
         from inlay.runtime.text_codec import TextCodec
 
@@ -122,15 +122,15 @@ class Engine:
         return cls(loaded, TextCodec.load(Path(loaded.folder, "tokenizer")), settings)
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell somebody how long things take."""
+        """Add an observer of measurements."""
         self._observers.append(observer)
 
     def start(self, *, warm: bool = False) -> None:
-        """Begin to answer. `warm`: before that, take the memory of the caches and what calls need beside it."""
+        """Start the engine thread. `warm`: first allocate the memory of the caches and the workspace of calls."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready, warm), name="inlay-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that is in native code when the interpreter goes takes the process along
+        atexit.register(self.close)  # a thread in native code at interpreter exit would crash the process
         ready.result()
 
     def submit(
@@ -160,13 +160,13 @@ class Engine:
         return len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Take no more requests, and wait until all are answered; whether they are."""
+        """Accept no more requests and wait until all are finished; return whether they are."""
         with self._changed:
             self._closing = True
             return self._changed.wait_for(lambda: not self._waiting and not self._running, seconds)
 
     def close(self) -> None:
-        """End now. Answers in the making are cancelled."""
+        """Stop the engine at once. Unfinished requests are cancelled."""
         with self._changed:
             self._closing = self._stop = True
             self._changed.notify_all()
@@ -178,13 +178,13 @@ class Engine:
         self._deliver()
 
     def clear_cache(self) -> None:
-        """Forget all blocks that no sequence relies on."""
+        """Remove all blocks that no sequence uses from the prefix cache."""
         with self._changed:
             self._must_clear = True
             self._changed.notify_all()
 
     def counts(self) -> dict[str, float]:
-        """How much was done since the start, and how things stand."""
+        """Return counters since the start and current gauges, by name."""
         running = list(self._running.values())
         reading = sum(bool(each.prefill_tokens_left) for each in running)
         now = {
@@ -199,7 +199,7 @@ class Engine:
         return {**zero, **self._counts, **now, **fixed, "events": self.event_log.next}
 
     def step(self) -> bool:
-        """One step; whether there was anything to do."""
+        """Run one step; return whether there was anything to do."""
         started = monotonic()
         self._abort_expired(started)
         free = len(self._running) < self.slots
@@ -246,15 +246,15 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception as error:  # whatever it was: who waits is told, and others are served
+            except Exception as error:  # fail the running requests, keep serving others
                 self._counts["fallback.step_failed"] += 1
-                told = ProgramError(f"A step failed: {one_line(error)}.")
+                told = ProgramError(f"An engine step failed: {one_line(error)}.")
                 for sequence in list(self._running.values()):
                     self._fail(sequence, told)
                 self._deliver()
 
     def _warm_up(self) -> None:
-        """A chunk of a prompt and a token for every slot, on full slots: beyond the length of every sequence."""
+        """Run one prefill chunk and one decode of all slots, at the end of the slots, past the rows of any sequence."""
         if self._populate_thread is not None:
             self._populate_thread.join()
         chunk = min(self.settings.max_prefill_tokens, self.max_seq_len)
@@ -264,7 +264,7 @@ class Engine:
             self._package({**self._memory.state, **given, SIGNATURE.lengths: lengths}, is_prefill=prompt)
 
     def _abort_expired(self, now: float) -> None:
-        """End what nobody wants or what took too long."""
+        """Abort cancelled and timed-out requests, and clear the cache if that was requested."""
         if self._must_clear and self.cache is not None:
             self.cache.clear()
         self._must_clear = False
@@ -283,7 +283,7 @@ class Engine:
         self._observe("queue_seconds", now - sequence.handle.arrival_time)
 
     def _decode(self, sequences: Several[SequenceState], padding: Several[int]) -> None:
-        """The next token of all that answer."""
+        """Generate the next token of each sequence."""
         tokens = [[each.generation.history[-1]] for each in sequences] + [[0]] * len(padding)
         slots, rows = [each.slot for each in sequences], [each.computed_tokens for each in sequences]
         self._counts["padding_rows"] += len(padding)
@@ -293,7 +293,7 @@ class Engine:
             self._sample(sequences, scores, 1)
 
     def _prefill(self, sequence: SequenceState, count: int) -> None:
-        """The next part of a prompt; the first token, when that was the last part."""
+        """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
         if not sequence.has_lookup:
             self._prefix_cache.reuse(sequence)
         prompt = sequence.handle.request.prompt
@@ -316,7 +316,7 @@ class Engine:
         *,
         prompt: bool,
     ) -> torch.Tensor | None:
-        """Scores after the last token of each; None if the package failed, which those sequences are told."""
+        """Return the logits after the last token of each sequence. If the call fails, abort them and return None."""
         given = {SIGNATURE.tokens: _numbers(tokens), SIGNATURE.slots: _numbers(slots)}
         given[SIGNATURE.lengths] = _numbers(rows)
         started = monotonic()
@@ -324,7 +324,11 @@ class Engine:
             results = self._package({**self._memory.state, **given}, is_prefill=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
-            told = error if isinstance(error, InlayError) else ProgramError(f"The package failed: {one_line(error)}.")
+            told = (
+                error
+                if isinstance(error, InlayError)
+                else ProgramError(f"A call of the package failed: {one_line(error)}.")
+            )
             for sequence in sequences:
                 self._fail(sequence, told)
             self._deliver()
@@ -336,7 +340,7 @@ class Engine:
         return scores.float()
 
     def _sample(self, sequences: Several[SequenceState], scores: torch.Tensor, rows: int) -> None:
-        """Draw a token for each, and hand it out."""
+        """Sample a token for each sequence and deliver it."""
         numbers = scores.numpy()
         likeliest = numbers.argmax(-1).tolist()
         now = monotonic()
@@ -346,8 +350,8 @@ class Engine:
             try:
                 if not math.isfinite(numbers[place, best]):
                     raise ProgramError(
-                        "The program returned logits that are not numbers.",
-                        "Its weights are damaged, or their number format is too narrow: build it again in float32.",
+                        "The program returned logits that are not finite.",
+                        "Check the weights, or build it again in float32: the dtype may be too narrow.",
                     )
                 token = best if writer.is_plain_greedy else writer.sample(scores[place])
                 likelihood = writer.logprobs(scores[place], token) if writer.request.logprobs is not None else None
@@ -383,7 +387,7 @@ class Engine:
         self._prefix_cache.release(sequence)
 
     def _finish(self, sequence: SequenceState, how: str) -> None:
-        """It needs its slot no longer."""
+        """Count a finished sequence and free its slot."""
         self._counts[f"finished.{how}"] += 1
         now = monotonic()
         self._pace += 0.1 * (min(now - self._last_finish_time, 10.0) - self._pace)
@@ -394,7 +398,7 @@ class Engine:
             self._changed.notify_all()
 
     def _deliver(self) -> None:
-        """Give all that was made to those who asked: at once to threads, by one call to each event loop."""
+        """Deliver all outputs: directly to threads, and by one call to each event loop."""
         for loop, made in self._outputs.items():
             if loop is None:
                 _put(made)
@@ -413,11 +417,11 @@ _COUNTERS = (
     *("fallback.call_failed", "fallback.step_failed", "fallback.promote_failed", "fallback.cache_full"),
     *(f"finished.{finish}" for finish in (*FinishReason, "failed")),
 )
-"""What is counted, so that it is there before it happens."""
+"""All counters, so that each is reported as 0 before its first event."""
 
 
 def _numbers(values: list[int] | list[list[int]]) -> torch.Tensor:
-    """As a tensor; by way of numpy, which reads lists faster."""
+    """Return the values as a tensor, through numpy, which converts lists faster."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 

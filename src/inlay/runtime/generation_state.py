@@ -1,4 +1,4 @@
-"""One answer in the making: which token comes next, the text it adds, and whether it was the last."""
+"""The state of one generation: sampling, detokenization, stop strings and length limits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 
 class GenerationState:
-    """The answer to a request, token by token; `max_seq_len` is how many tokens a sequence can hold."""
+    """The state of one request during generation. `max_seq_len` is the capacity of a sequence in tokens."""
 
     def __init__(self, request: Request, text: TextCodec, max_seq_len: int) -> None:
         check_length(len(request.prompt), max_seq_len, request.max_tokens)
         self.request = request
         self.history = list(request.prompt)
-        """The prompt and what was written."""
-        self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token need not go in
+        """Prompt tokens and generated tokens."""
+        self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token is not cached
         self.is_plain_greedy = request.sampling.is_greedy and request.sampling.repetition_penalty == 1
-        """Whether the likeliest token is taken, whatever came before."""
+        """Whether sampling is a plain argmax of the logits, without repetition penalty."""
         self._generator = None if request.sampling.is_greedy else request.sampling.generator()
         self._stops, self._stream = StopStrings(request.stop), text.detokenizer()
         self._ends: frozenset[int] = frozenset() if request.ignore_eos else text.eos
 
     def sample(self, scores: torch.Tensor) -> int:
-        """The next token, given the scores of all."""
+        """Sample the next token from the logits."""
         return sample(scores, self.history, self.request.sampling, self._generator)
 
     def logprobs(self, scores: torch.Tensor, token: int) -> TokenLogprobs:
-        """How likely a token was, and as many others as the request asks for."""
+        """Return the logprob of a token, and the top logprobs that the request asks for."""
         logs = scores.log_softmax(-1)
         values, tokens = logs.topk(min(self.request.logprobs or 0, len(logs)))
         return TokenLogprobs(float(logs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
 
     def add(self, token: int) -> tuple[str, FinishReason | None]:
-        """Take a token: the text that became certain, and why the answer ends, if it does."""
+        """Append a token; return the text that is final now, and the finish reason if the generation ends."""
         self.history.append(token)
         self.left -= 1
         ended = FinishReason.EOS if token in self._ends else FinishReason.LENGTH if self.left == 0 else None
@@ -57,27 +57,27 @@ class GenerationState:
         return shown, ended
 
     def flush(self) -> str:
-        """Text that was held back, when the answer is broken off."""
+        """Return the text that was held back, when the generation is aborted."""
         return self._stops.add(self._stream.finish()) + self._stops.finish()
 
 
 def check_length(prompt: int, max_seq_len: int, max_tokens: int) -> None:
-    """Refuse what cannot be answered."""
+    """Raise an error if the prompt is empty or too long, or if max_tokens is less than 1."""
     if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}, but at least one token has to be made.", "Ask for 1 or more.")
+        raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1.", "Set it to 1 or more.")
     if prompt == 0:
-        raise UsageError("The prompt is empty, and this model has no begin token.", "Write something.")
+        raise UsageError("The prompt is empty, and this model has no BOS token.", "Send a prompt.")
     if prompt > max_seq_len:
         raise UsageError(
-            f"The prompt has {prompt} tokens, but the package holds {max_seq_len}.",
-            "Shorten the prompt, or build the package for longer texts.",
+            f"The prompt has {prompt} tokens, but the package is limited to {max_seq_len}.",
+            "Shorten the prompt, or build the package with a larger --max-length.",
         )
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back what may be the beginning of one.
+    """Returns text up to the first stop string, and holds back text that may be the beginning of one.
 
-    Where the pieces are cut makes no difference: of several stop strings the one that is complete first counts.
+    The result does not depend on how the text is split. Of several stop strings, the one that is complete first counts.
 
     >>> stops = StopStrings(["END"])
     >>> stops.add("The E"), stops.add("arth EN"), stops.add("D of it"), stops.is_found
@@ -86,13 +86,13 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         if isinstance(strings, str) or not all(strings):
-            raise UsageError("Stop strings are a list of texts, none of them empty.", 'Such as ["\\n\\n", "User:"].')
+            raise UsageError("Stop strings must be a list of non-empty strings.", 'Pass a list such as ["\\n\\n"].')
         self._strings = tuple(strings)
         self._held = ""
         self.is_found = False
 
     def add(self, piece: str) -> str:
-        """The text that may be shown after one more piece."""
+        """Add a piece of text; return the text that is final now."""
         text = self._held + piece
         ends = [(start + len(stop), start) for stop in self._strings if (start := text.find(stop)) >= 0]
         if ends:
@@ -103,11 +103,11 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, when no text follows."""
+        """Return the text that was held back, when no text follows."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop`, short of all of it, that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

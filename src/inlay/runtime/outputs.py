@@ -1,4 +1,4 @@
-"""Answers, piece by piece and whole."""
+"""Outputs of a generation: single tokens and whole completions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended."""
+    """Why a generation ended."""
 
     STOP = "stop"
-    """A stop string came; it is not part of the text."""
+    """A stop string was generated; it is not part of the text."""
     EOS = "eos"
-    """The model said it is done."""
+    """The model generated an end token."""
     LENGTH = "length"
-    """As many tokens as were asked for, or as the package can hold."""
+    """max_tokens or the capacity of the package was reached."""
     CANCELLED = "cancelled"
-    """Nobody wanted the rest."""
+    """The request was cancelled."""
     TIMEOUT = "timeout"
-    """It took longer than was allowed."""
+    """The timeout of the request expired."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was, and what the likeliest were: natural logarithms, before temperature and cutting off."""
+    """The logprob of a token and the top logprobs, before penalties, temperature, top-k, top-p and min-p."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -37,36 +37,36 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One token and the text that became certain with it.
+    """One generated token and the text that became final with it.
 
-    The text is empty while a character or what may be a stop string is incomplete.
+    The text is empty while a character is incomplete, or while the text may be the beginning of a stop string.
     """
 
     text: str
     token: int
     seconds: float
-    """Time spent since the beginning, without the time the reader of the pieces took."""
+    """Seconds since the start of the request, without the time spent by the consumer of the outputs."""
     finish_reason: FinishReason | None = None
-    """Set in the last piece only."""
+    """Set in the last output only."""
     logprobs: TokenLogprobs | None = None
-    """Where it was asked for."""
+    """Set if the request asks for logprobs."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer."""
+    """A finished generation."""
 
     text: str
     tokens: tuple[int, ...]
-    """All tokens that were drawn, an end token included."""
+    """All generated tokens, including an end token."""
     finish_reason: FinishReason
     first_token_s: float
-    """From the tokens of the prompt to the first token of the answer."""
+    """Seconds from the tokenized prompt to the first generated token."""
     tokens_per_second: float | None
-    """After the first token; None when there is no second."""
+    """Rate after the first token; None if there is no second token."""
 
     def summary(self) -> str:
-        """How much and how fast, in a line.
+        """Return token count, rate and time to first token in one line.
 
         >>> Completion("Hi", (5, 7, 2), FinishReason.EOS, 0.123, 31.24).summary()
         '3 tokens, 31.2 tokens/s, first token after 0.12 s'
@@ -77,7 +77,7 @@ class Completion:
 
 
 def collect(outputs: Iterable[TokenOutput]) -> Completion:
-    """All pieces of an answer in one.
+    """Join the outputs of a generation into a completion.
 
     >>> collect([TokenOutput("Hel", 4, 0.5), TokenOutput("lo", 5, 0.6), TokenOutput("", 2, 0.7, FinishReason.EOS)]).text
     'Hello'
@@ -85,7 +85,7 @@ def collect(outputs: Iterable[TokenOutput]) -> Completion:
     made = list(outputs)
     finish = made[-1].finish_reason if made else None
     if finish is None:
-        raise UsageError("The last piece of this answer is missing.", "Read it to the end before collecting it.")
+        raise UsageError("The last output of this generation is missing.", "Read all outputs before collecting them.")
     first, last = made[0].seconds, made[-1].seconds
     return Completion(
         text="".join(piece.text for piece in made),

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and the answer as it comes: from another thread, or awaited in an event loop."""
+"""Engine requests, and handles that deliver their outputs to a thread or to an event loop."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of tokens, and how it is to be answered."""
+    """A tokenized prompt and the parameters of its generation."""
 
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 256
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    """Go on when the model says it is done."""
+    """Continue after an end token."""
     logprobs: int | None = None
-    """Say how likely each token was, and so many of the likeliest others."""
+    """Return the logprob of each token, and this many top logprobs."""
     priority: int = 0
-    """Higher ones are taken first; what they leave in the cache goes last."""
+    """Requests of higher priority are scheduled first, and their blocks are evicted last."""
     salt: str = ""
-    """Requests share what is cached only with those of the same salt."""
+    """Only requests with the same salt share cached blocks."""
     owner: str = ""
-    """Whose it is: a slot that becomes free goes to those who have the fewest. Without one, to who came first."""
+    """The tenant. A free slot goes to the owner with the fewest slots. Requests without owner count as 0 slots."""
     timeout: float | None = None
-    """Seconds from being asked until the answer ends, complete or not."""
+    """Seconds from arrival after which the generation is aborted."""
 
 
 class QueueFullError(UsageError):
-    """There is no room for another request now."""
+    """The queue of the engine is full."""
 
     def __init__(self, waiting: int, seconds: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already.", f"Ask again in {seconds:.0f} s.")
+        super().__init__(f"The queue is full: {waiting} requests are waiting.", f"Retry in {seconds:.0f} s.")
         self.retry_after = seconds
 
 
 class EngineClosedError(UsageError):
-    """The engine takes no requests any more."""
+    """The engine accepts no more requests."""
 
     def __init__(self) -> None:
-        super().__init__("The engine is shutting down.", "Ask another one.")
+        super().__init__("The engine is shutting down.", "Use another engine.")
 
 
 class RequestHandle:
-    """The answer to a request, in pieces. One reader: iterate over it in a thread, or `async for` in an event loop."""
+    """The outputs of a request, for one consumer: iterate in a thread, or `async for` in an event loop."""
 
     def __init__(self, id_: int, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.id, self.request, self.loop = id_, request, loop
         self.arrival_time = monotonic()
         self.cached_tokens = 0
-        """How many tokens of the prompt were in the cache; known when the first piece comes."""
+        """Prompt tokens taken from the prefix cache; set before the first output."""
         self.is_cancelled = False
         self.error: BaseException | None = None
         self._outputs: deque[TokenOutput] = deque()
@@ -72,7 +72,7 @@ class RequestHandle:
 
     @property
     def deadline(self) -> float | None:
-        """When it has to end, on the monotonic clock."""
+        """The time at which the request times out, on the monotonic clock."""
         return None if self.request.timeout is None else self.arrival_time + self.request.timeout
 
     @property
@@ -81,11 +81,11 @@ class RequestHandle:
         return self._is_finished
 
     def cancel(self) -> None:
-        """Nobody wants the rest: it ends before the engine's next step. Any thread may call it, any number of times."""
+        """Cancel the request before the engine's next step. Any thread may call this, any number of times."""
         self.is_cancelled = True
 
     def put(self, outputs: list[TokenOutput], error: BaseException | None = None) -> None:
-        """For the engine: more of the answer. Called in the event loop if there is one, else in the engine's thread."""
+        """Add outputs. The engine calls this in the event loop if there is one, else in its own thread."""
         with self._new:
             self._outputs.extend(outputs)
             self.error = error or self.error
@@ -109,7 +109,7 @@ class RequestHandle:
                 yield piece
 
     async def batches(self) -> AsyncIterator[list[TokenOutput]]:
-        """All pieces that are ready, whenever there are some; for an event loop."""
+        """Yield lists of the outputs that are ready; for an event loop."""
         self._wake_event = asyncio.Event()
         while True:
             ready, ended = self._take()
@@ -121,7 +121,7 @@ class RequestHandle:
             self._wake_event.clear()
 
     def _take(self) -> tuple[list[TokenOutput], bool]:
-        """What is there, and whether nothing follows."""
+        """Return the outputs that are ready, and whether they are the last ones."""
         ready = list(self._outputs)
         self._outputs.clear()
         if self.error is not None and not ready:

@@ -1,4 +1,4 @@
-"""From logits to a token: the same steps, in the same order, as transformers takes them."""
+"""Sampling of a token from logits, with the same steps in the same order as transformers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIN_TEMPERATURE = 0.01
-"""The lowest temperature above 0: below it float32 overflows, and the draw is greedy anyway."""
+"""The lowest temperature above 0. Below it float32 overflows, and sampling is greedy in effect."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. By default the likeliest is taken (temperature 0).
+    """Parameters for choosing the next token. The default is greedy (temperature 0).
 
     >>> Sampling(temperature=0.7, top_p=0.9, seed=1).is_greedy
     False
     >>> Sampling(top_p=1.5)
     Traceback (most recent call last):
-    inlay.errors.UsageError: top_p is 1.5, but must be above 0 and at most 1. 1 keeps every token.
+    inlay.errors.UsageError: top_p is 1.5, but must be above 0 and at most 1. Use 1 to keep every token.
     """
 
     temperature: float = 0.0
@@ -39,31 +39,33 @@ class Sampling:
         _check(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
             f"temperature is {self.temperature}, but must be 0 or at least {MIN_TEMPERATURE}.",
-            "0 takes the likeliest token.",
+            "Use 0 for greedy decoding.",
         )
-        _check(self.top_k >= 0, f"top_k is {self.top_k}, but must not be negative.", "0 keeps every token.")
+        _check(self.top_k >= 0, f"top_k is {self.top_k}, but must not be negative.", "Use 0 to keep every token.")
         _check(
-            0 < self.top_p <= 1, f"top_p is {self.top_p}, but must be above 0 and at most 1.", "1 keeps every token."
+            0 < self.top_p <= 1,
+            f"top_p is {self.top_p}, but must be above 0 and at most 1.",
+            "Use 1 to keep every token.",
         )
-        _check(0 <= self.min_p <= 1, f"min_p is {self.min_p}, but must be from 0 to 1.", "0 keeps every token.")
+        _check(0 <= self.min_p <= 1, f"min_p is {self.min_p}, but must be from 0 to 1.", "Use 0 to keep every token.")
         _check(
             0 < self.repetition_penalty < float("inf"),
             f"repetition_penalty is {self.repetition_penalty}, but must be above 0.",
-            "1 changes nothing, more than 1 discourages repetition.",
+            "Use 1 for no penalty, or more than 1 to discourage repetition.",
         )
         _check(
             self.seed is None or 0 <= self.seed < 2**64,
             f"seed is {self.seed}, but must be from 0 to 2**64 - 1.",
-            "Leave it out for another draw each time.",
+            "Omit it for a random seed.",
         )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
     def generator(self) -> torch.Generator:
-        """Fresh random numbers: the same for the same seed, others each time without one."""
+        """Return a new random generator, with the given seed or a random one."""
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
@@ -73,15 +75,15 @@ class Sampling:
 
 
 def sample(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> int:
-    """The next token after `history` (the prompt and what was generated), given its logits.
+    """Sample the next token after `history` (prompt and generated tokens) from its logits.
 
     >>> sample(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())
     1
     """
     if not torch.isfinite(logits.max()):
         raise ProgramError(
-            "The program returned logits that are not numbers.",
-            "Its weights are damaged, or their number format is too narrow: build it again in float32.",
+            "The program returned logits that are not finite.",
+            "Check the weights, or build it again in float32: the dtype may be too narrow.",
         )
     if sampling.is_greedy:
         return int(_penalize(logits, history, sampling.repetition_penalty).argmax())
@@ -90,7 +92,7 @@ def sample(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, gen
 
 
 def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:
-    """How likely each token is to be drawn at a temperature above 0; 0 for those that are cut off.
+    """Return the probability of each token at a temperature above 0; 0 for tokens removed by top-k, top-p or min-p.
 
     >>> probabilities(torch.tensor([1.0, 3.0, 3.0]), [], Sampling(temperature=1, top_k=2))
     tensor([0.0000, 0.5000, 0.5000])
@@ -108,7 +110,7 @@ def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampli
 
 
 def _penalize(logits: torch.Tensor, history: Sequence[int], penalty: float) -> torch.Tensor:
-    """Logits with those of tokens already seen made smaller, each once however often it was seen."""
+    """Apply the repetition penalty to the logits of tokens in `history`, once per token."""
     if penalty == 1:
         return logits
     seen = torch.tensor(history, dtype=torch.long)
@@ -118,12 +120,13 @@ def _penalize(logits: torch.Tensor, history: Sequence[int], penalty: float) -> t
 
 
 def _top_p_mask(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Where the unlikeliest tokens are that make up no more than 1 - top_p; of equals, the first are cut first.
+    """Return a mask of the least likely tokens with a total probability of at most 1 - top_p.
 
-    numpy, which sorts values without positions, is ten times faster than torch, and this is done for every token.
+    Of equal logits, the first are removed first. numpy sorts values without indices, ten times faster than torch; this
+    runs for every token.
     """
     ascending = torch.from_numpy(np.sort(scores.numpy()))
-    share = ascending.softmax(-1).cumsum(-1)[:-1]  # the likeliest stays, whatever top_p is
+    share = ascending.softmax(-1).cumsum(-1)[:-1]  # the most likely token is always kept
     count = int((share <= 1 - top_p).sum())
     edge = ascending[count]
     beyond = scores < edge

@@ -1,8 +1,8 @@
-"""The scheduler: which sequences compute what in the next step. A pure function of what it is given.
+"""The scheduler: a pure function that plans the next engine step.
 
-Every sequence that has begun to answer gets its next token in every step. Beside that, prompts are read on by at most a
-chunk, so a long prompt delays nobody by more than a chunk. Requests join when there is a slot and leave at any step.
-What it is given and what it gives are tuples: they are made at every step, and those are made quickly.
+Every sequence in the decode phase gets a token in every step. The same step prefills at most one chunk of prompt
+tokens, so a long prompt delays decoding by one chunk at most. Requests join when a slot is free and leave at any step.
+Inputs and plans are tuples, because they are created at every step and tuples are cheap.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a package and its user allow."""
+    """Limits of the package and of the engine settings."""
 
     slots: int
-    """Sequences that can be in the cache at once."""
+    """Sequences that can run at once."""
     max_prefill_tokens: int
-    """Tokens of prompts that are read in one step while others wait for their next token."""
+    """Maximum prefill tokens in a step that also decodes."""
     max_prefill_only_tokens: int
-    """The same when nobody waits."""
+    """Maximum prefill tokens in a step without decode."""
     batches: tuple[int, ...] = ()
-    """Sizes of batches for which there is code of its own: others are filled up to the next of them."""
+    """Batch sizes that have a bucket. Other batches are padded to the next of them."""
 
 
 class WaitingRequest(NamedTuple):
@@ -36,9 +36,9 @@ class WaitingRequest(NamedTuple):
     arrival: int
     """Its number in the order of arrival."""
     priority: int = 0
-    """Higher ones are taken first."""
+    """Higher priorities are admitted first."""
     owner: str = ""
-    """Whose it is; among equal priorities those are taken first who have the fewest slots."""
+    """The tenant. Among equal priorities, the owner with the fewest slots comes first."""
 
 
 class RunningSequence(NamedTuple):
@@ -48,26 +48,26 @@ class RunningSequence(NamedTuple):
     arrival: int
     slot: int
     prefill_tokens_left: int
-    """Tokens of its prompt that were not read yet; 0: it answers."""
+    """Prompt tokens that are not computed yet; 0 in the decode phase."""
     priority: int = 0
     owner: str = ""
 
 
 class StepPlan(NamedTuple):
-    """What happens next."""
+    """The plan of one step."""
 
     admit: tuple[tuple[int, int], ...] = ()
     """Requests that get a slot: id, slot."""
     decode: tuple[int, ...] = ()
-    """Sequences that get a token each, in the order of their slots."""
+    """Sequences that decode one token, ordered by slot."""
     padding: tuple[int, ...] = ()
-    """Free slots that fill up the batch."""
+    """Free slots used as padding rows of the decode batch."""
     prefill: tuple[tuple[int, int], ...] = ()
-    """Sequences whose prompts are read on, and by how many tokens."""
+    """Sequences to prefill: id, number of tokens."""
 
 
 def schedule(waiting: Iterable[WaitingRequest], running: Sequence[RunningSequence], limits: Limits) -> StepPlan:
-    """The next step.
+    """Plan the next step.
 
     >>> limits = Limits(slots=2, max_prefill_tokens=64, max_prefill_only_tokens=512)
     >>> schedule([WaitingRequest(7, 0), WaitingRequest(8, 1), WaitingRequest(9, 2)], [], limits).admit
@@ -97,7 +97,7 @@ def schedule(waiting: Iterable[WaitingRequest], running: Sequence[RunningSequenc
 def _select_admitted(
     waiting: list[WaitingRequest], running: Sequence[RunningSequence], most: int
 ) -> list[WaitingRequest]:
-    """Who gets a slot: by priority, then who has the fewest, then who came first."""
+    """Return the requests that get a slot, by priority, then fewest slots of the owner, then arrival."""
     has = Counter(each.owner for each in running)
     has[""] = 0
     joining: list[WaitingRequest] = []
@@ -118,6 +118,6 @@ def _split_prefill(running: Sequence[RunningSequence], most: int) -> Iterable[tu
 
 
 def _padding(count: int, free: Sequence[int], batches: Sequence[int]) -> Sequence[int]:
-    """Slots to fill a batch up to a size that there is code for; none where that cannot be done."""
+    """Return free slots that pad a batch to a size that has a bucket; none if there are not enough."""
     wanted = min((size for size in batches if size >= count), default=count) - count if count else 0
     return free[:wanted] if wanted <= len(free) else ()

@@ -1,4 +1,4 @@
-"""Sessions: sequences on a compiled decoder. Each lies in a slot of one cache, which nobody has to reset."""
+"""Sessions: sequences on a compiled decoder without an engine, each in a slot of one KV cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A batch of sequences that grow together. How long each is, is known here and nowhere else.
+    """A batch of sequences that grow together. Only the session stores their lengths.
 
-    Prompts and single tokens go through the same call; rows beyond a sequence's length are never read, so beginning
-    again costs nothing. What `advance` returned is the caller's: no later call writes to it.
+    Prompts and single tokens use the same call. Rows beyond a sequence's length are never read, so a restart clears
+    nothing. No later call overwrites the result of `advance`.
 
-    Any number of threads may work on one package, each on a session of its own. One session is for one thread at a
-    time: which of two calls came first would decide what its sequences hold, so the second is refused.
+    Several threads may use one package, each with its own session. A session is for one thread at a time: a concurrent
+    call is rejected, because the content of the sequences would depend on the order of the calls.
     """
 
     def __init__(self, executable: Executable, batch: int = 1) -> None:
@@ -33,7 +33,8 @@ class Session:
         slots, _, room, _ = executable.bindings.state[0].shape
         if batch > int(slots):
             raise UsageError(
-                f"{batch} sequences were asked for, and the package has {slots} slots.", "Build with --max-batch."
+                f"The session has {batch} sequences, but the package has {slots} slots.",
+                "Build with a larger --max-batch.",
             )
         self.batch, self.max_seq_len = batch, int(room)
         self._slots = torch.arange(batch)
@@ -42,11 +43,11 @@ class Session:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each sequence holds."""
+        """The number of tokens in each sequence."""
         return self._lengths.tolist()
 
     def restart(self, *sequences: int) -> None:
-        """Begin these sequences again, or all of them. Takes no time: nothing is cleared."""
+        """Set the length of these sequences, or of all, to 0. No memory is cleared."""
         with self._exclusive():
             self._lengths = self._lengths.clone()
             self._lengths[list(sequences) if sequences else slice(None)] = 0
@@ -54,20 +55,20 @@ class Session:
     def advance(
         self, tokens: torch.Tensor | Sequence[Sequence[int]], *, is_prefill: bool | None = None
     ) -> torch.Tensor:
-        """Append as many tokens to every sequence; the scores after the last of them, f32[batch, vocabulary].
+        """Append the same number of tokens to every sequence; return the logits after the last, f32[batch, vocabulary].
 
-        `is_prefill`: they are a part of a prompt, which is computed alike however it is cut. By default several tokens
-        are, and those that sequences begin with.
+        `is_prefill`: the tokens are part of a prompt, whose result does not depend on how it is split into chunks. The
+        default is true for several tokens and when all sequences are empty.
         """
         given = torch.as_tensor(tokens, dtype=torch.int64).contiguous()
         if given.dim() != 2 or given.shape[0] != self.batch or not given.shape[1]:
-            raise UsageError(f"Tokens must be [{self.batch}, length], and are {list(given.shape)}.")
+            raise UsageError(f"Tokens must have the shape [{self.batch}, length], but have {list(given.shape)}.")
         with self._exclusive():
             longest = max(self.lengths) + given.shape[1]
             if longest > self.max_seq_len:
                 raise UsageError(
-                    f"A sequence would grow to {longest} tokens, and there is room for {self.max_seq_len}.",
-                    "Build with a larger --max-length, or begin again.",
+                    f"A sequence would grow to {longest} tokens, but the limit is {self.max_seq_len}.",
+                    "Build with a larger --max-length, or call restart().",
                 )
             given_all = {
                 **self._state,
@@ -92,7 +93,7 @@ class Session:
 
 
 class SequenceSession:
-    """A session of one sequence, as generating text wants it. For one thread at a time, as sessions are."""
+    """A session of one sequence, for text generation. For one thread at a time, like `Session`."""
 
     def __init__(self, executable: Executable) -> None:
         self._session = Session(executable)
@@ -100,13 +101,13 @@ class SequenceSession:
 
     @property
     def length(self) -> int:
-        """Tokens already in the cache."""
+        """The number of tokens in the sequence."""
         return self._session.lengths[0]
 
     def restart(self) -> None:
-        """Begin again at length 0, in constant time."""
+        """Set the length to 0, in constant time."""
         self._session.restart()
 
     def advance(self, tokens: list[int]) -> torch.Tensor:
-        """Append tokens; the logits after the last of them, f32[vocabulary]."""
+        """Append tokens; return the logits after the last, f32[vocabulary]."""
         return self._session.advance([tokens])[0]

@@ -1,7 +1,7 @@
-"""The text side of a package: prompt to tokens, tokens to text, and which tokens end an answer.
+"""Tokenizer, detokenizer, chat template and end tokens of a package.
 
-Reads what `inlay.capture.tokenizer.save_tokenizer` wrote: `tokenizer.json`, `text.json` and, for models that chat,
-`chat_template.jinja`. transformers is not imported: it takes seconds, and a package must not need it.
+Reads the files of `inlay.capture.tokenizer.save_tokenizer`: `tokenizer.json`, `text.json` and, for chat models,
+`chat_template.jinja`. transformers is not imported: the import takes seconds, and a package must not require it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from inlay.runtime.chat_template import Messages
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet one."""
+"""The output of decoders for bytes that are not a character, or not a complete one."""
 
 
 class TextConfig(BaseModel):
-    """What `text.json` holds."""
+    """The content of `text.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     eos: frozenset[int]
-    """Tokens that end an answer."""
+    """Tokens that end a generation."""
     special_tokens: dict[str, str]
-    """What chat templates call them, such as bos_token, and how they are written."""
+    """Name in chat templates, such as bos_token → text of the token."""
 
 
 class TextCodec:
@@ -48,8 +48,8 @@ class TextCodec:
         folder = Path(folder)
         if not (folder / "text.json").is_file():
             raise ModelError(
-                f"There is no tokenizer in {folder}: text.json is missing.",
-                "Give the folder that `inlay build` wrote for a language model.",
+                f"{folder} contains no tokenizer: text.json is missing.",
+                "Use a folder that `inlay build` wrote for a language model.",
             )
         try:
             facts = TextConfig.model_validate_json((folder / "text.json").read_bytes())
@@ -61,42 +61,42 @@ class TextCodec:
         return cls(_read_tokenizer(folder / "tokenizer.json"), facts, chat)
 
     def encode(self, prompt: str) -> list[int]:
-        """Tokens of a prompt as it stands, after the begin token where the model has one."""
+        """Return the tokens of a plain prompt, after the BOS token if the model has one."""
         return list(self.tokenizer.encode(prompt).ids)
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Tokens of a conversation, ready for the answer; the template writes the special tokens itself."""
+        """Return the tokens of a conversation up to the next message; the template adds the special tokens."""
         if self.chat is None:
             raise UsageError(
-                "This model has no chat template, so it cannot follow a conversation.", "Give it one prompt as text."
+                "This model has no chat template, so it does not support chat.", "Pass one prompt as plain text."
             )
         return list(self.tokenizer.encode(self.chat.render(messages), add_special_tokens=False).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of tokens, special ones left out."""
+        """Return the text of tokens, without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def detokenizer(self) -> Detokenizer:
-        """Decodes an answer token by token."""
+        """Return a detokenizer for a new generation."""
         return Detokenizer(self)
 
 
 class Detokenizer:
-    """Text of tokens that come one at a time; a character whose bytes are not all there yet waits.
+    """Decodes tokens one at a time. Incomplete characters are held back.
 
-    `tokenizers.decoders.DecodeStream` is not used: it loses what waits at the end, and fails where bytes that are no
-    character follow a character made of bytes.
+    `tokenizers.decoders.DecodeStream` is not used: it loses held-back bytes at the end, and fails where invalid bytes
+    follow a character of several byte tokens.
     """
 
     def __init__(self, text: TextCodec) -> None:
         self._text = text
         self._tokens: list[int] = []
-        """Those whose text was given out last, as decoders treat a first token differently, and those that wait."""
+        """The last tokens whose text was returned (decoders treat a first token differently), and those held back."""
         self._given = 0
-        """How many of them were given out."""
+        """How many of them were returned."""
 
     def add(self, token: int) -> str:
-        """The text that is certain after one more token; often empty."""
+        """Add a token; return the text that is final now, often empty."""
         self._tokens.append(token)
         new = self._new()
         if not new or new.endswith(REPLACEMENT_CHARACTER):
@@ -105,7 +105,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What still waits, when no token follows."""
+        """Return the text that was held back, when no token follows."""
         return self._new() if len(self._tokens) > self._given else ""
 
     def _new(self) -> str:
@@ -120,12 +120,12 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UsageError(
-            "Running a language model needs the tokenizers package.", "pip install 'inlay[run]'"
+            "Running a language model requires the tokenizers package.", "pip install 'inlay[run]'"
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}.", "Build the package again.") from error
-    tokenizer.no_truncation()  # the file may say otherwise: traces of how the model was trained
+    tokenizer.no_truncation()  # the file may enable it, left over from training
     tokenizer.no_padding()
     return tokenizer

@@ -1,1 +1,1 @@
-"""Serving: what leaves the process. HTTP for people, KV-cache events for routers."""
+"""Serving over the network: the HTTP API for clients and KV events for routers."""

@@ -1,4 +1,4 @@
-"""Overlap that is planned, verified, run and seen: work, schedules of it over lanes, races, timelines."""
+"""Overlapped execution: work graphs, schedules over lanes, race checks, executors and timelines."""
 
 from inlay.streams.access_sets import build_work
 from inlay.streams.bound_work import BoundWork, bind_program

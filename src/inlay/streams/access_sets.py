@@ -1,4 +1,4 @@
-"""Which storages the calls of a program touch, through views, in-place calls and state."""
+"""The storages that each call of a program reads and writes, through views, in-place calls and state."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 GENERATOR = "default generator"
-"""The storage that every call that draws random numbers reads and writes: they come in the order of the program."""
+"""A storage that every call with random numbers reads and writes, so that they stay in program order."""
 _COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_"))
-"""Operators that write to what they do not read."""
+"""Operators that overwrite an operand without reading it."""
 _UNDECLARED_OPS = frozenset(("broadcast_tensors", "meshgrid", "native_batch_norm", "set_", "sum_to_size", "type_as"))
-"""Operators that write to their operands or hand them on, and neither their schemas nor their tags say so."""
+"""Operators that write to or return their operands, although neither schema nor tags declare it."""
 _MAY_COPY = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "to"))
-"""Views of some tensors and copies of others: what they were when the program was traced is not what they will be."""
+"""Operators that return a view or a copy, depending on the tensor. The result at run time may differ from tracing."""
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a call talks to other processes, or a graph that it runs does."""
+    """Return whether a call, or a subgraph that it runs, communicates with other processes."""
     return any(target_text(_operator(each)).startswith(_COLLECTIVES) for each in _calls(node))
 
 
 def _calls(node: fx.Node) -> Iterator[fx.Node]:
-    """A call, and all calls of the graphs that it runs."""
+    """Yield a call and all calls of the subgraphs that it runs."""
     if node.op == "call_function":
         yield node
     named = {each.target for each in node.all_input_nodes if each.op == "get_attr"}
@@ -50,23 +50,23 @@ def _calls(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operator(node: fx.Node) -> Any:
-    """What a call calls; of a wrapper, what it wraps."""
+    """Return the operator of a call; for auto_functionalized, the wrapped operator."""
     return node.args[0] if is_auto_functionalized(node) else node.target
 
 
 def is_result_item(node: fx.Node) -> bool:
-    """Whether a node is one of several results of a call, and nothing that is run by itself."""
+    """Return whether a node selects one of several results of a call, so it is not a task."""
     return node.target is operator.getitem and hasattr(node.args[0], "op")
 
 
 class AccessSets:
     """Reads and writes of each call of a program, by the names of storages.
 
-    A storage is called like the first value in it. A state and its new value are one storage: it is written in place,
-    or the new value is kept until the end and copied, and the order is right for both.
+    A storage has the name of its first value. A state and its new value are one storage: either the state is written in
+    place, or the new value is copied at the end. The resulting order is correct in both cases.
 
-    A view touches no memory. It needs the tensor that it is a view of, and is one that others need: both are storages
-    without bytes, so that they wait for it and not for what is written to its memory meanwhile.
+    A view accesses no memory. It depends on its base tensor, and other calls depend on the view. Both dependencies are
+    storages of 0 bytes, so that calls wait for the tensor to exist and not for writes to its memory.
     """
 
     def __init__(self, program: Program) -> None:
@@ -84,7 +84,7 @@ class AccessSets:
             if _is_inplace_view(node)
             for each in written_operands(node)
         }
-        """Storages of tensors whose sizes or memory are changed in place: to look at them is to read."""
+        """Storages of tensors whose sizes or memory change in place: views and sizes of them count as reads."""
         self.reads: dict[fx.Node, tuple[str, ...]] = {}
         self.writes: dict[fx.Node, tuple[str, ...]] = {}
         for node in program.graph.nodes:
@@ -92,11 +92,11 @@ class AccessSets:
         self._finish()
 
     def value_storages(self, node: fx.Node) -> tuple[str, ...]:
-        """The storages that a value may lie in, and what has to be there to have the value at all."""
+        """Return the storages that may contain a value, and the 0-byte storages that it depends on."""
         return self._value_storages[node]
 
     def storage_name(self, node: fx.Node) -> str:
-        """The storage that a value lies in."""
+        """Return the name of the storage that contains a value."""
         if node not in self._names:
             first = min(self.aliases.members(node), key=self._place.__getitem__)
             self._names.update(dict.fromkeys(self.aliases.members(node), first.name))
@@ -106,7 +106,8 @@ class AccessSets:
         if node.op == "output":
             return
         if node.op not in ("placeholder", "get_attr", "call_function"):
-            raise ProgramError(f"{node.name} is a {node.op}: nobody knows what it touches.", "Give a captured program.")
+            problem = f"{node.name} is a {node.op}, whose memory accesses are unknown."
+            raise ProgramError(problem, "Use a captured program.")
         if node.op != "call_function":
             self._keep(node, Lifetime.INPUT)
             self._value_storages[node] = (self.storage_name(node),)
@@ -130,7 +131,7 @@ class AccessSets:
         )
 
     def _add_result_item(self, node: fx.Node) -> None:
-        """One of several results: there when the call is done, which makes it if it is new."""
+        """Add one of several results of a call; the call writes its storage."""
         whole, storage = node.args[0], self.storage_name(node)
         held = self._value_storages[whole]  # type: ignore[index]
         if storage in held:
@@ -144,7 +145,7 @@ class AccessSets:
         self._set_writes(whole, [*self.writes[whole], storage, *new])  # type: ignore[arg-type,index]
 
     def _is_known_alias(self, node: fx.Node) -> bool:
-        """Whether the values of a view and of what it looks at are in one storage, as they were when it was traced."""
+        """Whether a view and its base were one storage in tracing and always are."""
         if self.storage_name(node) in self._reshaped or target_text(node.target).split(".")[1] in _MAY_COPY:
             return False
         known = storage_id(node.meta.get("val")) or storage_id(_first(node.meta.get("val")))
@@ -162,21 +163,21 @@ class AccessSets:
         self._set_writes(node, [node.name])
 
     def _note_copy(self, node: fx.Node) -> None:
-        """A view, or a copy after all, as only the run knows: it lies in new memory and in the old."""
+        """Add a call that returns a view or a copy, known only at run time: its value is in new and old memory."""
         carried = [each for each in self._all_storages(self._aliased_operands(node)) if self.storages[each].nbytes != 0]
         self._value_storages[node] = tuple(dict.fromkeys((self.storage_name(node), *carried, node.name)))
         self._set_writes(node, [node.name])
         self._add_uncertain_storage(node)
 
     def _add_uncertain_storage(self, node: fx.Node) -> None:
-        """A storage for the memory that a call may have made, though its value may also lie in others."""
+        """Add a storage for memory that a call may allocate; its value may be in other storages instead."""
         self.storages[node.name] = Storage(node.name, Lifetime.INTERMEDIATE, (node.name,))
         self._uncertain_storages.update(each for each in self._value_storages[node] if each != node.name)
 
     def _possible_allocation(self, node: fx.Node, call: fx.Node) -> tuple[str, ...]:
-        """A storage for the memory of a value that is put to others because nobody knows whether it lies there.
+        """Return a storage for memory that a call may allocate for a value whose aliasing is uncertain.
 
-        None is needed where the value was written in place, was seen to lie in an operand, or is a state.
+        It is not needed if the value is written in place, is known to be in an operand's storage, or is a state.
         """
         known = storage_id(node.meta.get("val"))
         seen = known is not None and any(storage_id(each.meta.get("val")) == known for each in operands(call))
@@ -196,7 +197,7 @@ class AccessSets:
         return tuple(dict.fromkeys(filter(None, map(self._handle, nodes))))
 
     def _handle(self, node: fx.Node) -> str | None:
-        """What a task waits for that needs a tensor and nothing of its contents; what is given is always there."""
+        """Return the 0-byte storage for tasks that need a tensor but not its contents; None for inputs."""
         if node.op != "call_function":
             return None
         while is_result_item(node):
@@ -210,7 +211,7 @@ class AccessSets:
         return name
 
     def _note_write(self, node: fx.Node) -> None:
-        """A call that makes a new value, or writes into old ones, or may."""
+        """Add a call that creates a value, writes to operands, or may do so."""
         over = [
             each
             for each in self._all_storages((*written_operands(node), *_undeclared_accesses(node)))
@@ -235,7 +236,7 @@ class AccessSets:
             self.storages[name] = Storage(name, life, (), _bytes(node.meta.get("val")))
 
     def _finish(self) -> None:
-        """How long each storage lives, and which values lie in it."""
+        """Set the lifetime and the values of each storage."""
         results: set[str] = set()
         returned: Any = self.program.graph.output_node().args[0]
         for value in returned:
@@ -255,7 +256,7 @@ class AccessSets:
 
 
 def _build_aliases(program: Program) -> tuple[Aliases, set[fx.Node]]:
-    """Which nodes share storage, states and their new values included; and which lie where others do for sure."""
+    """Return which nodes may share storage, including states and their new values, and which nodes certainly do."""
     known = {node: parse_auto_functionalized(node) for node in program.graph.nodes if is_auto_functionalized(node)}
     aliases = Aliases(program.graph, {node: None if each is None else each.lists for node, each in known.items()})
     for wrapped in filter(None, known.values()):
@@ -278,7 +279,7 @@ def _build_aliases(program: Program) -> tuple[Aliases, set[fx.Node]]:
         if node.op == "get_attr" and node.target not in inner:
             aliases.merge(node, constants.setdefault(node.target, node))
         if is_collective(node) and "wait_tensor" in target_text(node.target):
-            aliases.merge(node, operands(node)[0])  # it hands on its operand, which its schema does not say
+            aliases.merge(node, operands(node)[0])  # it returns its operand, which its schema does not declare
             same.add(node)
         for each in _undeclared_accesses(node) if may_be_tensor(node) else ():
             for value in (node, *filter(is_result_item, node.users)):
@@ -287,14 +288,14 @@ def _build_aliases(program: Program) -> tuple[Aliases, set[fx.Node]]:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """Whether a call may write to what it hands on without saying so."""
+    """Return whether a call may write to or return its operands without declaring it."""
     return getattr(node.target, "_schema", None) is None or is_collective(node) or bool(_undeclared_accesses(node))
 
 
 def _undeclared_accesses(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a call may write to or hand on without saying so: all of them, where its schema says too little.
+    """Return the tensors that a call may write to or return undeclared: all operands if its schema is incomplete.
 
-    A wrapper has no schema, and is known to write to copies.
+    auto_functionalized has no schema, but it writes to copies only.
     """
     if node.op != "call_function" or is_result_item(node) or is_auto_functionalized(node):
         return []
@@ -307,14 +308,14 @@ def _undeclared_accesses(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_inplace_view(node: fx.Node) -> bool:
-    """Whether a call changes sizes, strides or memory of a tensor that stays the same tensor."""
+    """Return whether a call changes the sizes, strides or memory of a tensor in place."""
     return torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
 
 def _uses_generator(node: fx.Node) -> bool:
-    """Whether a call draws random numbers, or a graph that it runs does.
+    """Return whether a call, or a subgraph that it runs, uses random numbers.
 
-    Attention has the tag, and draws none where nothing is dropped.
+    Attention operators have the tag, but use none without dropout.
     """
     seeded = torch.Tag.nondeterministic_seeded
     return any(
@@ -334,9 +335,9 @@ def _first(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> int | None:
-    """What a value takes; numbers nothing, and None where sizes are symbolic or unknown.
+    """Return the bytes of a value: 0 for numbers, None if sizes are symbolic or unknown.
 
-    Of a tensor of no elements nothing is known: who writes to it may give it some.
+    An empty tensor counts as unknown, because a write may resize it.
     """
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, value.element_size())
@@ -348,9 +349,9 @@ def _bytes(value: Any) -> int | None:
 
 @pause_gc()
 def build_work(program: Program, seconds: Mapping[str, float] | None = None) -> WorkGraph:
-    """One task for each operator of a program, called like it; several results of an operator belong to its task.
+    """Return a work graph with one task per operator, named after it. All results of an operator belong to its task.
 
-    `seconds` are by operator (`inlay.streams.measure_calls`). Without them the work can be checked, not scheduled.
+    `seconds`: operator → duration (`inlay.streams.measure_calls`). Without it the work can be checked, not scheduled.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -378,5 +379,5 @@ def _time(name: str, seconds: Mapping[str, float] | None) -> float | None:
     if seconds is None:
         return None
     if name not in seconds:
-        raise UsageError(f"Nobody has measured {name}.", "Measure it, or say that it takes 0 seconds.")
+        raise UsageError(f"The duration of {name} was not measured.", "Measure it, or set it to 0 seconds.")
     return seconds[name]

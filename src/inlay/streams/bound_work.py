@@ -1,4 +1,4 @@
-"""Bound work: what each task calls, which values it takes and which it hands on."""
+"""Bound work: a work graph with the callable, the inputs and the outputs of each task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BoundWork:
-    """Work that can be run: each task is a call with its weights bound, the values it takes and the values it makes.
+    """Work that can be run. Each task is a call with bound weights, named inputs and named outputs.
 
     >>> from inlay.streams import Storage, Task, WorkGraph
     >>> work = WorkGraph((Task("double", ("x",), ("y",)),), (Storage("x"), Storage("y")))
@@ -35,18 +35,18 @@ class BoundWork:
     steps: Mapping[str, BoundStep]
     """Task → its call."""
     results: tuple[str, ...]
-    """The values that the work returns, states left out."""
+    """The values that the work returns, without states."""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The values that a caller gives: inputs and states."""
+        """The values that the caller passes: inputs and states."""
         made = {name for step in self.steps.values() for name in step.outs}
         taken = (name for step in self.steps.values() for name in step.ins)
         return tuple(dict.fromkeys(name for name in (*taken, *self.results) if name not in made))
 
     @cached_property
     def use_counts(self) -> Mapping[str, int]:
-        """Value → how many tasks make or take it. What the caller gave or gets is not in here: it is not dropped."""
+        """Value → how many tasks produce or use it. Inputs and results are not included: they are never dropped."""
         kept = {*self.inputs, *self.results}
         counts: dict[str, int] = {}
         for step in self.steps.values():
@@ -56,7 +56,7 @@ class BoundWork:
         return counts
 
     def __call__(self, given: Mapping[str, Any]) -> list[Any]:
-        """All tasks one after the other in the order of the program: what every schedule must be equal to."""
+        """Run all tasks in program order. Every schedule must give the same result."""
         return self._serial(given)
 
     @cached_property
@@ -65,17 +65,17 @@ class BoundWork:
 
 
 def bind_program(program: Program, work: WorkGraph) -> BoundWork:
-    """Work of a program, bound to the program's weights; tasks may be pieces of several operators.
+    """Bind the work of a program to the program's weights. Tasks may be pieces of several operators.
 
-    The program must write its states itself (`inlay.lowering.state.write_in_place`). States that it owns are copied:
-    calls write to the copies, and go on from there.
+    The program must write its states in place (`inlay.lowering.state.write_in_place`). States that it owns are copied;
+    calls update the copies.
     """
     values: Any = program.graph.output_node().args[0]
     for row, value in zip(program.bindings.outs, values, strict=True):
         if row.alias is not None and value.name != row.alias.binding:
             raise UsageError(
-                f"{row.alias.binding} is returned, and not written in place.",
-                "Give inlay.lowering.state.write_in_place(program).program.",
+                f"The state {row.alias.binding} is returned, but not written in place.",
+                "Use inlay.lowering.state.write_in_place(program).program.",
             )
     written = {row.name for row in program.bindings.state}
     held = {
@@ -85,7 +85,7 @@ def bind_program(program: Program, work: WorkGraph) -> BoundWork:
     }
     results = [value for row, value in zip(program.bindings.outs, values, strict=True) if row.alias is None]
     if not all(isinstance(value, fx.Node) and value.name not in held for value in results):
-        raise UsageError("The program returns a constant or one of its weights.", "Return what it computes only.")
+        raise UsageError("The program returns a constant or one of its weights.", "Return computed values only.")
     nodes = {node.name: node for node in program.graph.nodes}
     wanted = _task_outputs(((task.name, [nodes[call] for call in task.calls]) for task in work.tasks), results)
     steps = {
@@ -98,7 +98,7 @@ def bind_program(program: Program, work: WorkGraph) -> BoundWork:
 def _task_outputs(
     tasks: Iterable[tuple[str, Sequence[fx.Node]]], results: Sequence[fx.Node]
 ) -> dict[str, list[fx.Node]]:
-    """For each task the nodes that other tasks take, or the caller."""
+    """Return for each task the nodes that other tasks or the caller use."""
     every = dict(tasks)
     home = {node: name for name, nodes in every.items() for node in nodes}
     returned = set(results)
@@ -111,7 +111,7 @@ def _task_outputs(
 def _build_call(
     program: Program, nodes: Sequence[fx.Node], held: Mapping[str, torch.Tensor], outs: Sequence[fx.Node]
 ) -> BoundStep:
-    """Some nodes of a program as one call."""
+    """Return some nodes of a program as one call."""
     inside = set(nodes)
     outside = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
     graph = fx.Graph()

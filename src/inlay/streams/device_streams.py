@@ -1,4 +1,4 @@
-"""Lanes of a device: its streams and events, told apart by nothing but `torch.accelerator`. Not verified on a GPU."""
+"""Lanes as streams of a device, with device-independent code (`torch.accelerator`). Not verified on a GPU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 
 
 class DeviceStreams:
-    """Lane 0 is the stream that is current when a run begins; the others are streams of this object's own.
+    """Device streams as lanes. Lane 0 is the current stream at the start of a run; this object owns the others.
 
-    One thread launches all turns. The order of launches is one in which they could be run, so no stream is told to wait
-    for an event that nobody has recorded.
+    One thread launches all tasks in an executable order, so every event is recorded before a stream waits for it.
     """
 
     def __init__(self, count: int, device: torch.device | str | None = None) -> None:
         found = torch.device(device) if device is not None else torch.accelerator.current_accelerator()
         if found is None or found.type == "cpu":
-            raise UsageError("There is no device with streams here.", "Use Lanes, which are threads.")
+            raise UsageError("No device with streams was found.", "Use WorkerThreads.")
         if count < 1:
-            raise UsageError(f"{count} lanes run nothing.", "Ask for 1 or more.")
+            raise UsageError(f"The number of lanes is {count}, but must be at least 1.", "Use 1 or more.")
         self.device = found
         self._others = [torch.Stream(device=found) for _ in range(count - 1)]
 
@@ -35,15 +34,15 @@ class DeviceStreams:
         return 1 + len(self._others)
 
     def close(self) -> None:
-        """Nothing has to be ended."""
+        """Do nothing: streams need no shutdown."""
 
     def run(self, schedule: ExecutableSchedule, values: LiveValues, *, timed: bool = False) -> list[list[TaskSpan]]:
-        """Launch a course. What the caller launches afterwards in its stream comes after all of it.
+        """Launch a schedule. Work that the caller launches afterwards in its stream runs after all tasks.
 
-        With `timed` the host waits for the device in the end, and says when each turn ran; else it knows nothing.
+        With `timed`, wait for the device and return when each task ran; else return empty lists.
         """
         if len(schedule.lanes) > len(self):
-            raise UsageError(f"The schedule has {len(schedule.lanes)} lanes, and there are {len(self)}.")
+            raise UsageError(f"The schedule has {len(schedule.lanes)} lanes, but the executor has {len(self)}.")
         current = torch.accelerator.current_stream(self.device)
         clock = _EventTimer(current) if timed else None
         launch(schedule, values, [current, *self._others[: len(schedule.lanes) - 1]], clock)
@@ -53,11 +52,11 @@ class DeviceStreams:
 def launch(
     schedule: ExecutableSchedule, values: LiveValues, streams: Sequence[Any], clock: _EventTimer | None = None
 ) -> None:
-    """Launch every turn in the stream of its lane; the first stream is the caller's.
+    """Launch every task in the stream of its lane; the first stream is the caller's.
 
-    **Memory.** What a task makes is allocated while its stream is current, so it belongs to that lane. A value of
-    another lane whose memory may be given away too early is recorded in the stream that uses it. What the caller gets
-    is recorded in the caller's stream. What it gave needs nothing: its stream waits for all others at the end.
+    **Memory.** Outputs of a task are allocated while its stream is current, so they belong to that lane. A value of
+    another lane whose memory may be reused too early is recorded in the stream that uses it. Results are recorded in
+    the caller's stream. Inputs need no recording, because the caller's stream waits for all others at the end.
     """
     caller, *others = streams
     begun = caller.record_event()
@@ -67,7 +66,7 @@ def launch(
     try:
         for turn in schedule.launches:
             _launch(turn, values, streams[turn.lane], events, clock)
-    finally:  # also after an error: what was launched uses the caller's tensors
+    finally:  # also after an error: launched tasks use the caller's tensors
         for stream in others:
             caller.wait_event(stream.record_event())
     for name in schedule.bound_work.results:
@@ -96,7 +95,7 @@ def _launch(
 
 
 def _record(wanted: Sequence[str], names: Sequence[str], values: Sequence[Any], stream: Any) -> None:
-    """Keep the memory of some of these values until the stream has got past what uses it."""
+    """Prevent reuse of the memory of the wanted values until the stream has passed their uses."""
     for name, value in zip(names, values, strict=True):
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if name in wanted and isinstance(each, torch.Tensor) and each.device.type != "cpu":
@@ -104,7 +103,7 @@ def _record(wanted: Sequence[str], names: Sequence[str], values: Sequence[Any], 
 
 
 class _EventTimer:
-    """Notes when each turn was asked for, began and ended, by events that know the time."""
+    """Measures when each task began to wait, began and ended, by timing events."""
 
     def __init__(self, caller: Any) -> None:
         self._zero = self._record_event(caller)
@@ -116,11 +115,11 @@ class _EventTimer:
         return event
 
     def note(self, task: str, stream: Any) -> None:
-        """The time in a stream, when it gets here."""
+        """Record a timing event in a stream."""
         self._notes.setdefault(task, []).append(self._record_event(stream))
 
     def spans(self, course: ExecutableSchedule) -> list[list[TaskSpan]]:
-        """All that was noted, in nanoseconds, once it has happened."""
+        """Wait for the device and return all spans in nanoseconds."""
         torch.accelerator.synchronize(self._zero.device)
         return [[TaskSpan(turn.task, turn.lane, *self._times(turn.task)) for turn in turns] for turns in course.lanes]
 

@@ -1,4 +1,4 @@
-"""Course: a schedule made ready to run, so that a run has nothing left to look up, and the values of one run."""
+"""Executable schedules, in which all lookups are resolved before a run, and the values of one run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class TaskSpan(NamedTuple):
-    """One task of a run: when its lane asked for it, when it began and when it ended, in nanoseconds of one clock.
+    """The times of one task in a run, in nanoseconds of one clock.
 
-    Between asked and begun the lane waited for events.
+    Between `wait_begin` and `begin` the lane waited for events.
     """
 
     task: str
@@ -33,22 +33,22 @@ class TaskSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScheduledTask:
-    """A task where it stands in its lane."""
+    """A task in its lane, with its events."""
 
     task: str
     lane: int
     step: BoundStep
     waits: tuple[int, ...]
-    """Numbers of the events that its lane waits for before it."""
+    """Numbers of the events that its lane waits for before the task."""
     records: tuple[int, ...]
-    """Numbers of the events that it records after it."""
+    """Numbers of the events that its lane records after the task."""
     recorded_values: tuple[str, ...]
-    """Values whose memory is another lane's, and may be given away while this task uses it."""
+    """Values whose memory belongs to another lane and might be reused while this task uses it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExecutableSchedule:
-    """The turns of each lane, and of all lanes in an order in which one thread may launch them."""
+    """The tasks of each lane, and all tasks in an order in which one thread may launch them."""
 
     bound_work: BoundWork
     events: tuple[Event, ...]
@@ -57,37 +57,37 @@ class ExecutableSchedule:
 
 
 class LaneExecutor(Protocol):
-    """What runs courses: threads (`Lanes`) or the streams of a device (`Streams`)."""
+    """Runs executable schedules, on threads (`WorkerThreads`) or device streams (`DeviceStreams`)."""
 
     def __len__(self) -> int:
-        """How many lanes there are."""
+        """Return the number of lanes."""
 
     def run(
         self, schedule: ExecutableSchedule, values: LiveValues, *, timed: bool = False
     ) -> Sequence[Sequence[TaskSpan]]:
-        """Run all turns, and make the caller wait for them. With `timed`, for each lane when its turns ran."""
+        """Run all tasks and make the caller wait for them. With `timed`, return the spans of each lane."""
 
     def close(self) -> None:
-        """End what the lanes need; they cannot be used afterwards."""
+        """Release the resources of the lanes; they cannot be used afterwards."""
 
 
 class LiveValues:
-    """The values of one run by name; each is dropped when no task needs it any more."""
+    """The values of one run by name. Each is dropped after its last use."""
 
     def __init__(self, bound: BoundWork, given: Mapping[str, Any]) -> None:
         missing = [name for name in bound.inputs if name not in given]
         if missing:
-            raise UsageError(f"{missing[0]} is not given.", suggest(missing[0], given))
+            raise UsageError(f"The input {missing[0]} is missing.", suggest(missing[0], given))
         self.by_name = {name: given[name] for name in bound.inputs}
         self._use_counts = dict(bound.use_counts)
         self._lock = threading.Lock()
 
     def get_inputs(self, step: BoundStep) -> list[Any]:
-        """What a task takes."""
+        """Return the inputs of a task."""
         return [self.by_name[name] for name in step.ins]
 
     def store_outputs(self, step: BoundStep, made: Sequence[Any]) -> None:
-        """Keep what a task made, and drop what was made for it alone; call it once a task."""
+        """Store the outputs of a task, and drop values after their last use. Call it once per task."""
         self.by_name.update(zip(step.outs, made, strict=True))
         gone = []
         with self._lock:
@@ -96,14 +96,14 @@ class LiveValues:
                     self._use_counts[name] -= 1
                     if not self._use_counts[name]:
                         gone.append(self.by_name.pop(name))
-        gone.clear()  # here, not while others wait for the lock: to free memory may take a while
+        gone.clear()  # outside the lock: freeing memory may take a while
 
 
 def build_executable(bound_work: BoundWork, schedule: Schedule) -> ExecutableSchedule:
-    """A schedule of bound work; one that is wrong is refused, with all that is wrong with it."""
+    """Return an executable schedule of bound work; raise an error with all problems if the schedule is invalid."""
     verdict = check_schedule(bound_work.work, schedule)
     if not verdict.ok:
-        raise UsageError(f"The schedule must not be run: {verdict}")
+        raise UsageError(f"The schedule is invalid: {verdict}")
     number = {event: place for place, event in enumerate(schedule.events)}
     waits: dict[str, list[int]] = {}
     records: dict[str, list[int]] = {}
@@ -131,7 +131,7 @@ def build_executable(bound_work: BoundWork, schedule: Schedule) -> ExecutableSch
 
 
 def _recorded_values(bound: BoundWork, schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Task → the values it touches that lie in recorded storages whose home is another lane."""
+    """Return for each task its values in recorded storages whose home is another lane."""
     places: dict[str, list[str]] = {}
     for storage in schedule.recorded_storages:
         for name in bound.work.storage_by_name[storage].values:

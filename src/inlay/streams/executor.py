@@ -1,4 +1,4 @@
-"""Execute: bound work by a schedule, on threads or on the streams of a device; the numbers are those of one lane."""
+"""Execution of bound work by a schedule, on threads or device streams, with the same numbers as in one lane."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_schedule(bound: BoundWork, schedule: Schedule, given: Mapping[str, Any]) -> list[Any]:
-    """Run work once by a schedule, where its inputs are; who runs it often makes a `ScheduledExecution` on lanes that
-    stay.
+    """Run work once by a schedule, on the device of its inputs. For repeated runs, use a `ScheduledExecution`.
 
     >>> from inlay.lowering.executable import BoundStep
     >>> from inlay.streams import BoundWork, Event, Schedule, Storage, Task, WorkGraph
@@ -44,15 +43,15 @@ def run_schedule(bound: BoundWork, schedule: Schedule, given: Mapping[str, Any])
 
 
 def open_executor(count: int, device: torch.device | str | None = None) -> LaneExecutor:
-    """So many lanes of a device: streams where it has them, threads on a CPU. No device: the accelerator, if any."""
+    """Return an executor with `count` lanes: device streams, or threads on a CPU. Default device: the accelerator."""
     found = torch.device(device) if device is not None else torch.accelerator.current_accelerator()
     return WorkerThreads(count) if found is None or found.type == "cpu" else DeviceStreams(count, found)
 
 
 class ScheduledExecution:
-    """Bound work, a schedule of it that was checked once, and the lanes it runs on.
+    """Bound work, its schedule (checked once), and the lanes it runs on.
 
-    It takes and gives what a `PlanExecutor` does, so it can stand wherever one stands.
+    It has the inputs and outputs of a `PlanExecutor`, so it can replace one.
     """
 
     def __init__(self, bound_work: BoundWork, schedule: Schedule, lanes: LaneExecutor) -> None:
@@ -60,11 +59,11 @@ class ScheduledExecution:
         self._executable = build_executable(bound_work, schedule)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """All inputs and states by name → what the work returns, states left out."""
+        """Run the work with inputs and states by name; return its results, without states."""
         return self._run(inputs, timed=False)[0]
 
     def run_timed(self, inputs: Mapping[str, Any]) -> tuple[list[Any], Timeline]:
-        """The same, and when each task ran in which lane."""
+        """Run the work; return its results and a timeline of all tasks."""
         results, spans = self._run(inputs, timed=True)
         return results, Timeline.from_spans(spans, self.schedule.events)
 

@@ -1,7 +1,7 @@
-"""Capture and replay: a step at fixed shapes, its inputs and outputs at addresses that stay, its state the caller's.
+"""Capture and replay of a step with fixed shapes: inputs and outputs have fixed addresses, the caller owns the state.
 
 On a device with graphs (`torch.accelerator.Graph`) a step is captured once and then replayed without Python. On a CPU
-the code is called, and everything else is the same: what a caller may rely on is tested there. Not verified on a GPU.
+the code is called instead. The interface is the same and is tested there. Not verified on a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     Shape = tuple[tuple[str, Any], ...]
 
 WARM_UPS = 2
-"""A device loads code and picks kernels when it first runs them, which it must not do while it captures."""
+"""Runs before capture. A device loads code and selects kernels at their first run, which must not be during capture."""
 
 
 class GraphReplayer:
-    """Steps of a decoder, one bucket a shape: `capture` each shape once, then call with inputs of these shapes.
+    """Captured steps of a decoder, one bucket per shape: `capture` each shape once, then call with inputs of it.
 
-    `code` takes inputs and state by name and gives results by name, as an `Executable` does. `state` is every tensor
-    that it writes to, given or its own; they are written where they are, and nothing of them is copied or copied back.
+    `code` maps inputs and state by name to results by name, like an `Executable`. `state` must contain every tensor
+    that `code` writes to, passed or its own. State is written in place and never copied by a replay.
 
     >>> def step(arguments):
     ...     return {"total": arguments["state"].add_(arguments["x"]).sum()}
@@ -46,21 +46,21 @@ class GraphReplayer:
         self._buckets: dict[Shape, CapturedStep] = {}
 
     def capture(self, example: Mapping[str, Any]) -> None:
-        """Make a bucket for inputs of these shapes. State is afterwards what it was; it is copied meanwhile."""
+        """Capture a bucket for inputs of these shapes. State is copied before and restored afterwards."""
         inputs = self._inputs(example)
         self._buckets[_shape(inputs)] = CapturedStep(self._code, inputs, self._state)
 
     def __call__(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Run the step that was captured for these shapes. Numbers must be what they were at capture.
+        """Run the step that was captured for these shapes. Python numbers must equal those at capture.
 
-        The results lie at the addresses they always lie at. Who wants to keep one longer than until the next call of
-        the same shapes has to clone it: while somebody holds it, that call is refused.
+        Results have fixed addresses. Clone a result to keep it beyond the next call of the same shapes: that call is
+        rejected while a reference to the result exists.
         """
         inputs = self._inputs(arguments)
         return self._lookup(inputs)(inputs)
 
     def bucket(self, arguments: Mapping[str, Any]) -> CapturedStep:
-        """What was captured for inputs of these shapes."""
+        """Return the step that was captured for inputs of these shapes."""
         return self._lookup(self._inputs(arguments))
 
     def _lookup(self, inputs: Mapping[str, Any]) -> CapturedStep:
@@ -68,32 +68,32 @@ class GraphReplayer:
         if found is None:
             known = "; ".join(_text(shape) for shape in self._buckets) or "nothing"
             raise UsageError(
-                f"Nothing was captured for {_text(_shape(inputs))}.", f"Captured: {known}. A replay takes no other."
+                f"No step was captured for {_text(_shape(inputs))}.", f"Capture it first. Captured so far: {known}."
             )
         return found
 
     def _inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What is given but for the state, which may be given too, if it is where it was."""
+        """Return the arguments without the state. State may be passed too if its address is unchanged."""
         for name, value in self._state.items():
             if _place(value) != self._addresses[name] or _place(given.get(name, value)) != self._addresses[name]:
                 raise UsageError(
-                    f"{name} is at another address, or lies there otherwise, than when it was captured.",
-                    "Write to that tensor, or capture anew.",
+                    f"The address, shape or strides of {name} have changed since capture.",
+                    "Write to the original tensor, or capture again.",
                 )
         return {name: value for name, value in given.items() if name not in self._state}
 
 
 class CapturedStep:
-    """One bucket: memory of its own for all that goes in and comes out and is no state, and the step over it."""
+    """One bucket: a captured step with its own memory for inputs and outputs; state is not copied."""
 
     def __init__(self, code: Code, example: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> None:
         self._code, self._state = code, dict(state)
-        with torch.inference_mode(False), torch.no_grad():  # or nobody could write here when that mode is over
+        with torch.inference_mode(False), torch.no_grad():  # else the tensors are read-only outside inference mode
             self.inputs = {
                 name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
                 for name, value in example.items()
             }
-        """What the step reads. Who writes here spares the copy: give these tensors."""
+        """The input tensors of the step. Pass these tensors to avoid the copy."""
         self._outputs = self._warm_up()
         self._live_outputs: dict[str, Callable[[], Any]] = {}
         self._replay: Callable[[], None] = self._step
@@ -102,7 +102,7 @@ class CapturedStep:
             self._replay = self._capture_graph()
 
     def __call__(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Copy the inputs in, run the step, hand the outputs out."""
+        """Copy the inputs in, run the step and return the outputs."""
         self._check_outputs_released()
         self._copy_in(given)
         self._replay()
@@ -110,7 +110,7 @@ class CapturedStep:
 
     @torch.no_grad()
     def _copy_in(self, given: Mapping[str, Any]) -> None:
-        """Copy what is not there yet. What lies in memory that this writes, in another way or place, is saved first."""
+        """Copy inputs that are not in place yet. Inputs that overlap the memory to be written are cloned first."""
         mine = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
         places = {value.untyped_storage().data_ptr() for value in mine.values()}
         new = {name: value for name, value in given.items() if name in mine and value is not mine[name]}
@@ -121,7 +121,7 @@ class CapturedStep:
             mine[name].copy_(value)
 
     def _warm_up(self) -> dict[str, torch.Tensor]:
-        """Run the step to learn what comes out, and let a device get ready; state is put back."""
+        """Run the step to allocate its outputs and warm up the device; state is restored."""
         before = {name: value.clone() for name, value in self._state.items()}
         with torch.no_grad():
             for _ in range(WARM_UPS):
@@ -132,7 +132,7 @@ class CapturedStep:
                         self._state[name].copy_(value)
         for name, value in made.items():
             if not isinstance(value, torch.Tensor):
-                raise UsageError(f"{name} is no tensor, and has no address.", "Return tensors only.")
+                raise UsageError(f"The result {name} is not a tensor, so it has no address.", "Return tensors only.")
         with torch.inference_mode(False):
             return {
                 name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in made.items()
@@ -144,13 +144,13 @@ class CapturedStep:
             for name, value in self._outputs.items():
                 if made[name].shape != value.shape:
                     raise UsageError(
-                        f"{name} had the shape {list(value.shape)} at capture, and has {list(made[name].shape)} now.",
-                        "A step whose results change their shapes cannot be replayed.",
+                        f"{name} had the shape {list(value.shape)} at capture, but has {list(made[name].shape)} now.",
+                        "Replay only steps whose results have fixed shapes.",
                     )
                 value.copy_(made[name])
 
     def _capture_graph(self) -> Callable[[], None]:
-        """The step as a graph of the device. Its intermediate values lie in a pool of the graph's own."""
+        """Capture the step as a device graph. Its intermediate values are in the graph's memory pool."""
         graph = torch.accelerator.Graph()
         stream = torch.Stream()
         stream.wait_stream(torch.accelerator.current_stream())
@@ -160,7 +160,7 @@ class CapturedStep:
         return graph.replay
 
     def _wrap_output(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The same memory as a storage of its own, which dies with the last tensor, view or array over it."""
+        """Return the same memory as a separate storage, which is freed with the last tensor, view or array of it."""
         handed = from_dlpack(value)
         self._live_outputs[name] = weakref.ref(handed.untyped_storage())
         return handed
@@ -169,8 +169,8 @@ class CapturedStep:
         for name, storage in self._live_outputs.items():
             if storage() is not None:
                 raise UsageError(
-                    f"{name} of the last replay is still held, and would be written over.",
-                    f"Clone it if you need it, or let it go: del {name}.",
+                    f"{name} of the last replay is still referenced and would be overwritten.",
+                    f"Clone it if you need it, or release it: del {name}.",
                 )
 
 
@@ -183,7 +183,7 @@ def _shape(inputs: Mapping[str, Any]) -> Shape:
 
 
 def _type(value: Any) -> Any:
-    """The type of a tensor, or a number as it is written, for 1, 1.0 and True are equal: all are part of a capture."""
+    """Return dtype and shape of a tensor, or the repr of a number, because 1, 1.0 and True compare equal."""
     return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else ("", repr(value))
 
 

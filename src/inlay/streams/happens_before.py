@@ -1,7 +1,7 @@
-"""Which tasks must stay in order, and which a schedule keeps in order.
+"""Which tasks must stay in order, and which tasks a schedule keeps in order.
 
-Both are linear in the size of the work: each access to a storage is looked at once, and a task's past is a clock of one
-number a lane, never a set of tasks.
+Both are linear in the size of the work: each storage access is visited once, and the past of a task is a vector clock
+with one number per lane, not a set of tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_RUN: list[int] = []
 
 
 class Pair(NamedTuple):
-    """Two tasks and the storage they meet at, by their places in the work, and how they meet."""
+    """Two tasks that access one storage, by their indices in the work, and the kind of conflict."""
 
     kind: ConflictKind
     first: int
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def find_conflicts(work: WorkGraph) -> Iterator[Pair]:
-    """Pairs of tasks that must stay in order. When these do, all others that meet at a storage do too.
+    """Yield pairs of tasks that must stay in order. If these do, all other conflicting pairs do too.
 
     >>> from inlay.streams.work_graph import Storage, Task, WorkGraph
     >>> tasks = Task("write", (), ("x",)), Task("read", ("x",)), Task("over", (), ("x",))
@@ -57,7 +57,7 @@ def find_conflicts(work: WorkGraph) -> Iterator[Pair]:
 
 
 def predecessors(work: WorkGraph) -> list[list[int]]:
-    """For each task the tasks it must come after, by place, each once; fixed tasks come after one another too."""
+    """Return for each task the tasks that must precede it, by index, each once. Fixed tasks keep their order too."""
     found: list[dict[int, None]] = [{} for _ in work.tasks]
     for pair in find_conflicts(work):
         found[pair.second][pair.first] = None
@@ -68,7 +68,7 @@ def predecessors(work: WorkGraph) -> list[list[int]]:
 
 
 def successors(before: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The same edges from the other end."""
+    """Return for each task the tasks that must follow it: the reverse of `predecessors`."""
     found: list[list[int]] = [[] for _ in before]
     for place, each in enumerate(before):
         for earlier in each:
@@ -77,39 +77,39 @@ def successors(before: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class HappensBefore:
-    """Happens-before of lanes of tasks and of waits between them. Tasks are numbers, each in one lane."""
+    """The happens-before relation of tasks in lanes with waits between them. Tasks are numbers, each in one lane."""
 
     def __init__(self, lanes: Sequence[Sequence[int]], waits: Mapping[int, Sequence[int]]) -> None:
         """`waits`: task → the tasks that it waits for."""
         self.lanes, self.waits = lanes, waits
         count = sum(map(len, lanes))
         self.lane_of, self.position_of = [0] * count, [0] * count
-        """Of each task its lane, and its place in that."""
+        """The lane of each task, and its position in the lane."""
         for lane, tasks in enumerate(lanes):
             for place, task in enumerate(tasks):
                 self.lane_of[task], self.position_of[task] = lane, place
         self.launch_order: list[int] = []
-        """The tasks in an order in which they can be run."""
+        """The tasks in an executable order."""
         self._clocks: list[list[int]] = [_NOT_RUN] * count
-        """For each task how many tasks of each *other* lane happened before it. Tasks that wait for nothing new share
-        one list with the task before them: most do."""
+        """For each task, how many tasks of each *other* lane happened before it. Tasks without waits, which are most,
+        share the list of the task before them."""
         self._heads = [0] * len(lanes)
         self._blocked: dict[int, list[int]] = {}
         self._run()
 
     def count_before(self, task: int, lane: int) -> int:
-        """How many tasks of a lane have happened when a task has, itself included."""
+        """Return how many tasks of a lane have happened when a task has, including the task."""
         return self.position_of[task] + 1 if self.lane_of[task] == lane else self._clocks[task][lane]
 
     def is_before(self, one: int, two: int) -> bool:
-        """Whether one task happens before another."""
+        """Return whether one task happens before another."""
         lane = self.lane_of[one]
         if lane == self.lane_of[two]:
             return self.position_of[one] < self.position_of[two]
         return self._clocks[two][lane] > self.position_of[one]
 
     def _run(self) -> None:
-        """Advance each lane until it waits for a task that has not happened, and wake it when that has."""
+        """Advance each lane until it waits for a task that has not happened; resume it when that task has."""
         past, heads, asleep = self._clocks, self._heads, self._blocked
         now = [[0] * len(self.lanes) for _ in self.lanes]
         awake = list(range(len(self.lanes)))
@@ -131,7 +131,7 @@ class HappensBefore:
                     awake += asleep.pop(task)
 
     def _merge_clocks(self, known: list[int], waited: Sequence[int]) -> list[int]:
-        """What a lane knows of the others after it waited for these tasks."""
+        """Return the clock of a lane after it waited for these tasks."""
         known = known.copy()
         for each in waited:
             for lane, count in enumerate(self._clocks[each]):
@@ -141,7 +141,7 @@ class HappensBefore:
         return known
 
     def find_cycle(self) -> list[int]:
-        """Tasks that wait for each other, each for the next one and the last for the first; none if all can be run."""
+        """Return tasks that wait for each other, each for the next and the last for the first; empty if none do."""
         if len(self.launch_order) == len(self.lane_of):
             return []
         until = {lane: task for task, lanes in self._blocked.items() for lane in lanes}
@@ -156,7 +156,7 @@ class HappensBefore:
 
 
 def build_order(schedule: Schedule, number: Mapping[str, int]) -> HappensBefore:
-    """The order of a schedule that names every task once and has no events of other tasks, tasks by these numbers."""
+    """Return the order of a schedule that contains every task once and no unknown ones; `number` gives task numbers."""
     waits: dict[int, list[int]] = {}
     for event in schedule.events:
         waits.setdefault(number[event.before], []).append(number[event.after])

@@ -1,4 +1,4 @@
-"""Schedule: critical-path list scheduling over measured times, and the fewest events that keep it right."""
+"""Critical-path list scheduling with measured times, and the fewest events that keep a schedule correct."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_TIME = float("-inf")
 
 @pause_gc()
 def plan_schedule(work: WorkGraph, *, lanes: int = 2, event_seconds: float) -> Schedule:
-    """Give each task to a lane: the one with the longest way to the end first, each where it can start first.
+    """Assign tasks to lanes: the task with the longest path to the end first, each in the lane where it starts first.
 
-    To wait for another lane costs `event_seconds`, so a task leaves the lane of what it needs only when that pays. What
-    would take no less time than the tasks in order is not done: the answer is then one lane.
+    A wait for another lane costs `event_seconds`, so a task changes lanes only if that pays. If the schedule is not
+    predicted to be faster than the tasks in program order, the result is one lane.
     """
     if lanes < 1 or event_seconds < 0:
-        raise UsageError(f"{lanes} lanes and {event_seconds} seconds an event are no lanes to plan for.")
+        raise UsageError(f"Got {lanes} lanes and {event_seconds} s per event, expected at least 1 lane and 0 s.")
     _refuse_unmeasured(work)
     before = predecessors(work)
     made = _assign_lanes(work, before, lanes, event_seconds)
@@ -47,13 +47,13 @@ def plan_schedule(work: WorkGraph, *, lanes: int = 2, event_seconds: float) -> S
 def _refuse_unmeasured(work: WorkGraph) -> None:
     for task in work.tasks:
         if task.seconds is None:
-            raise UsageError(f"Nobody has measured {task.name}.", "Measure it, or say that it takes 0 seconds.")
+            raise UsageError(f"The duration of {task.name} was not measured.", "Measure it, or set it to 0 seconds.")
 
 
 def _assign_lanes(
     work: WorkGraph, before: Sequence[Sequence[int]], lanes: int, event_seconds: float
 ) -> list[list[int]]:
-    """The tasks of each lane in order; lanes that stay empty are left out."""
+    """Return the tasks of each lane in order, without empty lanes."""
     after = successors(before)
     seconds = [task.seconds or 0.0 for task in work.tasks]
     fixed = {place for place, task in enumerate(work.tasks) if task.is_fixed}
@@ -77,7 +77,7 @@ def _assign_lanes(
 
 
 def _ranks(seconds: Sequence[float], after: Sequence[Sequence[int]]) -> list[float]:
-    """For each task the longest way from its start to the end."""
+    """Return for each task the length of the longest path from its start to the end."""
     ranks = [0.0] * len(seconds)
     for place in reversed(range(len(seconds))):
         ranks[place] = seconds[place] + max((ranks[each] for each in after[place]), default=0.0)
@@ -92,15 +92,15 @@ def _earliest(
     home: Sequence[int],
     event_seconds: float,
 ) -> tuple[int, float]:
-    """Of the first `choice` lanes the one where a task can start first, and when.
+    """Return the lane, of the first `choice`, where a task can start first, and its start time.
 
-    Where several can, it is the lane of what the task waits for longest.
+    Ties go to the lane of the predecessor that ends last.
     """
     last, near, others = (
         _NO_TIME,
         0,
         _NO_TIME,
-    )  # the end of the latest need, its lane, and the latest need in other lanes
+    )  # end of the latest predecessor, its lane, and latest end in other lanes
     for each in needs:
         end, lane = finish[each], home[each]
         if lane == near:
@@ -120,7 +120,7 @@ def _earliest(
 
 
 def cross_lane_edges(work: WorkGraph, schedule: Schedule) -> tuple[Event, ...]:
-    """Every pair of tasks that must stay in order and is in two lanes: the events that one an edge would take."""
+    """Return one event for every dependency between two lanes, before reduction."""
     lanes = [[work.task_index[name] for name in tasks] for tasks in schedule.lanes]
     names = [task.name for task in work.tasks]
     across = _cross_lane_needs(predecessors(work), lanes)
@@ -128,7 +128,7 @@ def cross_lane_edges(work: WorkGraph, schedule: Schedule) -> tuple[Event, ...]:
 
 
 def _cross_lane_needs(before: Sequence[Sequence[int]], lanes: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """For each task the needs that are in other lanes, if it has any."""
+    """Return for each task its predecessors in other lanes, if it has any."""
     lane = [0] * len(before)
     for index, tasks in enumerate(lanes):
         for task in tasks:
@@ -142,7 +142,7 @@ def _cross_lane_needs(before: Sequence[Sequence[int]], lanes: Sequence[Sequence[
 
 
 def reduce_events(schedule: Schedule) -> Schedule:
-    """The same order by the fewest events: the transitive reduction of events and lanes, lanes left as they are.
+    """Return the same order with the fewest events: the transitive reduction. Lanes stay unchanged.
 
     >>> every = Event("a", "c"), Event("a", "d"), Event("b", "d")
     >>> print(reduce_events(Schedule((("a", "b"), ("c", "d")), every)))
@@ -153,14 +153,14 @@ def reduce_events(schedule: Schedule) -> Schedule:
     order = build_order(schedule, {name: place for place, name in enumerate(names)})
     if order.find_cycle():
         raise UsageError(
-            "The lanes wait for each other.", "Take an event away: inlay.streams.check_schedule says which."
+            "The lanes wait for each other.", "Remove an event of the cycle that inlay.streams.check_schedule reports."
         )
     events = tuple(Event(names[one], names[two]) for two, waited in _reduce_waits(order).items() for one in waited)
     return replace(schedule, events=events)
 
 
 def _reduce_waits(order: HappensBefore) -> dict[int, list[int]]:
-    """The waits that do not follow from lanes and other waits: no other way leads from one task to the other."""
+    """Return the waits that are not implied by lanes and other waits."""
     found = {}
     for task, waited in order.waits.items():
         lane, place = order.lane_of[task], order.position_of[task]
@@ -176,7 +176,7 @@ def _reduce_waits(order: HappensBefore) -> dict[int, list[int]]:
 
 
 def predict_times(work: WorkGraph, schedule: Schedule, event_seconds: float) -> Mapping[str, tuple[float, float]]:
-    """When each task would start and end, if all took the time that was measured and nothing else."""
+    """Return the predicted start and end of each task, from measured durations and `event_seconds`."""
     order = build_order(schedule, work.task_index)
     times = _times(work, order, order.waits, event_seconds)
     return {task.name: time for task, time in zip(work.tasks, times, strict=True)}

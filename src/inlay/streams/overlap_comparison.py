@@ -1,4 +1,4 @@
-"""Comparing: a program planned for lanes, then run in one, in several, and in one with several intra-op threads."""
+"""Comparison of a program in one lane, in several lanes, and in one lane with several intra-op threads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     Way = Callable[[Mapping[str, Any]], Any]
 
 MIN_TASK_EVENTS = 4
-"""A piece takes at least so many times as long as an event."""
+"""The minimum duration of a piece, in event durations."""
 WARMUP_ROUNDS = 2
-"""Rounds that only warm up."""
+"""Rounds that are not measured."""
 REST = 0.02
-"""Seconds between two ways: threads of OpenMP that have nothing left to do keep a core busy for a while."""
+"""Seconds of sleep before each measurement, because idle OpenMP threads keep a core busy for a while."""
 TIMELINE_RUNS = 5
-"""Runs of which the quickest is the timeline."""
+"""Runs for the timeline; the fastest one is used."""
 ONE = "one lane"
 
 
 @contextmanager
 def intra_op(threads: int) -> Iterator[Callable[..., Any]]:
-    """Calls in a thread that keeps so many intra-op threads: to change their number costs more than a call.
+    """Run calls in a thread with a fixed number of intra-op threads, because changing it costs more than a call.
 
     >>> with intra_op(1) as call:
     ...     call(torch.get_num_threads)
@@ -53,27 +53,27 @@ def intra_op(threads: int) -> Iterator[Callable[..., Any]]:
     """
 
     def begin() -> None:
-        torch.get_num_threads()  # the first time, a thread is given what torch keeps for new ones: that must be over
+        torch.get_num_threads()  # its first call in a thread applies torch's default: do that before setting the number
         torch.set_num_threads(threads)
 
     try:
         with ThreadPoolExecutor(1, initializer=begin) as thread:
             yield lambda call, *given: thread.submit(call, *given).result()
     finally:
-        torch.set_num_threads(torch.get_num_threads())  # threads yet to come begin with what the caller has
+        torch.set_num_threads(torch.get_num_threads())  # restore the default for new threads
 
 
 @dataclass(frozen=True, eq=False)
 class OverlapPlan:
-    """Work of a program that can be run, and a schedule of it."""
+    """Bound work of a program and a schedule of it."""
 
     bound_work: BoundWork
     schedule: Schedule
     operators: int
     edges: int
-    """Pairs of pieces in two lanes that must stay in order, before pieces were joined."""
+    """Dependencies between pieces in different lanes, before pieces were merged."""
     event_seconds: float
-    """Seconds that an event was planned with."""
+    """The duration of an event that the plan assumes."""
 
     @property
     def work(self) -> WorkGraph:
@@ -81,12 +81,12 @@ class OverlapPlan:
         return self.bound_work.work
 
     def copy_states(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The same inputs with copies of the states: each run begins where the others began."""
+        """Return the inputs with copies of the states, so that each run begins with the same state."""
         states = {each.name for each in self.work.storages if each.lifetime is Lifetime.STATE}
         return {name: value.clone() if name in states else value for name, value in given.items()}
 
     def metrics(self) -> dict[str, int | float | None]:
-        """What the plan is and promises, by name."""
+        """Return size and predicted time of the plan, by name."""
         events = len(self.schedule.events)
         end = max((end for _, end in predict_times(self.work, self.schedule, self.event_seconds).values()), default=0.0)
         return {
@@ -104,11 +104,10 @@ class OverlapPlan:
 def plan_overlap(
     program: Program, inputs: Mapping[str, Any], lanes: int = 2, event_seconds: float | None = None
 ) -> OverlapPlan:
-    """Measure the operators of a program with one intra-op thread, put them together to pieces, and schedule these.
+    """Measure the operators of a program with one intra-op thread, group them into pieces, and schedule the pieces.
 
-    The program must write its states itself (`inlay.lowering.state.write_in_place`); `inputs` are its inputs and
-    states by name.
-    `event_seconds` is how many seconds an event takes; if it is not given, it is measured.
+    The program must write its states in place (`inlay.lowering.state.write_in_place`). `inputs` are its inputs and
+    states by name. `event_seconds` is the duration of an event; by default it is measured.
     """
     event_seconds = measure_event() if event_seconds is None else event_seconds
     with intra_op(1) as call:
@@ -123,22 +122,22 @@ def plan_overlap(
 
 @dataclass(frozen=True)
 class OverlapComparison:
-    """What rounds of several ways took, and whether lanes gave what one lane gives."""
+    """Measured times of each configuration, and whether the results are identical."""
 
     is_identical: bool
-    """Results and states of lanes are exactly those of one lane."""
+    """Results and states of several lanes are bitwise those of one lane."""
     seconds: Mapping[str, list[float]]
-    """Way → its seconds, round by round."""
+    """Configuration → seconds of each round."""
     lanes_name: str
-    """The way that ran the schedule; `ONE` where the schedule is one lane."""
+    """The configuration that ran the schedule; `ONE` if the schedule has one lane."""
     timeline: Timeline
 
     def ratios(self, way: str, other: str = ONE) -> list[float]:
-        """A way against another, round by round."""
+        """Return the time ratio of two configurations in each round."""
         return [one / two for one, two in zip(self.seconds[way], self.seconds[other], strict=True)]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Way → medians and spread of its seconds, and the median of it against one lane."""
+        """Return for each configuration median, minimum and maximum seconds, and the median ratio to one lane."""
         return {
             way: {
                 "median": median(each),
@@ -151,12 +150,12 @@ class OverlapComparison:
 
     @property
     def ratio(self) -> float:
-        """The median of lanes against one lane; 1 where the schedule is one lane."""
+        """The median time ratio of the lanes to one lane; 1 if the schedule has one lane."""
         return median(self.ratios(self.lanes_name))
 
     @property
     def is_faster(self) -> bool | None:
-        """Whether lanes are quicker than every other way; None where less than three of four rounds agree."""
+        """Whether lanes are faster than all other configurations; None if less than three of four rounds agree."""
         if self.lanes_name == ONE:
             return False
         best = min((way for way in self.seconds if way != self.lanes_name), key=lambda way: median(self.seconds[way]))
@@ -165,10 +164,14 @@ class OverlapComparison:
 
     def __str__(self) -> str:
         if self.lanes_name == ONE:
-            return "Lanes do not pay here: no plan for them promises to be quicker than one lane."
-        begin = {True: "Lanes pay here.", False: "Lanes do not pay here.", None: "Rounds differ too much to say."}
+            return "Lanes are not faster here: no schedule is predicted to be faster than one lane."
+        begin = {
+            True: "Lanes are faster here.",
+            False: "Lanes are not faster here.",
+            None: "The result is inconclusive: the rounds differ too much.",
+        }
         ways = (f"{way} × {median(self.ratios(way)):.2f}" for way in self.seconds if way != ONE)
-        return f"{begin[self.is_faster]} Against one lane: {', '.join(ways)}."
+        return f"{begin[self.is_faster]} Time relative to one lane: {', '.join(ways)}."
 
 
 def compare_lanes(
@@ -180,9 +183,9 @@ def compare_lanes(
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] = lambda number: None,
 ) -> OverlapComparison:
-    """Run a plan in one lane, in its lanes and, on a CPU, in one lane with so many intra-op threads, in turns.
+    """Run a plan in one lane, in its lanes and, on a CPU, in one lane with `threads` intra-op threads, alternating.
 
-    Whatever else the machine does, it does to all of them. A schedule that races is refused. `inputs` stays as it is.
+    Alternating spreads other load over all configurations. A schedule with races is rejected. `inputs` is unchanged.
     """
     with ExitStack() as stack:
         lanes = stack.enter_context(closing(open_executor(len(plan.schedule.lanes), device)))
@@ -206,9 +209,9 @@ def time_rounds(
     rounds: int,
     on_round: Callable[[int], None] = lambda number: None,
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each way, round by round, each with inputs and states of its own.
+    """Return the seconds of one call of each configuration in each round, each with its own inputs and states.
 
-    The call before it is not counted, and follows a rest: nothing of another way is still at work, and all is awake.
+    Each measured call follows a rest and a call that is not counted, so no thread of another configuration is active.
     """
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(1 - WARMUP_ROUNDS, rounds + 1):
@@ -225,7 +228,7 @@ def time_rounds(
 
 
 def output_files(plan: OverlapPlan, compared: OverlapComparison, title: str) -> dict[str, str]:
-    """File name → text of all that is to be kept. Pieces depend on times: a schedule belongs to the work beside it."""
+    """Return file name → text of all output files. Pieces depend on measured times: keep work and schedule together."""
     return {
         "work.json": plan.work.to_json(),
         "schedule.json": plan.schedule.to_json(),
@@ -236,14 +239,14 @@ def output_files(plan: OverlapPlan, compared: OverlapComparison, title: str) -> 
 
 
 def _run(way: Way, values: dict[str, Any]) -> list[Any]:
-    """What a way returns, and what it was given as it is then; random numbers are the same for all ways."""
+    """Return results and inputs after a run, with the same random seed for all configurations."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return [*_finish(way, values), *values.values()]
 
 
 def _finish(way: Way, values: dict[str, Any]) -> Any:
-    """A call and all it launched on a device."""
+    """Run a call and wait for all device work."""
     made = way(values)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Check: is every order that matters kept by a schedule, whoever wrote it?"""
+"""The race check: does a schedule keep every order that matters?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pause_gc()
 def check_schedule(work: WorkGraph, schedule: Schedule) -> ScheduleCheck:
-    """Every flaw and every race of a schedule; none means that every way to run it gives what the program means.
+    """Return all errors and races of a schedule. If there are none, every execution gives the program's result.
 
     >>> from inlay.streams import Storage, Task, WorkGraph, Schedule
     >>> tasks = Task("make", (), ("x",)), Task("use", ("x",), ("y",))
@@ -48,17 +48,19 @@ def _unknown_names(work: WorkGraph, schedule: Schedule) -> Iterator[ScheduleErro
         for name in tasks:
             if name not in known:
                 yield ScheduleError(
-                    ScheduleErrorKind.UNKNOWN, (name,), f"Lane {index} runs {name}, which is no task of the work."
+                    ScheduleErrorKind.UNKNOWN, (name,), f"Lane {index} runs {name}, which is not a task of the work."
                 )
     for event in schedule.events:
         for name in (event.after, event.before):
             if name not in known:
                 yield ScheduleError(
-                    ScheduleErrorKind.UNKNOWN, (name,), f"The event {event} names {name}, which is no task of the work."
+                    ScheduleErrorKind.UNKNOWN,
+                    (name,),
+                    f"The event {event} names {name}, which is not a task of the work.",
                 )
     for name in schedule.recorded_storages:
         if name not in work.storage_by_name:
-            yield ScheduleError(ScheduleErrorKind.UNKNOWN, (), f"{name} is recorded, and is no storage of the work.")
+            yield ScheduleError(ScheduleErrorKind.UNKNOWN, (), f"{name} is recorded, but is not a storage of the work.")
 
 
 def _counts(work: WorkGraph, schedule: Schedule) -> Iterator[ScheduleError]:
@@ -76,7 +78,7 @@ def _deadlock(circle: list[str]) -> ScheduleError:
 
 
 def _misplaced_fixed_tasks(work: WorkGraph, schedule: Schedule) -> Iterator[ScheduleError]:
-    """Fixed tasks that are elsewhere, or in another order than the program's."""
+    """Yield errors of fixed tasks that are not in lane 0 or not in program order."""
     fixed = [task.name for task in work.tasks if task.is_fixed]
     for name in fixed:
         if schedule.lane_of[name] != 0:
@@ -86,7 +88,7 @@ def _misplaced_fixed_tasks(work: WorkGraph, schedule: Schedule) -> Iterator[Sche
     for one, two in pairwise(found):
         if work.task_index[one] > work.task_index[two]:
             yield ScheduleError(
-                ScheduleErrorKind.FIXED, (one, two), f"{two} and {one} are fixed and have changed places."
+                ScheduleErrorKind.FIXED, (one, two), f"{two} and {one} are fixed and must stay in this order."
             )
 
 
@@ -107,12 +109,12 @@ def _reuses(work: WorkGraph, order: HappensBefore, recorded: Collection[str]) ->
 
 
 def find_reuses(work: WorkGraph, order: HappensBefore) -> Iterator[tuple[int, int, int]]:
-    """Memory that may be given away while another lane uses it: storage, who uses it, who is given it, by place.
+    """Yield storages whose memory may be reused while another lane uses it: storage, user task, reusing task, by index.
 
-    A storage is alive when a task is launched that happens before one of its uses. The first task of the home lane that
-    happens before none of them is the first that may be given its memory. If all uses happen before that task, they
-    happen before all later ones. Of several uses in one lane the last is told. A loose storage may be given back as
-    soon as any one of its uses has been launched: each has to be over by itself.
+    A storage is alive at the launch of any task that happens before one of its uses. The first task of the home lane
+    that happens before none of the uses is the first that may reuse its memory. If all uses happen before that task,
+    they happen before all later ones. Of several uses in one lane the last is reported. An uncertain storage may be
+    freed after the launch of any one of its uses, so each use is checked separately.
     """
     lane = order.lane_of
     for storage, maker, users in _users(work):
@@ -127,7 +129,7 @@ def find_reuses(work: WorkGraph, order: HappensBefore) -> Iterator[tuple[int, in
 def _unfinished_uses(
     order: HappensBefore, home: int, users: Sequence[int], away: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Uses that may not be over when the first task is launched that may be given the memory, and that task."""
+    """Yield uses that may not be finished when the first task that may reuse the memory is launched, and that task."""
     alive = max([order.count_before(user, home) for user in users])
     if alive == len(order.lanes[home]):
         return
@@ -140,7 +142,7 @@ def _unfinished_uses(
 
 
 def _users(work: WorkGraph) -> Iterator[tuple[int, int, list[int]]]:
-    """Storages with bytes that may be given back, the task that allocates each, and all that touch it."""
+    """Yield storages with memory that may be freed during the run, the task that allocates it, and all its users."""
     users: list[list[int]] = [[] for _ in work.storages]
     makers = [-1] * len(users)
     for task, (reads, writes) in enumerate(work.accesses):

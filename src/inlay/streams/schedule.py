@@ -1,4 +1,4 @@
-"""Schedule: which lane runs which task, in what order, and who waits for whom."""
+"""Schedules: which lane runs which task, in which order, with which events."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Recorded in the lane of `after` right after it; the lane of `before` waits for it right before it.
+    """An event recorded after the task `after`; the lane of the task `before` waits for it before that task.
 
-    This is an event of a device or of threads. What a KV cache tells a router is called an event too, and is another
-    thing: docs/streams.md.
+    This is an event of a device or of threads. KV events are unrelated: docs/streams.md.
     """
 
     after: str
     before: str
 
     def key(self) -> tuple[str, str]:
-        """What events are sorted by."""
+        """Return the sort key."""
         return self.after, self.before
 
     def __str__(self) -> str:
@@ -35,24 +34,23 @@ class Event:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lanes, events between them, and the storages whose memory needs care. Any schedule can be written down: it need
-    not be right (`inlay.streams.check_schedule` says whether it is).
+    """Lanes, events between them, and storages that must be recorded. A schedule may be invalid:
+    `inlay.streams.check_schedule` checks it.
 
-    **A lane** is a queue: a stream of a device, or a thread. It runs its tasks in order, one at a time.
+    **A lane** is a queue: a device stream or a thread. It runs its tasks in order, one at a time.
 
-    **Happens before.** One task happens before another when it stands before it in the same lane, when an event says
-    so, or when that follows from several of these. Nothing else orders two tasks: not the order of the program, not the
-    order in which a host launches them, not how long they take. All tasks happen after what the caller did before the
-    run, and before what it does after it: each lane waits at the start, and is waited for at the end.
+    **Happens before.** One task happens before another if it precedes it in the same lane, if an event orders them, or
+    by transitivity. Nothing else orders two tasks: not program order, not the order in which a host launches them, not
+    their duration. All tasks happen after the caller's actions before the run and before its actions after the run:
+    each lane waits for the caller at the start, and the caller waits for each lane at the end.
 
-    **Memory.** Lanes take memory from pools of their own. A storage that the run makes belongs to the lane of the task
-    that writes it first in the order of the program: its home. An intermediate storage is given back to its home when
-    all tasks that touch it have been launched, which may be before they have run, and never in the middle of a task.
-    From then on any task of the home lane may be given that memory, whatever it writes. Storages in `recorded_storages`
-    are not given back before every lane has got past its uses of them (`torch.Tensor.record_stream`, in every lane that
-    touches one but its home).
+    **Memory.** Each lane has its own memory pool. A storage that the run allocates belongs to the lane of the task that
+    writes it first in program order: its home lane. An intermediate storage is freed to its home lane when all tasks
+    that access it have been launched, which may be before they have run, and never during a task. From then on any task
+    of the home lane may reuse that memory. Storages in `recorded_storages` are not freed before every lane has passed
+    its uses of them (`torch.Tensor.record_stream`, in every lane that accesses one except its home).
 
-    Events and recorded storages are kept sorted, each once, so schedules that say the same are equal.
+    Events and recorded storages are sorted and unique, so equivalent schedules are equal.
 
     >>> one = Schedule((("a", "b"), ("c",)), (Event("a", "c"),))
     >>> one == Schedule((("a", "b"), ("c",)), (Event("a", "c"), Event("a", "c")))
@@ -63,10 +61,10 @@ class Schedule:
     """
 
     lanes: tuple[tuple[str, ...], ...]
-    """For each lane its tasks in order."""
+    """The tasks of each lane in order."""
     events: tuple[Event, ...] = ()
     recorded_storages: tuple[str, ...] = ()
-    """Storages to be recorded in the lanes that use them."""
+    """Storages to record in the lanes that use them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", tuple(sorted(set(self.events), key=Event.key)))
@@ -100,15 +98,15 @@ class Schedule:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The schedule as JSON; equal schedules give equal text."""
+        """Return the schedule as JSON; equal schedules give equal text."""
         return dump_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Schedule:
-        """A schedule from its JSON."""
+        """Return a schedule from its JSON."""
         return load_json(cls, text)
 
 
 def serial_schedule(work: WorkGraph) -> Schedule:
-    """All tasks in one lane in the order of the program: what is run when nothing is to overlap."""
+    """Return a schedule with all tasks in one lane in program order, without overlap."""
     return Schedule((tuple(task.name for task in work.tasks),))

@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule."""
+"""Errors and races of schedules."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
 
 
 class ConflictKind(StrEnum):
-    """Why two tasks must not change places; named after what the second one does."""
+    """Why two tasks must stay in order; named after the access of the second task."""
 
     RAW = "read after write"
-    """The second reads what the first wrote."""
+    """The second task reads what the first wrote."""
     WAR = "write after read"
-    """The second writes over what the first reads."""
+    """The second task overwrites what the first reads."""
     WAW = "write after write"
-    """Both write."""
+    """Both tasks write."""
     REUSE = "reuse"
-    """The second may be given the memory of a storage that the first still uses."""
+    """The second task may reuse the memory of a storage that the first still uses."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Two tasks, the first before the second in the order of the program, whose order matters and is not kept.
+    """Two tasks whose order matters and is not kept; `first` precedes `second` in program order.
 
-    For a reuse, `second` is the first task of the storage's home lane that may be given its memory: `first` uses the
-    storage in another lane, and `second` does not touch it.
+    For a reuse, `first` uses the storage in another lane. `second` is the first task of the storage's home lane that
+    may reuse its memory; it does not access the storage.
     """
 
     kind: ConflictKind
@@ -36,15 +36,15 @@ class Race:
     second: str
     storage: str
     missing_event: Event
-    """The event that would put them in order."""
+    """The event that would order them."""
     is_reversed: bool = False
-    """The schedule says that the second happens before the first: the event would close a circle of waits."""
+    """Whether the second task happens before the first, so that the event would create a deadlock."""
 
     def __str__(self) -> str:
         if self.kind is ConflictKind.REUSE:
             return (
-                f"{self.second} may be given the memory of {self.storage} while {self.first} uses it: "
-                f"add the event {self.missing_event}, or record {self.storage}."
+                f"{self.second} may reuse the memory of {self.storage} while {self.first} uses it. "
+                f"Add the event {self.missing_event}, or record {self.storage}."
             )
         if self.is_reversed:
             return f"{self.kind.value} on {self.storage}: {self.second} runs before {self.first}. Put it after."
@@ -55,23 +55,23 @@ class Race:
 
 
 class ScheduleErrorKind(StrEnum):
-    """What makes a schedule none, or breaks a rule that has nothing to do with memory."""
+    """Structural errors of a schedule, independent of memory."""
 
     MISSING = "missing"
-    """A task of the work is in no lane."""
+    """A task of the work is not in any lane."""
     DUPLICATE = "twice"
     """A task is run more than once."""
     UNKNOWN = "unknown"
-    """A lane, an event or the list of recorded storages names what the work does not have."""
+    """A lane, an event or a recorded storage has a name that is not in the work."""
     DEADLOCK = "deadlock"
-    """Tasks wait for each other in a circle."""
+    """Tasks wait for each other in a cycle."""
     FIXED = "fixed"
-    """A collective or a captured region is not in lane 0, or not in order with the others."""
+    """A collective or a captured region is not in lane 0, or not in program order with the other fixed tasks."""
 
 
 @dataclass(frozen=True)
 class ScheduleError:
-    """A fault, the tasks it is about, and a sentence. The tasks of a deadlock are in the order of the circle."""
+    """An error, the tasks it concerns, and a message. The tasks of a deadlock are in the order of the cycle."""
 
     kind: ScheduleErrorKind
     tasks: tuple[str, ...]
@@ -83,14 +83,14 @@ class ScheduleError:
 
 @dataclass(frozen=True)
 class ScheduleCheck:
-    """What a check found. Where a fault leaves no order to speak of, races were not looked for."""
+    """The result of a check. Races are not searched if errors leave the order undefined."""
 
     errors: tuple[ScheduleError, ...] = ()
     races: tuple[Race, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the schedule may be run."""
+        """Whether the schedule is valid."""
         return not self.errors and not self.races
 
     def __str__(self) -> str:

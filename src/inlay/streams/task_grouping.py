@@ -1,4 +1,4 @@
-"""Pieces: tasks put together until each is large enough to pay for an event, or until the next event."""
+"""Grouping of tasks into pieces that are long compared with an event, or that run between two events."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROUNDS = 8
-"""After so many rounds what is left is left: each round looks at every task once."""
+"""Maximum rounds of grouping; each round visits every task once."""
 _LOOK_BACK = 64
-"""How many tasks are looked at to see whether one need follows from another."""
+"""Maximum tasks visited to find whether one dependency implies another."""
 
 
 @pause_gc()
 def group_tasks(work: WorkGraph, at_least: float) -> WorkGraph:
-    """The same work in fewer tasks; a task shorter than `at_least` seconds joins what it alone waits for, or what alone
-    waits for it. A task that is all its neighbour waits for, and waits for nothing else, joins it whatever it takes:
-    nothing could have run beside it.
+    """Return the same work in fewer tasks. A task shorter than `at_least` seconds joins its only predecessor or only
+    successor. A task whose only predecessor has no other successor always joins it, because the two cannot overlap.
 
-    Fixed tasks stay alone. Tasks are then in an order in which all that touch a storage come as they came before.
+    Fixed tasks are not grouped. The new task order keeps the order of all accesses to each storage.
 
     >>> from inlay.streams import Storage
     >>> a, b = Task("a", (), ("x",), 1e-6, calls=("a",)), Task("b", ("x",), ("y",), 1e-3, calls=("b",))
@@ -37,7 +36,7 @@ def group_tasks(work: WorkGraph, at_least: float) -> WorkGraph:
     """
     for task in work.tasks:
         if task.seconds is None:
-            raise UsageError(f"Nobody has measured {task.name}.", "Measure it, or say that it takes 0 seconds.")
+            raise UsageError(f"The duration of {task.name} was not measured.", "Measure it, or set it to 0 seconds.")
     for _ in range(ROUNDS):
         fewer = _round(_round(work, at_least, _join_predecessors), at_least, _join_successors)
         if len(fewer) == len(work):
@@ -48,10 +47,10 @@ def group_tasks(work: WorkGraph, at_least: float) -> WorkGraph:
 
 @pause_gc()
 def merge_between_events(work: WorkGraph, schedule: Schedule) -> tuple[WorkGraph, Schedule]:
-    """The same lanes in the fewest tasks: what a lane runs between two events becomes one. Fixed tasks stay alone.
+    """Return the same lanes in the fewest tasks: tasks of a lane between two events are merged, except fixed tasks.
 
-    The schedule must have no race. Others cannot tell the difference: they wait for the last task of such a run, and
-    its first one waits for all that any of them does.
+    The schedule must have no race. The order stays the same: other lanes wait only for the last task of a merged run,
+    and only its first task waits.
 
     >>> from inlay.streams import Event, Schedule, Storage
     >>> tasks = [Task(name, (), (name,), 1e-6) for name in "abc"] + [Task("d", ("b", "c"), ("d",), 1e-6)]
@@ -85,9 +84,9 @@ def _round(work: WorkGraph, at_least: float, join: Callable[..., list[int]]) -> 
 def _join_predecessors(
     work: WorkGraph, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], at_least: float
 ) -> list[int]:
-    """For each task itself, or the task that it joins: the only one it waits for.
+    """Return for each task the task that it joins: its only predecessor, or itself.
 
-    All ways into what is joined lead through its first task, so no circle of waits can come of it.
+    All paths into a group lead through its first task, so no cycle can arise.
     """
     joined = list(range(len(work)))
     for place, needs in enumerate(before):
@@ -103,7 +102,7 @@ def _join_predecessors(
 def _join_successors(
     work: WorkGraph, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], at_least: float
 ) -> list[int]:
-    """The same from the other end: small tasks join the only one that waits for them."""
+    """Return for each task the task that it joins: for short tasks their only successor, else itself."""
     joined = list(range(len(work)))
     for place, task in reversed(list(enumerate(work.tasks))):
         if len(after[place]) != 1 or task.is_fixed or work.tasks[after[place][0]].is_fixed:
@@ -114,7 +113,7 @@ def _join_successors(
 
 
 def _direct(needs: Sequence[int], before: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The needs that do not follow from the latest one, as far as a short look back can tell."""
+    """Return the dependencies that are not implied by the latest one, as far as a bounded search finds."""
     if len(needs) < 2:
         return needs
     latest, earliest = max(needs), min(needs)
@@ -131,7 +130,7 @@ def _direct(needs: Sequence[int], before: Sequence[Sequence[int]]) -> Sequence[i
 def _merge_groups(
     work: WorkGraph, before: Sequence[Sequence[int]], joined: Sequence[int]
 ) -> tuple[WorkGraph, dict[str, str]]:
-    """One task for each group of tasks, groups in an order that keeps all needs; task → that of its group."""
+    """Return work with one task per group, in an order that keeps all dependencies, and a map of task → group task."""
     groups: dict[int, list[int]] = {}
     for place, group in enumerate(joined):
         groups.setdefault(group, []).append(place)
@@ -146,7 +145,7 @@ def _merge_groups(
 
 
 def _sort_groups(needs: dict[int, set[int]]) -> list[int]:
-    """The groups in order, as near to that of the program as can be."""
+    """Return the groups in dependency order, as close to program order as possible."""
     after: dict[int, list[int]] = {group: [] for group in needs}
     for group, each in needs.items():
         for earlier in each:
@@ -165,7 +164,7 @@ def _sort_groups(needs: dict[int, set[int]]) -> list[int]:
 
 
 def _internal_storages(work: WorkGraph, joined: Sequence[int]) -> set[str]:
-    """Intermediate storages that only one group touches: nobody outside it has to know of them."""
+    """Return the intermediate storages that only one group accesses; they are left out of the new work."""
     homes: dict[str, int] = {}
     inside = {each.name for each in work.storages if each.lifetime is Lifetime.INTERMEDIATE}
     for place, task in enumerate(work.tasks):

@@ -1,4 +1,4 @@
-"""Timeline: what a run did when, how much of it overlapped, and what was lost by waiting."""
+"""The timeline of a run: task times, overlap, waiting time and critical path."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A task as it was run; seconds from the beginning of the run.
+    """The times of a task in a run, in seconds from the start of the run.
 
-    The lane asked for it when it was done with the task before; until it began the lane waited for events.
+    `wait_begin` is the end of the lane's previous task. From then until `begin` the lane waited for events.
     """
 
     task: str
@@ -31,12 +31,12 @@ class TaskRun:
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """The duration of the task."""
         return self.end - self.begin
 
     @property
     def wait_seconds(self) -> float:
-        """How long its lane waited for it."""
+        """How long its lane waited for events before it."""
         return self.begin - self.wait_begin
 
 
@@ -57,7 +57,7 @@ class Timeline:
 
     @classmethod
     def from_spans(cls, lanes: Sequence[Sequence[TaskSpan]], events: tuple[Event, ...]) -> Timeline:
-        """From what lanes noted. The run begins when the first lane asks for its first task."""
+        """Return a timeline from measured spans. It starts at the earliest `wait_begin`."""
         spans = [span for lane in lanes for span in lane]
         zero = min((span.wait_begin for span in spans), default=0)
         ran = [
@@ -68,32 +68,32 @@ class Timeline:
 
     @cached_property
     def by_task(self) -> Mapping[str, TaskRun]:
-        """What was run, by task."""
+        """The runs by task name."""
         return {each.task: each for each in self.runs}
 
     @property
     def lane_count(self) -> int:
-        """How many lanes ran something."""
+        """The number of lanes."""
         return 1 + max((each.lane for each in self.runs), default=-1)
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the end of the last task."""
+        """Seconds from the start to the end of the last task."""
         return max((each.end for each in self.runs), default=0.0)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of all tasks together."""
+        """Total duration of all tasks."""
         return sum(each.seconds for each in self.runs)
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that lanes waited for events, together. A lane that has nothing left to do does not wait."""
+        """Total seconds that lanes waited for events. Idle time after the last task of a lane does not count."""
         return sum(each.wait_seconds for each in self.runs)
 
     @property
     def overlap_share(self) -> float:
-        """The share of the time in which two lanes or more ran: 0 where nothing overlapped, 1 where all did."""
+        """The fraction of the time in which at least two lanes ran, from 0 to 1."""
         edges = sorted([(each.begin, 1) for each in self.runs] + [(each.end, -1) for each in self.runs])
         together, running, since = 0.0, 0, 0.0
         for time, change in edges:
@@ -104,7 +104,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[str, ...]:
-        """The tasks that the end waited for: from the last one back, always to what it had to wait for longest."""
+        """The tasks that determined the end: from the last task back, always to the predecessor that ended last."""
         before = self._before()
         found = []
         at = max(self.runs, key=lambda each: each.end, default=None)
@@ -114,7 +114,7 @@ class Timeline:
         return tuple(reversed(found))
 
     def _before(self) -> dict[str, list[TaskRun]]:
-        """For each task the one before it in its lane, and those it waited for."""
+        """Return for each task the previous task of its lane, and the tasks it waited for."""
         found: dict[str, list[TaskRun]] = {each.task: [] for each in self.runs}
         last: dict[int, TaskRun] = {}
         for each in sorted(self.runs, key=lambda each: each.begin):
@@ -130,16 +130,16 @@ class Timeline:
         return f"{format_seconds(self.seconds)}; {share}; {format_seconds(self.wait_seconds)} lost waiting"
 
     def to_json(self) -> str:
-        """The timeline as JSON."""
+        """Return the timeline as JSON."""
         return dump_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Timeline:
-        """A timeline from its JSON."""
+        """Return a timeline from its JSON."""
         return load_json(cls, text)
 
     def trace(self) -> str:
-        """The timeline as Perfetto and chrome://tracing read it: JSON, times in microseconds."""
+        """Return the timeline in the JSON trace format of Perfetto and chrome://tracing."""
         return json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ns"}, ensure_ascii=False)
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
@@ -163,7 +163,7 @@ def _slice(name: str, kind: str, begin: float, end: float, args: dict[str, Any])
 
 
 def format_seconds(seconds: float) -> str:
-    """A time as people read it.
+    """Return a time with a suitable unit.
 
     >>> format_seconds(0.0123), format_seconds(4.2e-6), format_seconds(3)
     ('12.300 ms', '4.2 µs', '3.000 s')

@@ -1,4 +1,4 @@
-"""The picture of a timeline: lanes, tasks, events as arrows, the critical path marked; as SVG, no library needed."""
+"""A timeline as SVG: lanes, tasks, events as arrows, and the critical path highlighted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WIDTH, LEFT, WIDE, TOP = 960, 70, 860, 96
 BAR, ROW = 34, 64
 TASK, CRITICAL, ARROW = "#7b8fb5", "#2f8f6b", "#c8743a"
 LETTER = 6.4
-"""How wide a letter of a task's name is, on average."""
+"""Average width of a letter of a task name, in pixels."""
 
 
 def draw_timeline(timeline: Timeline, title: str) -> str:
-    """The whole picture. Who holds the pointer over a task reads its name and times."""
+    """Return the SVG of a timeline. Tooltips show the name and the times of each task."""
     scale = WIDE / (timeline.seconds or 1.0)
     high = ROW * timeline.lane_count
     about = ", ".join(f"{each.task} in lane {each.lane}" for each in timeline.runs)
@@ -42,7 +42,7 @@ def draw_timeline(timeline: Timeline, title: str) -> str:
 
 
 def section(timeline: Timeline) -> dict[str, Any]:
-    """What the page of a report says of a run: figures, the picture, and every task in the order of its beginning."""
+    """Return the report section of a run: metrics, the SVG, and all tasks ordered by start."""
     critical = set(timeline.critical_path)
     on_path = sum(each.seconds for each in timeline.runs if each.task in critical)
     return {
@@ -69,7 +69,7 @@ def section(timeline: Timeline) -> dict[str, Any]:
 
 def _legend() -> Iterator[str]:
     x = float(LEFT)
-    for colour, words in ((CRITICAL, "on the critical path"), (TASK, "beside it")):
+    for colour, words in ((CRITICAL, "on the critical path"), (TASK, "not critical")):
         yield f'<rect x="{x:.1f}" y="60" width="16" height="12" rx="2" fill="{colour}"/>'
         yield text(x + 22, 70, words)
         x += 48 + LETTER * len(words)
@@ -109,7 +109,7 @@ def _tooltip(each: TaskRun) -> str:
 
 
 def _name(each: TaskRun, x: float, y: float, wide: float) -> Iterator[str]:
-    """The name of a task, or as much of it as its bar holds."""
+    """Yield the name of a task, shortened to the width of its bar."""
     fits = int((wide - 8) / LETTER)
     if fits >= 3:
         name = each.task if len(each.task) <= fits else each.task[: fits - 1] + "…"

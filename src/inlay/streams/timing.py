@@ -1,4 +1,4 @@
-"""Times that plans are made from: measured, never guessed."""
+"""Measured durations of operators and events, which plans are based on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def measure_calls(program: Program, inputs: Mapping[str, Any], rounds: int = 5) -> dict[str, float]:
-    """Seconds of each operator of a program, run one after the other with these inputs and states, by name of binding.
+    """Return the seconds of each operator of a program, run in program order. `inputs`: binding name → input or state.
 
-    The median of several rounds, after one that is not counted. An operator's several results count as part of it.
-    States are copied: each round begins with what was given, and a cache does not fill up.
+    Times are medians of several rounds after a warm-up round. All results of an operator count as one operator. States
+    are copied, so each round begins with the same state and a cache does not fill up.
 
     >>> from inlay.testing import program_of
     >>> program = program_of(lambda x: x.relu() + 1, [torch.ones(2)])
@@ -34,7 +34,8 @@ def measure_calls(program: Program, inputs: Mapping[str, Any], rounds: int = 5) 
     rows = {row.name: row for row in program.bindings.with_role(Role.INPUT)}
     for name in (*rows, *inputs):
         if name not in rows or name not in inputs:
-            raise UsageError(f"{name} is not given, or is no input.", suggest(name, rows if name in inputs else inputs))
+            problem = f"{name} is missing, or is not an input of the program."
+            raise UsageError(problem, suggest(name, rows if name in inputs else inputs))
     values = {name: ref.read() for name, ref in program.tensors.items() if name not in rows} | dict(inputs)
     written = {row.name for row in program.bindings.state}
 
@@ -54,7 +55,7 @@ def _medians(run: Callable[[Callable[[str, float], None]], Any], rounds: int) ->
 
 
 class _TimingInterpreter(fx.Interpreter):
-    """Runs a graph and notes what each call took."""
+    """Runs a graph and measures each call."""
 
     def __init__(self, program: Program, note: Callable[[str, float], None]) -> None:
         owner = program.graph.owning_module
@@ -81,7 +82,7 @@ class _TimingInterpreter(fx.Interpreter):
 
 
 def measure_event(rounds: int = 200) -> float:
-    """Seconds from when one thread says that it is done until another that waits for it goes on."""
+    """Return the seconds from the signal of one thread until a waiting thread continues."""
     there, back = threading.Semaphore(0), threading.Semaphore(0)
 
     def answer() -> None:

@@ -1,6 +1,6 @@
-"""Work: what has to be done, in the order of the program, and which memory each part of it touches.
+"""Work graphs: tasks in program order, and the storages that each reads and writes.
 
-Nothing here says where or when a task runs: that is a Schedule. Work is enough to decide whether a schedule is right.
+A Schedule defines where and when a task runs. The work graph is sufficient to check whether a schedule is correct.
 """
 
 from __future__ import annotations
@@ -24,51 +24,50 @@ class Lifetime(StrEnum):
     """How long the contents of a storage are needed."""
 
     INPUT = "given"
-    """The caller's, and only read: weights, inputs."""
+    """Owned by the caller and only read: weights, inputs."""
     STATE = "state"
-    """The caller's, and written: it is there before the run, and its contents after the run matter."""
+    """Owned by the caller and written. It exists before the run, and its contents after the run matter."""
     RESULT = "result"
-    """Made by the run and handed to the caller: it outlives the run."""
+    """Allocated by the run and returned to the caller. It outlives the run."""
     INTERMEDIATE = "intermediate"
-    """Made and used up by the run: its memory is free for others after its last use."""
+    """Allocated and used within the run. Its memory may be reused after its last use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
     """A piece of memory. All views of it and all values written into it in place are one storage.
 
-    A number (a size) that one task computes and another takes is a storage of its own with no bytes.
+    A number (a size) that one task computes and another uses is a separate storage of 0 bytes.
     """
 
     name: str
     lifetime: Lifetime = Lifetime.INTERMEDIATE
     values: tuple[str, ...] = ()
-    """The values that lie in it: names of nodes of a program."""
+    """The values in it: names of nodes of a program."""
     nbytes: int | None = None
-    """Its size; None where it depends on symbols or is not known."""
+    """Its size; None if it depends on symbols or is unknown."""
     is_uncertain: bool = False
-    """Some of its values may lie elsewhere after all, as only the run knows: it may be given back before they are used.
-    """
+    """Some of its values may be in other memory at run time, so it may be freed before they are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A unit of work that runs in one lane without a break.
+    """A unit of work that runs in one lane without interruption.
 
-    `reads` and `writes` name storages, not values. A storage that is updated in place is in `writes`, and in `reads`
-    too if its old contents are used. A write need not fill the storage: what is there afterwards may depend on what
-    was there before, so two writes to one storage never change places.
+    `reads` and `writes` name storages, not values. A storage that is updated in place is in `writes`, and also in
+    `reads` if its old contents are used. A write may cover only a part of the storage, so two writes to one storage
+    always stay in order.
     """
 
     name: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     seconds: float | None = None
-    """Measured; None when nobody has measured it, and then it can be checked but not scheduled."""
+    """The measured duration; None if not measured. Then the task can be checked but not scheduled."""
     is_fixed: bool = False
-    """A collective or a captured region: it stays in lane 0, and in order with the other fixed tasks."""
+    """A collective or a captured region: it stays in lane 0, in program order with the other fixed tasks."""
     calls: tuple[str, ...] = ()
-    """The nodes of a program that it runs, by name, in order."""
+    """Names of the program nodes that it runs, in order."""
 
     def __str__(self) -> str:
         time = "not measured" if self.seconds is None else f"{self.seconds * 1e6:.1f} µs"
@@ -82,10 +81,10 @@ def _names(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class WorkGraph:
-    """Tasks in the order of the program, and the storages they touch.
+    """Tasks in program order, and the storages they access.
 
-    To run the tasks one after the other in this order is what the program means. A schedule is right when no task can
-    tell the difference: each finds in each storage what it would have found then, and so does the caller at the end.
+    Running the tasks one by one in this order defines the result. A schedule is correct if every task reads the same
+    contents of each storage as in this order, and so does the caller at the end.
 
     >>> tasks = Task("make", (), ("x",)), Task("use", ("x",), ("y",))
     >>> work = WorkGraph(tasks, (Storage("x"), Storage("y", Lifetime.RESULT)))
@@ -105,11 +104,11 @@ class WorkGraph:
         for task in self.tasks:
             for name in (*task.reads, *task.writes):
                 if name not in known:
-                    raise ProgramError(f"{task.name} touches {name}, which is no storage of the work.")
+                    raise ProgramError(f"{task.name} accesses {name}, which is not a storage of the work.")
 
     @cached_property
     def task_index(self) -> Mapping[str, int]:
-        """Task → its place in the order of the program."""
+        """Task → its index in program order."""
         return {task.name: index for index, task in enumerate(self.tasks)}
 
     @cached_property
@@ -119,7 +118,7 @@ class WorkGraph:
 
     @cached_property
     def accesses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """For each task the storages that it reads and those that it writes, by their places, each once."""
+        """For each task the storages that it reads and those that it writes, by index, each once."""
         place = {each.name: index for index, each in enumerate(self.storages)}
         return [
             (tuple({place[name]: None for name in task.reads}), tuple({place[name]: None for name in task.writes}))
@@ -137,16 +136,16 @@ class WorkGraph:
 
     @property
     def seconds(self) -> float:
-        """How long all tasks take one after the other; those not measured count nothing."""
+        """Total duration of all tasks; tasks that are not measured count 0."""
         return sum(task.seconds or 0.0 for task in self.tasks)
 
     def to_json(self) -> str:
-        """The work as JSON; equal work gives equal text."""
+        """Return the work as JSON; equal work gives equal text."""
         return dump_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkGraph:
-        """Work from its JSON."""
+        """Return a work graph from its JSON."""
         return load_json(cls, text)
 
 
@@ -154,7 +153,7 @@ T = TypeVar("T")
 
 
 def dump_json(value: dict[str, Any]) -> str:
-    """JSON in which equal values look equal."""
+    """Return JSON in a canonical form: equal values give equal text."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
@@ -162,9 +161,10 @@ _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def load_json(kind: type[T], text: str | bytes) -> T:
-    """A value of this type from its JSON; anything else is refused."""
+    """Return a value of this type from its JSON; raise an error for anything else."""
     try:
         value: T = from_json(kind, json.loads(text))
     except DECODE_ERRORS as error:
-        raise PackageError(f"This is not a {_WORDS.sub(' ', kind.__name__).lower()}.", "Make it again.") from error
+        problem = f"The JSON is not a valid {_WORDS.sub(' ', kind.__name__).lower()}."
+        raise PackageError(problem, "Create it again.") from error
     return value

@@ -1,4 +1,4 @@
-"""Lanes of a CPU: threads that stay, one intra-op thread each, and events that cost microseconds."""
+"""Lanes as CPU threads: persistent, with one intra-op thread each, and events that cost microseconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WorkerThreads:
-    """As many threads as a schedule has lanes. They wait between runs; `close` or the end of a `with` ends them.
+    """One thread per lane. The threads wait between runs and stop at `close` or at the end of a `with` block.
 
     >>> with WorkerThreads(2) as lanes:
     ...     len(lanes)
@@ -32,7 +32,7 @@ class WorkerThreads:
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise UsageError(f"{count} lanes run nothing.", "Ask for 1 or more.")
+            raise UsageError(f"The number of lanes is {count}, but must be at least 1.", "Use 1 or more.")
         self._inboxes: list[Inbox] = [SimpleQueue() for _ in range(count)]
         self._busy = threading.Lock()
         ready: Inbox = SimpleQueue()
@@ -44,7 +44,7 @@ class WorkerThreads:
             thread.start()
         for _ in self._threads:
             ready.get()
-        # What a lane sets for itself torch also keeps as what threads yet to come begin with: that stays the caller's.
+        # set_num_threads in a lane also changes torch's default for new threads: restore the caller's value.
         torch.set_num_threads(torch.get_num_threads())
         self._end = weakref.finalize(self, _end, self._inboxes)
 
@@ -58,44 +58,44 @@ class WorkerThreads:
         self.close()
 
     def close(self) -> None:
-        """End the threads; what runs is run to its end."""
+        """Stop the threads after the current run."""
         if threading.current_thread() in self._threads:
-            raise UsageError("A task cannot close the lanes it runs in.", "Close them when the run is over.")
+            raise UsageError("A task cannot close the lanes it runs in.", "Close them after the run.")
         with self._busy:
             self._end()
             for thread in self._threads:
                 thread.join()
 
     def run(self, schedule: ExecutableSchedule, values: LiveValues, *, timed: bool = False) -> list[list[TaskSpan]]:
-        """Run a course. An error in one lane stops the others after the task they are at, and is raised here.
+        """Run a schedule. An error in one lane stops the others after their current task and is raised here.
 
-        One run at a time: others wait for it. Times are always taken.
+        Only one run is active; concurrent calls wait. Times are always measured.
         """
         if threading.current_thread() in self._threads:
-            raise UsageError("A task cannot run a course on the lanes it runs in.", "Give it lanes of its own.")
+            raise UsageError("A task cannot run a schedule on the lanes it runs in.", "Use other lanes for it.")
         if len(schedule.lanes) > len(self):
-            raise UsageError(f"The schedule has {len(schedule.lanes)} lanes, and there are {len(self)}.")
+            raise UsageError(f"The schedule has {len(schedule.lanes)} lanes, but the executor has {len(self)}.")
         if not schedule.lanes:
             return []
         with self._busy:
             if not self._end.alive:
-                raise UsageError("These lanes are closed.", "Make new ones.")
+                raise UsageError("These lanes are closed.", "Create new ones.")
             run = _ScheduleRun(schedule, values)
             try:
                 self._begin(run)
                 run.done.acquire()
-            except BaseException:  # somebody pressed Ctrl-C: nothing may write to the caller's tensors after this
+            except BaseException:  # Ctrl-C: no task may write to the caller's tensors after this
                 self._wait_until_stopped(run)
                 raise
         run.raise_failure()
         return run.spans
 
     def _wait_until_stopped(self, run: _ScheduleRun) -> None:
-        """Stop a run, and wait until no task runs any more, however often somebody presses Ctrl-C meanwhile."""
+        """Stop a run and wait until no task is running, even if Ctrl-C is pressed repeatedly."""
         while len(run.finished_lanes) < len(run.schedule.lanes):
             with suppress(KeyboardInterrupt):
                 run.stop()
-                self._begin(run)  # perhaps not all had begun; who is asked twice sees at once that it is over
+                self._begin(run)  # some lanes may not have started; a second start returns at once
                 while len(run.finished_lanes) < len(run.schedule.lanes):
                     sleep(0.001)
 
@@ -105,8 +105,8 @@ class WorkerThreads:
 
 
 def _worker_loop(inbox: Inbox, ready: Inbox) -> None:
-    """What a thread does: one lane of one run after the other, until it is told to end."""
-    torch.get_num_threads()  # the first time, a thread is given what torch keeps for new ones: that must be over
+    """Run lanes from the inbox, one after the other, until it contains None."""
+    torch.get_num_threads()  # its first call in a thread applies torch's default: do that before setting the number
     torch.set_num_threads(1)
     ready.put(None)
     while (job := inbox.get()) is not None:
@@ -121,10 +121,10 @@ def _end(inboxes: Sequence[Inbox]) -> None:
 
 
 class _ScheduleRun:
-    """One run: its events, what went wrong, and who is done.
+    """One run: its events, failures and finished lanes.
 
-    An event is a lock that is locked from the beginning: to wait is to acquire it, to record is to release it. Each has
-    one that waits and one that records, and nothing in Python is cheaper.
+    An event is a lock that is initially locked: waiting acquires it, recording releases it. Each has one waiter and one
+    recorder, and a lock is the cheapest primitive in Python.
     """
 
     def __init__(self, course: ExecutableSchedule, values: LiveValues) -> None:
@@ -139,7 +139,7 @@ class _ScheduleRun:
         self.cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
     def run_lane(self, lane: int) -> None:
-        """Run one lane to its end, or until something goes wrong anywhere."""
+        """Run one lane to its end, or until any lane fails."""
         turn = None
         try:
             cast = torch.autocast("cpu", self.cast) if self.cast else nullcontext()
@@ -147,7 +147,7 @@ class _ScheduleRun:
                 for turn in () if self.is_stopped else self.schedule.lanes[lane]:
                     if not self._run_task(turn):
                         break
-        except BaseException as error:  # whatever it is, it is the caller's
+        except BaseException as error:  # raised to the caller by `raise_failure`
             assert turn is not None
             self.failures.append((turn, error))
             self.stop()
@@ -172,23 +172,23 @@ class _ScheduleRun:
         return True
 
     def stop(self) -> None:
-        """Wake every lane that waits; none begins another task."""
+        """Wake every waiting lane; no lane starts another task."""
         self.is_stopped = True
         for event in self.events:
             _release(event)
 
     def raise_failure(self) -> None:
-        """Raise the first error with its own traceback, if there was any."""
+        """Raise the first error with its own traceback, if any."""
         if self.failures:
             try:
                 raise _annotated_error(self.failures)
             finally:
-                self.failures = []  # or the error holds its own frames alive
+                self.failures = []  # else the error keeps its own frames alive
 
 
 def _annotated_error(failures: Sequence[tuple[ScheduledTask, BaseException]]) -> BaseException:
     (turn, first), *others = failures
-    first.add_note(f"This was task {turn.task} in lane {turn.lane}; the other lanes were stopped.")
+    first.add_note(f"Raised by task {turn.task} in lane {turn.lane}; the other lanes were stopped.")
     for turn, error in others:
         first.add_note(f"Task {turn.task} in lane {turn.lane} failed too: {type(error).__name__}: {error}")
     return first
@@ -201,5 +201,5 @@ def _new_event() -> threading.Lock:
 
 
 def _release(lock: threading.Lock) -> None:
-    with suppress(RuntimeError):  # another has released it: the run was stopped, or two lanes ended at once
+    with suppress(RuntimeError):  # already released: the run was stopped, or two lanes ended at once
         lock.release()

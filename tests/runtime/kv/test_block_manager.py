@@ -22,7 +22,7 @@ def test_what_is_least_used_goes_first_and_leaves_before_parents() -> None:
     manager.store(None, (7,))
     assert [block.tokens for block in manager] == [(1,), (9,), (7,)], "the leaf of the oldest line"
     assert manager.lookup([1, 2]) == [first]
-    with pytest.raises(UsageError, match="not in this cache any more"):
+    with pytest.raises(UsageError, match="no longer in this cache"):
         manager.acquire([second])
 
 
@@ -146,10 +146,10 @@ def test_nothing_is_held_when_one_of_several_is_not_there() -> None:
     there = manager.store(None, (2,))
     assert gone is not None
     assert there is not None
-    with pytest.raises(UsageError, match="not in this cache any more"):
+    with pytest.raises(UsageError, match="no longer in this cache"):
         manager.acquire([there.block, gone.block])
     assert there.block.ref_count == 0
-    with pytest.raises(UsageError, match="dropped more often than it is held"):
+    with pytest.raises(UsageError, match="released more often than it was acquired"):
         manager.release([there.block])
 
 

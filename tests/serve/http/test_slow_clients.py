@@ -187,10 +187,10 @@ def test_a_share_of_the_places() -> None:
     async def shares() -> None:
         places = AdmissionControl(most=8, slots=2)
         one = [places.admit("one") for _ in range(6)]
-        with pytest.raises(ApiError, match="This key has its share"):
+        with pytest.raises(ApiError, match="This API key has used its share"):
             places.admit("one")
         two = places.admit("two")
-        with pytest.raises(ApiError, match="as many requests as it takes"):
+        with pytest.raises(ApiError, match="at its request limit"):
             two.acquire(1)
         last = places.admit("two")
         for place in (*one, two, last):

@@ -356,7 +356,7 @@ def test_mistakes_are_sentences(publish: Any, monkeypatch: pytest.MonkeyPatch) -
     _, publisher = publish()
     with pytest.raises(UsageError, match=r"Cannot bind tcp://127\.0\.0\.1:"):
         Publisher(EventLog(), SIZE, bind=publisher.endpoint)
-    with pytest.raises(UsageError, match=r"There is no encoding 'maps'\. Did you mean map\?"):
+    with pytest.raises(UsageError, match=r"Unknown encoding 'maps'\. Did you mean map\?"):
         Publisher(EventLog(), SIZE, encoding="maps")
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(UsageError, match=r"pip install 'inlay\[events\]'"):

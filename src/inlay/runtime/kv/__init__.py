@@ -1,1 +1,1 @@
-"""The KV cache of many users: blocks that are found again, and events about them."""
+"""The shared KV cache: slots, prefix cache blocks and their events."""

@@ -1,8 +1,8 @@
-"""Blocks: runs of tokens whose keys and values are kept, and the tree that they form.
+"""Blocks of the prefix cache: runs of tokens whose keys and values are stored. They form a tree.
 
-A block is known by a hash over its tokens and over all that come before them, so equal prefixes are equal blocks. A
-salt keeps tenants apart: with another salt every hash is another one. A hash only finds; what is found is compared
-token by token, so a hit is never an accident.
+A block is identified by a hash over its tokens and all tokens before them, so equal prefixes share blocks. A salt
+separates tenants: it changes every hash. A lookup by hash also compares the tokens, so hash collisions cause no false
+hits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 def hash_block(parent: int | None, tokens: Sequence[int], salt: str = "") -> int:
-    """The hash of a block: 63 bits, the same in every process.
+    """Return the hash of a block: 63 bits, equal in all processes.
 
     >>> hash_block(None, [1, 2]) == hash_block(None, [1, 2]) != hash_block(None, [1, 2], "tenant")
     True
@@ -33,37 +33,37 @@ def hash_block(parent: int | None, tokens: Sequence[int], salt: str = "") -> int
 
 @dataclass(eq=False)
 class Block:
-    """A run of tokens that is held somewhere."""
+    """A run of tokens whose keys and values are stored."""
 
     hash: int
     parent: Block | None
     tokens: Tokens
     salt: str
     level: int
-    """0: where sequences are computed; 1: further away."""
+    """0: next to the slots; 1: the second level."""
     index: int
-    """Which of its level's places it lies in."""
+    """Its index in the pool of its level."""
     priority: int
     last_used: int
-    """When it was last asked for: ticks of the manager."""
+    """Time of the last use, in ticks of the manager."""
     ref_count: int = 0
-    """How many sequences rely on it. Such a block is neither moved away nor removed; what it follows is not removed."""
+    """How many sequences use it. A block in use is neither demoted nor evicted, and its ancestors are not evicted."""
     children: dict[int, int] = field(default_factory=dict)
-    """How many blocks follow it, on each level where there are any."""
+    """The number of its child blocks on each level that has any."""
 
     @property
     def is_evictable(self) -> bool:
-        """Whether nobody relies on it, and nothing that lies as near follows it."""
+        """Whether it is unused and all its children are on higher-numbered levels."""
         return not self.ref_count and all(level > self.level for level in self.children)
 
     def matches(self, parent: Block | None, tokens: Tokens, salt: str) -> bool:
-        """Whether it really holds these tokens, after these."""
+        """Whether it has this parent, these tokens and this salt."""
         return self.parent is parent and self.tokens == tokens and self.salt == salt
 
 
 @dataclass(frozen=True)
 class Move:
-    """Keys and values to be copied from one place to another, before anything else is written there."""
+    """A copy of keys and values between two (level, index) locations, due before the target is written otherwise."""
 
     source: tuple[int, int]
     target: tuple[int, int]

@@ -1,7 +1,7 @@
-"""The KV-cache manager: which blocks are held where, who relies on them, and which goes when room is needed.
+"""The block manager of the prefix cache: locations, reference counts and eviction of blocks.
 
-It keeps books and moves nothing: what has to be copied is returned as moves, in the order in which to do it. All places
-are there from the start; their number never changes.
+It does bookkeeping only. Copies are returned as moves, in the order in which the caller must do them. The capacity is
+fixed at creation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _EvictionEntry = tuple[int, int, Block]
-"""Priority, time of last use, and the block that had them: what is less goes first."""
+"""Priority and time of last use when the entry was made, and the block. The smallest entry is evicted first."""
 
 
 class StoreResult(NamedTuple):
-    """A block that was stored: what to copy before it is written, and whether it has to be."""
+    """A stored block, the moves to do before it is written, and whether it is new and must be written."""
 
     block: Block
     moves: list[Move]
@@ -50,7 +50,9 @@ class BlockManager:
         self, capacities: Sequence[int], block_size: int, on_event: Callable[[CacheEvent], None] = lambda event: None
     ) -> None:
         if not capacities or min(capacities) < 0 or not capacities[0] or block_size < 1:
-            raise UsageError("A cache needs at least one place on its first level, and blocks of at least one token.")
+            raise UsageError(
+                "A cache needs a capacity of at least one block on its first level, and blocks of at least one token."
+            )
         self.block_size = block_size
         self.capacities = tuple(capacities)
         self._on_event = on_event
@@ -67,11 +69,11 @@ class BlockManager:
         return iter(self._blocks.values())
 
     def free_count(self, level: int = 0) -> int:
-        """Places of a level that hold nothing."""
+        """Return the number of free locations on a level."""
         return len(self._free[level])
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> list[Block]:
-        """The longest run of whole blocks that these tokens begin with, from the first on. It counts as use."""
+        """Return the longest cached prefix of these tokens, in whole blocks. A lookup counts as a use."""
         found: list[Block] = []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             block = self._find(found[-1] if found else None, tuple(tokens[start : start + self.block_size]), salt)
@@ -83,27 +85,27 @@ class BlockManager:
         return found
 
     def acquire(self, blocks: Sequence[Block]) -> None:
-        """Rely on blocks until they are dropped as often."""
+        """Increment the reference counts of blocks."""
         for block in blocks:
             self._check_block(block)
         for block in blocks:
             block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Rely on them no longer. They were used until now."""
+        """Decrement the reference counts of blocks. A release counts as a use."""
         for block in blocks:
             if not block.ref_count:
-                raise UsageError(f"Block {block.hash:x} is dropped more often than it is held.")
+                raise UsageError(f"Block {block.hash:x} is released more often than it was acquired.")
             block.ref_count -= 1
             self._touch(block)
 
     def store(self, parent: Block | None, tokens: Tokens, salt: str = "", priority: int = 0) -> StoreResult | None:
-        """A block for tokens that follow `parent`, on the first level; None when everything there is relied upon.
+        """Return a block on the first level for tokens that follow `parent`; None if no block there can be evicted.
 
-        A block that is there already is returned as it is. `moves` come before what is written to the new place.
+        A block that is already stored is returned unchanged. Do the `moves` before writing the new block.
         """
         if len(tokens) != self.block_size:
-            raise UsageError(f"A block has {self.block_size} tokens, not {len(tokens)}.")
+            raise UsageError(f"A block must have {self.block_size} tokens, but has {len(tokens)}.")
         if parent is not None:
             self._check_block(parent)
             salt = parent.salt
@@ -113,7 +115,7 @@ class BlockManager:
             self._touch(known)
             return StoreResult(known, [], is_new=False)
         if known is not None:
-            return None  # two different prefixes of one hash: the first one stays
+            return None  # hash collision of two prefixes: keep the first
         with self._pin(parent):
             moves = self._make_room(0)
         if moves is None:
@@ -126,7 +128,7 @@ class BlockManager:
         return StoreResult(block, moves, is_new=True)
 
     def promote(self, block: Block) -> list[Move] | None:
-        """Bring a block to the first level; None when there is no room for it."""
+        """Move a block to the first level; return the moves, or None if there is no room."""
         self._check_block(block)
         if block.level == 0:
             return []
@@ -135,7 +137,7 @@ class BlockManager:
         return None if moves is None else [*moves, self._move(block, 0)]
 
     def set_priority(self, block: Block, priority: int) -> None:
-        """Blocks of lower priority go first, whenever they were used."""
+        """Set the priority of a block. Lower priorities are evicted first, regardless of their last use."""
         self._check_block(block)
         if block.priority != priority:
             old, block.priority = block.priority, priority
@@ -143,7 +145,7 @@ class BlockManager:
             self._on_event(UpdatedEvent(block.hash, priority=(old, priority)))
 
     def clear(self) -> None:
-        """Remove all blocks but those that somebody relies on, and what these follow."""
+        """Remove all blocks except those in use and their ancestors."""
         kept: set[int] = set()
         for block in self:
             line: Block | None = block if block.ref_count else None
@@ -151,7 +153,7 @@ class BlockManager:
                 kept.add(line.hash)
                 line = line.parent
         if kept:
-            for block in reversed(list(self)):  # a block is stored after what it follows
+            for block in reversed(list(self)):  # children are stored after their parents
                 if block.hash not in kept:
                     self._remove(block)
             return
@@ -162,7 +164,9 @@ class BlockManager:
 
     def _check_block(self, block: Block) -> None:
         if self._blocks.get(block.hash) is not block:
-            raise UsageError(f"Block {block.hash:x} is not in this cache any more.", "Hold what is relied upon.")
+            raise UsageError(
+                f"Block {block.hash:x} is no longer in this cache.", "Acquire blocks while they are in use."
+            )
 
     def _find(self, parent: Block | None, tokens: Tokens, salt: str) -> Block | None:
         block = self._blocks.get(hash_block(parent.hash if parent else None, tokens, salt))
@@ -175,7 +179,7 @@ class BlockManager:
 
     @contextmanager
     def _pin(self, block: Block | None) -> Iterator[None]:
-        """Hold a block for a moment, which is no use of it."""
+        """Protect a block from eviction temporarily, without counting a use."""
         if block is None:
             yield
             return
@@ -185,10 +189,10 @@ class BlockManager:
         self._queue_eviction(block)
 
     def _queue_eviction(self, block: Block) -> None:
-        """Put a block into the line of those that may leave their level, if it is one.
+        """Add a block to the eviction queue of its level, if it is evictable.
 
-        An entry of a block that was used, held or moved since is void. Whoever adds one takes up to two void ones from
-        the front, and all are swept out before they are too many, so room costs the same in a large cache.
+        Entries become stale when their block is used, acquired or moved. Each addition removes up to two stale entries
+        from the front, and a large queue is rebuilt, so the cost does not depend on the size of the cache.
         """
         if block.is_evictable:
             entries = self._eviction_queues[block.level]
@@ -206,8 +210,8 @@ class BlockManager:
         return same and block.is_evictable and self._blocks.get(block.hash) is block
 
     def _eviction_victim(self, level: int, leaf: bool = False) -> Block | None:
-        """The block that leaves a level first: of the lowest priority the least recently used; with `leaf`, one that
-        nothing follows.
+        """Return the eviction victim of a level: of the lowest priority, the least recently used. With `leaf`, only
+        blocks without children are considered.
         """
         entries, passed, found = self._eviction_queues[level], [], None
         while entries and found is None:
@@ -217,14 +221,14 @@ class BlockManager:
                 passed.append(heappop(entries))
             else:
                 found = entries[0][2]
-        for entry in passed:  # few: they are passed only when the next level is full of what is relied upon
+        for entry in passed:  # few: only when the next level is full of blocks in use
             heappush(entries, entry)
         return found
 
     def _make_room(self, level: int, worth: int | None = None) -> list[Move] | None:
-        """At least one free place on a level; what has to be moved for it, or None if that cannot be.
+        """Free at least one location on a level; return the moves, or None if that is impossible.
 
-        With `worth`, nothing of a higher priority is removed for it.
+        With `worth`, no block of a higher priority is removed.
         """
         if self._free[level]:
             return []
@@ -263,7 +267,7 @@ class BlockManager:
 
 
 def _count(block: Block, change: int) -> None:
-    """Tell its parent that there is a block more, or less, on this level."""
+    """Update the child count of a block's parent for the block's level."""
     if block.parent is not None:
         children = block.parent.children
         children[block.level] = children.get(block.level, 0) + change

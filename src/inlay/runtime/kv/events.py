@@ -1,8 +1,8 @@
-"""KV-cache events: what the cache tells the outside world about its blocks, and a log that several may read.
+"""KV events about the blocks of a cache, and a log with several subscribers.
 
-Events are numbered without gaps. Every subscriber has a cursor of its own; reading takes nothing away from others. The
-log keeps a bounded number of them: who asks for one that is gone is told so (`Gap`) and goes on from a snapshot, which
-is the content of the cache as of a number.
+Events have consecutive numbers. Each subscriber has its own cursor. The log keeps a bounded number of events. Reading
+a dropped event raises `Gap`. The subscriber then continues from a snapshot: the content of the cache before the event
+of a given number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CreatedEvent:
-    """A cache with so many places on each level came to be."""
+    """A cache was created, with this capacity in blocks on each level."""
 
     capacities: tuple[int, ...]
     block_size: int
@@ -27,7 +27,7 @@ class CreatedEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """A block is held from now on."""
+    """A block was stored."""
 
     parent: int | None
     hash: int
@@ -39,7 +39,7 @@ class StoredEvent:
 
 @dataclass(frozen=True, slots=True)
 class RemovedEvent:
-    """A block is held no longer."""
+    """A block was removed."""
 
     hash: int
     level: int
@@ -47,7 +47,7 @@ class RemovedEvent:
 
 @dataclass(frozen=True, slots=True)
 class UpdatedEvent:
-    """A block moved to another level, or has another priority: old and new."""
+    """A block moved to another level or changed its priority: (old, new)."""
 
     hash: int
     level: tuple[int, int] | None = None
@@ -56,18 +56,18 @@ class UpdatedEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClearedEvent:
-    """No block is held any more."""
+    """All blocks were removed."""
 
 
 CacheEvent = CreatedEvent | StoredEvent | RemovedEvent | UpdatedEvent | ClearedEvent
 
 
-class Gap(Exception):  # noqa: N818 - a state of affairs that its reader has to deal with
-    """Events that were asked for are not kept any more, or are of another log: numbers begin anew with every cache."""
+class Gap(Exception):  # noqa: N818 - a condition that every subscriber must handle
+    """The requested events were dropped, or belong to another log: numbers restart with every cache."""
 
     def __init__(self, requested: int, first: int, upcoming: int) -> None:
-        gone = f"event {requested} is gone, the oldest one kept is {first}"
-        ahead = f"event {requested} is ahead of this log, whose next one is {upcoming}"
+        gone = f"event {requested} was dropped; the oldest event in the log is {first}"
+        ahead = f"event {requested} is ahead of this log; its next event is {upcoming}"
         super().__init__(gone if requested < first else ahead)
         self.requested, self.first, self.next = requested, first, upcoming
 
@@ -79,7 +79,7 @@ class CacheMirror:
         self.blocks = {block.hash: block for block in blocks}
 
     def apply(self, event: CacheEvent) -> None:
-        """What an event changes."""
+        """Apply an event."""
         match event:
             case StoredEvent():
                 self.blocks[event.hash] = event
@@ -96,15 +96,15 @@ class CacheMirror:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The content of a cache before the event of a number."""
+    """The content of a cache before the event with the number `next`."""
 
     next: int
     blocks: tuple[StoredEvent, ...]
-    """In the order in which they came, so parents before what follows them."""
+    """In the order in which they were stored, so parents come before their children."""
 
 
 class EventLog:
-    """The events of one cache. Any thread may read; the cache's own writes.
+    """The events of one cache. Any thread may read; only the thread of the cache writes.
 
     >>> log = EventLog(most=2)
     >>> reader = log.subscribe()
@@ -113,7 +113,7 @@ class EventLog:
     >>> reader.read()
     Traceback (most recent call last):
     ...
-    inlay.runtime.kv.events.Gap: event 0 is gone, the oldest one kept is 1
+    inlay.runtime.kv.events.Gap: event 0 was dropped; the oldest event in the log is 1
     >>> [block.hash for block in reader.catch_up().blocks], reader.read()
     ([1, 2, 3], [])
     """
@@ -128,11 +128,11 @@ class EventLog:
 
     @property
     def next(self) -> int:
-        """The number of the event that comes next."""
+        """The number of the next event."""
         return self._next
 
     def add(self, event: CacheEvent) -> None:
-        """One event more. Never waits for a reader."""
+        """Add an event. Never waits for subscribers."""
         with self._changed:
             if len(self._ring) < self._most:
                 self._ring.append(event)
@@ -145,7 +145,7 @@ class EventLog:
                 wake()
 
     def read(self, number: int, most: int | None = None) -> list[tuple[int, CacheEvent]]:
-        """Events from a number on, at most so many."""
+        """Return up to `most` events from a number on."""
         with self._changed:
             first = self._next - len(self._ring)
             if not first <= number <= self._next:
@@ -154,18 +154,18 @@ class EventLog:
             return [(each, self._ring[each % self._most]) for each in range(number, stop)]
 
     def snapshot(self) -> Snapshot:
-        """The content now."""
+        """Return the current content of the cache."""
         with self._changed:
             return Snapshot(self._next, tuple(self._replica.blocks.values()))
 
     def wait(self, number: int, seconds: float | None = None) -> bool:
-        """Until there is an event of this number, or the time is up; whether there is."""
+        """Wait until the event with this number exists, for at most `seconds`; return whether it does."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next > number, seconds)
 
     @contextmanager
     def listener(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake`, which must not wait, after every event, until the context ends."""
+        """Call `wake` after every event until the context ends. It must not block."""
         with self._changed:
             self._wake.add(wake)
         try:
@@ -175,18 +175,18 @@ class EventLog:
                 self._wake.discard(wake)
 
     def subscribe(self, start: int | None = None) -> Subscriber:
-        """A reader with a cursor of its own: from now on, or from a number."""
+        """Return a subscriber with its own cursor: from the next event on, or from the number `start`."""
         return Subscriber(self, self._next if start is None else start)
 
 
 class Subscriber:
-    """One reader of a log."""
+    """One subscriber of a log."""
 
     def __init__(self, log: EventLog, cursor: int) -> None:
         self.log, self.cursor = log, cursor
 
     def read(self, most: int | None = None, seconds: float = 0.0) -> list[tuple[int, CacheEvent]]:
-        """What is new, numbered; waits for something so long. A gap is an error, never silence."""
+        """Return new events with their numbers; wait up to `seconds` for the first. Dropped events raise `Gap`."""
         if seconds:
             self.log.wait(self.cursor, seconds)
         found = self.log.read(self.cursor, most)
@@ -194,7 +194,7 @@ class Subscriber:
         return found
 
     def catch_up(self) -> Snapshot:
-        """Skip to now: the content of the cache, after which reading goes on."""
+        """Return a snapshot and move the cursor behind it."""
         snapshot = self.log.snapshot()
         self.cursor = snapshot.next
         return snapshot
@@ -202,15 +202,15 @@ class Subscriber:
     async def stream(
         self, most: int = 1_000, timeout: float | None = None
     ) -> AsyncGenerator[list[tuple[int, CacheEvent]], None]:
-        """What is new, whenever something is; for an event loop. Nothing, after so many seconds with nothing new."""
+        """Yield new events as they occur, for an event loop; an empty list after `timeout` seconds without events."""
         loop, new = asyncio.get_running_loop(), asyncio.Event()
         told = False
 
         def wake() -> None:
             nonlocal told
-            if not told:  # the loop is told once, however many events there are before it looks
+            if not told:  # wake the loop once for all events until it reads
                 told = True
-                with suppress(RuntimeError):  # it was closed: nobody reads any more
+                with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(new.set)
 
         with self.log.listener(wake):
@@ -223,4 +223,4 @@ class Subscriber:
                         await asyncio.wait_for(new.wait(), timeout)
                         continue
                 yield found
-                await asyncio.sleep(0)  # others of the loop have their turn, however much is new
+                await asyncio.sleep(0)  # let other tasks of the loop run

@@ -1,7 +1,7 @@
-"""The memory of the KV cache: slots in which sequences grow, and places for blocks. All of it is there from the start.
+"""The memory of the KV cache: slots of sequences and pools of blocks, allocated at the start.
 
-A slot is contiguous, because attention reads it at every step; a block is copied into a slot once, when a sequence
-begins with it, and out of it once, when it is full. Reading blocks in place (paged) was measured: docs/serving.md.
+A slot is contiguous, because attention reads it at every step. A block is copied into a slot when a sequence starts
+with it, and out of a slot once it is full. Measurements of paged attention, the alternative, are in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from inlay.runtime.kv.block import Move
 
 _POPULATE_WRITE = 23
-"""As Linux numbers it: the pages are there, and what they hold stays."""
+"""MADV_POPULATE_WRITE of Linux: allocate the pages and keep their content."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """States of one shape and number format: all of them in one tensor, so that a block is one copy."""
+    """States of one shape and dtype in one tensor, so that a block is one copy."""
 
     slots: torch.Tensor
     """`[state, slot, heads, room, head]`"""
     pools: tuple[torch.Tensor, ...]
-    """A tensor a level: `[place, state, heads, block, head]`"""
+    """One tensor per level: `[index, state, heads, block, head]`"""
 
 
 def bytes_per_token(states: Iterable[Binding]) -> int:
-    """What one token takes in a cache."""
+    """Return the bytes of one token in the KV cache."""
     sizes = [
         (heads * head, getattr(torch, row.dtype).itemsize) for row in states for _, heads, _, head in [_shape(row)]
     ]
@@ -46,17 +46,17 @@ def bytes_per_token(states: Iterable[Binding]) -> int:
 
 
 class KVMemory:
-    """Slots and blocks of a package with these states; `capacities` says how many blocks each level holds."""
+    """Slots and block pools for these states. `capacities` is the number of blocks on each level."""
 
     def __init__(self, states: Sequence[Binding], block_size: int, capacities: Sequence[int], slots: int) -> None:
         kinds: dict[tuple[str, int, int, int, int], list[str]] = defaultdict(list)
         for row in states:
             kinds[(row.dtype, *_shape(row))].append(row.name)
         if len({(slots, room) for _, slots, _, room, _ in kinds}) != 1:
-            raise UsageError("The states of this package are not one cache of keys and values.", "It cannot be served.")
+            raise UsageError("The states of this package are not one KV cache.", "Build it from a language model.")
         self.block_size, self.used = block_size, slots
         self.state: dict[str, torch.Tensor] = {}
-        """What the package works on, by name."""
+        """The state tensors of the package, by name."""
         self._groups = []
         for (dtype, count, heads, room, head), names in kinds.items():
             like = {"dtype": getattr(torch, dtype)}
@@ -66,7 +66,7 @@ class KVMemory:
             self.state |= dict(zip(names, whole, strict=True))
 
     def save(self, slot: int, row: int, index: int) -> None:
-        """Copy a block of rows of a slot to a place of the first level."""
+        """Copy a block of rows of a slot to the first level."""
         for group in self._groups:
             group.pools[0][index].copy_(group.slots[:, slot, :, row : row + self.block_size])
 
@@ -76,14 +76,14 @@ class KVMemory:
             group.slots[:, slot, :, row : row + self.block_size].copy_(group.pools[level][index])
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Copy blocks from place to place, in this order."""
+        """Copy blocks between locations, in this order."""
         for move in moves:
             (level, place), (new_level, new_place) = move.source, move.target
             for group in self._groups:
                 group.pools[new_level][new_place].copy_(group.pools[level][place])
 
     def populate(self) -> threading.Thread | None:
-        """Have the system give all of this memory now, beside what else is going on; None where it does not do that."""
+        """Allocate all pages in a background thread; return it, or None if the system does not support that."""
         pieces = [
             piece for group in self._groups for piece in (*group.slots[:, : self.used].flatten(0, 1), *group.pools)
         ]
@@ -105,6 +105,7 @@ class KVMemory:
 def _shape(row: Binding) -> tuple[int, int, int, int]:
     sizes = [size for size in row.shape if isinstance(size, int)]
     if len(sizes) != len(row.shape) or len(sizes) != 4:
-        raise UsageError(f"{row.name} is {row.type_text}, which is no cache of keys or values.", "It cannot be served.")
+        problem = f"The state {row.name} is {row.type_text}, which is not a KV cache."
+        raise UsageError(problem, "Build the package from a language model.")
     slots, heads, room, head = sizes
     return slots, heads, room, head

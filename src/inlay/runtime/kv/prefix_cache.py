@@ -1,4 +1,4 @@
-"""Sequences and the cache: a prompt begins with what is held of it; what becomes a whole block is kept for others."""
+"""The prefix cache: prompts reuse cached blocks, and full blocks of sequences are stored for later prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SequenceState:
-    """A request on its way through the engine."""
+    """The state of a request in the engine."""
 
     def __init__(self, answer: RequestHandle, writer: GenerationState) -> None:
         self.handle, self.generation = answer, writer
@@ -23,31 +23,29 @@ class SequenceState:
         self.computed_tokens = 0
         """Tokens whose keys and values are in the slot."""
         self.blocks: list[Block] = []
-        """Those of the cache that its rows are equal to, from the first on."""
+        """Cached blocks equal to its first rows, in order."""
         self.has_lookup = self.is_cache_full = False
-        """Whether the cache was asked for its prompt; whether the cache had no room for its blocks."""
+        """Whether its prompt was looked up in the cache; whether the cache had no room for its blocks."""
         self.last_token_time = answer.arrival_time
-        """When its last token came."""
+        """Time of its last token."""
 
     @property
     def prefill_tokens_left(self) -> int:
-        """Tokens of its prompt that were not read yet."""
+        """Prompt tokens that are not computed yet."""
         return max(0, len(self.handle.request.prompt) - self.computed_tokens)
 
 
 class PrefixCache:
-    """Moves rows between slots and blocks as the books of the cache say; without a cache it does nothing."""
+    """Copies rows between slots and blocks, as the block manager decides. Without a block manager it does nothing."""
 
     def __init__(
         self, cache: BlockManager | None, memory: KVMemory, counts: Counter[str], *, can_store_generated: bool
     ) -> None:
-        """`can_store_generated`: what was made for tokens of an answer is what a prompt with them would have made, to
-        the bit.
-        """
+        """`can_store_generated`: decode computes keys and values bitwise equal to prefill, so they may be stored."""
         self._cache, self._memory, self._counts, self._can_store_generated = cache, memory, counts, can_store_generated
 
     def reuse(self, sequence: SequenceState) -> None:
-        """Begin with what the cache holds of a prompt: all but its last token may come from there."""
+        """Copy the cached prefix of a prompt into its slot: at most all tokens but the last."""
         sequence.has_lookup = True
         if self._cache is None:
             return
@@ -67,7 +65,7 @@ class PrefixCache:
         self._counts["prefix_cache_hits" if sequence.computed_tokens else "prefix_cache_misses"] += 1
 
     def store(self, sequence: SequenceState) -> None:
-        """Put what has become a whole block into the cache."""
+        """Store the full blocks of a sequence in the cache."""
         cache, request = self._cache, sequence.handle.request
         rows = (
             sequence.computed_tokens
@@ -92,7 +90,7 @@ class PrefixCache:
                 self._memory.save(sequence.slot, start, placed.block.index)
 
     def release(self, sequence: SequenceState) -> None:
-        """It relies on its blocks no longer."""
+        """Release the blocks of a finished sequence."""
         if self._cache is not None:
             self._cache.release(sequence.blocks)
         sequence.blocks, sequence.is_cache_full = [], True

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and whose cache is whose."""
+"""API keys: authentication, and the tenant name that separates cached blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ COMMENT = re.compile(r"(^|\s)#.*")
 
 
 class Keys:
-    """The keys a server knows; without any, everybody may ask.
+    """The accepted API keys. Without any, every request is accepted.
 
-    Only hashes are kept. All of them are compared, each in constant time, so how long a refusal takes says nothing
-    about any key.
+    Only hashes are stored. Every hash is compared in constant time, so the response time reveals nothing about a key.
 
     >>> keys = Keys(["secret", "other"])
     >>> keys.authenticate(b"Bearer secret") is not None, keys.authenticate(b"Bearer secre"), keys.authenticate(b"")
@@ -38,7 +37,7 @@ class Keys:
         return len(self._digests)
 
     def authenticate(self, authorization: bytes) -> str | None:
-        """Whose request this is: a name that does not tell the key, or None for a stranger."""
+        """Return the tenant of a request, a name that does not reveal the key; None for an unknown key."""
         if not self._digests:
             return ""
         scheme, _, key = authorization.partition(b" ")
@@ -50,17 +49,17 @@ class Keys:
 
 
 def read_keys(file: Path | None) -> list[str]:
-    """Keys from a file, one a line, `#` begins a comment; or, without a file, from INLAY_API_KEYS, between commas."""
+    """Read keys from a file, one per line, with `#` comments. Without a file, read INLAY_API_KEYS, comma-separated."""
     if file is None:
         return [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
     try:
         lines = [COMMENT.sub("", line).strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         problem = f"The API keys in {file} cannot be read: {one_line(error)}."
-        raise UsageError(problem, "Give a text file, one key a line.") from error
+        raise UsageError(problem, "Use a UTF-8 text file with one key per line.") from error
     keys = [line for line in lines if line]
     if not keys:
-        raise UsageError(f"There are no API keys in {file}.", "Write one a line, or leave --api-key-file out.")
+        raise UsageError(f"There are no API keys in {file}.", "Write one key per line, or omit --api-key-file.")
     return keys
 
 

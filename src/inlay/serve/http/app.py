@@ -1,4 +1,4 @@
-"""The routes."""
+"""The ASGI application: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX
 REASONS = dict.fromkeys(
     ("union_tag_invalid", "union_tag_not_found"), "its role must be system, developer, user or assistant"
 )
-"""For what pydantic says in words of its own."""
+"""Reasons that replace pydantic's messages, by error type."""
 JSON_ERRORS: dict[type[BaseException], str] = {
     UnicodeDecodeError: "its bytes are not UTF-8",
     RecursionError: "it is nested too deeply",
     ValueError: "a number has too many digits",
 }
-"""What json says in words of its own."""
+"""Reasons that replace messages of the json module, by exception type."""
 LONGEST_ECHO = 128
-"""Characters of what a client wrote that stand in an error."""
+"""The most characters of client text in an error message."""
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(context: ServerContext) -> RequestMiddleware:
-    """The server as an ASGI application."""
+    """Return the server as an ASGI application."""
     app = FastAPI(title="Inlay", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
@@ -64,65 +64,65 @@ def create_app(context: ServerContext) -> RequestMiddleware:
 
 
 def _add_status_routes(app: FastAPI, serving: ServerContext) -> None:
-    """Routes that say how things stand."""
+    """Add the routes for health, readiness, metrics and models."""
     model = ModelCard(id=serving.settings.name, created=serving.created, max_model_len=serving.engine.max_seq_len)
 
     @app.get("/healthz", response_class=PlainTextResponse, responses=ERRORS)
     async def healthz() -> PlainTextResponse:
-        """Whether the process runs."""
+        """Liveness: the process runs."""
         return PlainTextResponse("ok\n")
 
     @app.get("/readyz", response_class=PlainTextResponse, responses=ERRORS)
     async def readyz() -> PlainTextResponse:
-        """Whether requests are taken."""
+        """Readiness: the server accepts requests."""
         if serving.is_draining:
             raise draining_error()
         return PlainTextResponse("ready\n")
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics in Prometheus text format."""
         return Response(serving.metrics.text(), media_type=METRICS)
 
     @app.get("/v1/models", response_model=Models, responses=ERRORS)
     async def models() -> Models:
-        """The model that can be asked."""
+        """List the served model."""
         return Models(data=[model])
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
     async def one_model(name: str) -> ModelCard:
-        """One model."""
+        """Describe the served model."""
         _check_model(name, serving)
         return model
 
 
 def _add_generation_routes(app: FastAPI, serving: ServerContext) -> None:
-    """Routes that ask the model."""
+    """Add the chat and text completion routes."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     streamed = {"text/event-stream": {"schema": event}}
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses={**ERRORS, 200: {"content": streamed}})
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return await _reply(asked, request, serving)
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses={**ERRORS, 200: {"content": streamed}})
     async def complete(asked: CompletionRequest, request: Request) -> Response:
-        """Continue a text."""
+        """Generate the continuation of a prompt."""
         return await _reply(asked, request, serving)
 
 
 async def _reply(asked: ChatRequest | CompletionRequest, request: Request, serving: ServerContext) -> Response:
     _check_model(asked.model, serving)
     if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
+        raise ApiError(400, "stream_options requires stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
     prompts = await request_builder.encode(asked, serving.engine.text, serving.limits)
     wanted = request_builder.build_requests(
         asked, prompts, serving.limits, state["tenant"], state["tenant"] or state["record"].id
     )
     if len(wanted) > serving.admission.share:
-        message = f"These are {len(wanted)} answers, and one request may have {serving.admission.share} at once."
+        message = f"The request has {len(wanted)} completions, but the limit is {serving.admission.share} per request."
         raise ApiError(400, message, param="n" if choices > 1 else "prompt")
     state["place"].acquire(len(wanted) - 1)
     answers = HandleGroup(_submit(wanted, serving), choices, state["record"])
@@ -145,7 +145,7 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
 
 
 def _submit(wanted: list[Any], serving: ServerContext) -> list[RequestHandle]:
-    """Ask for all of them, or none."""
+    """Submit all requests to the engine, or none."""
     answers: list[RequestHandle] = []
     loop = asyncio.get_running_loop()
     try:
@@ -171,7 +171,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     unread = JSON_ERRORS.get(type(error.__cause__)) if error.__cause__ is not None else None
     if unread is not None:
-        error = ApiError(400, f"The request is not JSON: {unread}.")
+        error = ApiError(400, f"The request body is not valid JSON: {unread}.")
     elif not isinstance(error, ApiError):
         error = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path[:LONGEST_ECHO]}.")
     record = request.scope["state"]["record"]
@@ -180,7 +180,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    """The first field that is wrong; of several forms a field may have, the one it comes nearest to."""
+    """Report the first invalid field. Where a field may have several types, report the error of the closest one."""
     assert isinstance(error, RequestValidationError)
     found = [(_field_path(each["loc"]), each) for each in error.errors()]
     first = found[0][0][:1]
@@ -188,18 +188,19 @@ async def _handle_validation_error(request: Request, error: Exception) -> Respon
     name = ".".join(map(str, place))[:LONGEST_ECHO]
     reason = REASONS.get(worst["type"], str(worst["msg"]))
     if place[-1:] == ("type",) and "content" in place:
-        reason = "this model reads parts of type text only"
+        reason = "only content parts of type text are supported"
     if worst["type"] == "json_invalid":
         said = str(worst["ctx"]["error"]).removesuffix(" at").removesuffix(" starting")
-        refusal = ApiError(400, f"The request is not JSON: {said}, at character {place[-1]}.")
+        refusal = ApiError(400, f"The request body is not valid JSON: {said}, at character {place[-1]}.")
     elif worst["type"] == "missing" and not place:
-        refusal = ApiError(400, "The request is empty. Send a JSON object, with Content-Type: application/json.")
+        refusal = ApiError(400, "The request body is empty. Send a JSON object, with Content-Type: application/json.")
     elif worst["type"] == "model_attributes_type" and not place:
-        refusal = ApiError(400, "The request is not a JSON object. Send one, with Content-Type: application/json.")
+        message = "The request body is not a JSON object. Send one, with Content-Type: application/json."
+        refusal = ApiError(400, message)
     elif worst["type"] == "extra_forbidden":
         known = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
         hint = suggest(str(place[-1]), known) or "Leave it out."
-        refusal = ApiError(400, f"This route does not know {name}. {hint}", param=name, code="unknown_parameter")
+        refusal = ApiError(400, f"Unknown parameter {name}. {hint}", param=name, code="unknown_parameter")
     else:
         refusal = ApiError(400, f"{name or 'The request'}: {reason}.", param=name or None)
     return await _handle_http_error(request, refusal)
@@ -215,7 +216,7 @@ async def _handle_internal_error(request: Request, error: Exception) -> Response
 
 
 def _field_path(loc: tuple[Any, ...]) -> tuple[str | int, ...]:
-    """Where a field is, without the names of the types it was tried as."""
+    """Return the path of a field, without the names of the union members that pydantic tried."""
     types = ("str", "system", "developer", "user", "assistant")
     return tuple(
         each

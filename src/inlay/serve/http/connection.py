@@ -1,4 +1,4 @@
-"""A connection that ends: when no request comes, when one does not come to an end, or when there are too many."""
+"""Client connections with timeouts for idle and incomplete requests, and a limit of open connections."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-_Base: Any = H11Protocol  # the only one whose headers have a limit
+_Base: Any = H11Protocol  # the only uvicorn protocol that limits the header size
 STUCK_SECONDS = 60.0
-"""How long a connection that is to be closed may wait for a reader."""
+"""Seconds that a closing connection waits for its client to read, before it is aborted."""
 LINGER_DISCARD = struct.pack("ii", 1, 0)
-"""What is not sent when a socket is closed is thrown away, and the other side told so."""
+"""SO_LINGER with timeout 0: closing discards unsent data and sends a TCP reset."""
 DEFAULT_MAX_CONNECTIONS = 1024
-"""Connections at once, where the system allows that many files."""
+"""Limit of open connections, where the system allows that many open files."""
 OTHER_FILES = 64
-"""Files that the process needs beside connections."""
+"""Open files reserved for purposes other than connections."""
 
 
 def max_connections() -> int:
-    """How many connections may be open at once."""
+    """Return the limit of open connections."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         DEFAULT_MAX_CONNECTIONS
@@ -43,18 +43,18 @@ def max_connections() -> int:
 class Connection(_Base):  # type: ignore[misc]
     """uvicorn's connection, with limits.
 
-    `read_seconds` after it was opened, or after the first byte of a later request, the header has to be complete.
-    Where there are too many connections, those go that are not being answered and were not for longest: a newcomer who
-    asks quickly is served, however many others hold a line and say nothing.
+    The header must be complete within `read_seconds` after the connection opens, or after the first byte of a later
+    request. Above `max_connections`, the connections that were idle for longest are aborted. So idle connections cannot
+    block new clients.
     """
 
     read_seconds = 30.0
     max_connections = DEFAULT_MAX_CONNECTIONS
     log_request: Callable[[RequestRecord], None] = staticmethod(lambda record: None)
-    """Told of what was answered before it was a request."""
+    """Called for error responses that are sent before a request reaches the application."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Let applications cut it off, and wait for a request."""
+        """Start the header timeout, make `abort` available to the application, and enforce `max_connections`."""
         self.app_state: dict[str, Any] = {**self.app_state, "abort": self.abort}
         super().connection_made(transport)
         self._since = monotonic()
@@ -67,30 +67,30 @@ class Connection(_Base):  # type: ignore[misc]
             each.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop the header timeout."""
         self._wait(False)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request: its header has to be complete in time."""
+        """Process bytes of a request; start or stop the header timeout."""
         super().data_received(data)
         if self.has_request:
             self._since = monotonic()
         self._wait(not self.has_request)
 
     def on_response_complete(self) -> None:
-        """An answer is sent."""
+        """Record the time at which a response was sent."""
         self._since = monotonic()
         super().on_response_complete()
 
     @property
     def has_request(self) -> bool:
-        """Whether the header of a request is there, and its answer is not complete."""
+        """Whether the header of a request was received and its response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_responding(self) -> bool:
-        """Whether the whole of a request is there, and its answer is not complete."""
+        """Whether a whole request was received and its response is not complete."""
         return self.has_request and not self.cycle.more_body
 
     def _wait(self, header: bool) -> None:
@@ -105,19 +105,20 @@ class Connection(_Base):  # type: ignore[misc]
         if self.has_request or self.transport.is_closing():
             return
         if self.cycle is not None and not self.conn.trailing_data[0]:
-            self.transport.close()  # nobody asks: a client that is about to would take this for its answer
+            self.transport.close()  # idle; a client that sends now would take an error for its response
             return
-        self._refuse(ApiError(408, f"No request came in within {self.read_seconds:.0f} s.", code="timeout"))
+        message = f"No complete request header was received within {self.read_seconds:.0f} s."
+        self._refuse(ApiError(408, message, code="timeout"))
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP that is understood. An answer that is being sent is not disturbed."""
+        """Reject malformed HTTP. A response that is being sent is not interrupted."""
         if self.is_responding:
             return
         reason = "it is malformed, or its header is too large"
-        self._refuse(ApiError(400, f"This HTTP request cannot be read: {reason}.", code="bad_http"))
+        self._refuse(ApiError(400, f"The HTTP request cannot be parsed: {reason}.", code="bad_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what never became a request, and close."""
+        """Send an error outside the application, and close the connection."""
         body, phrase = error.body(), HTTPStatus(error.status_code).phrase
         head = f"HTTP/1.1 {error.status_code} {phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
@@ -126,19 +127,19 @@ class Connection(_Base):  # type: ignore[misc]
         client = self.client[0] if self.client else ""
         record = self.scope["state"].get("record") if self.has_request else None
         if record is not None:
-            record.status, record.error = error.status_code, error.brief  # it has a line of its own
+            record.status, record.error = error.status_code, error.brief  # the middleware logs it
         else:
             self.log_request(
                 RequestRecord(uuid.uuid4().hex, "other", client, status=error.status_code, error=error.brief)
             )
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nobody asks any more on this connection."""
+        """Close an idle connection; abort it if the client does not read."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(STUCK_SECONDS, self.abort)
 
     def abort(self) -> None:
-        """Cut it off."""
+        """Abort the connection and discard unsent data."""
         line = self.transport.get_extra_info("socket")
         if line is not None and line.fileno() >= 0:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_DISCARD)

@@ -1,4 +1,4 @@
-"""Refusals and failures in the form that OpenAI's clients read."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class ApiError(HTTPException):
-    """An answer that is an error: its status, a sentence, and which parameter is to blame.
+    """An error response: HTTP status, message, and the parameter that caused it.
 
-    >>> error = ApiError(400, "n is 99, but must be 16 at most.", param="n")
+    >>> error = ApiError(400, "n is 99, but must be at most 16.", param="n")
     >>> error.body()
-    b'{"error":{"message":"n is 99, but must be 16 at most.","type":"invalid_request_error","param":"n","code":null}}'
+    b'{"error":{"message":"n is 99, but must be at most 16.","type":"invalid_request_error","param":"n","code":null}}'
     """
 
     def __init__(
@@ -35,31 +35,31 @@ class ApiError(HTTPException):
 
     @property
     def kind(self) -> str:
-        """What OpenAI calls errors of this status."""
+        """OpenAI's error type for this status."""
         return KINDS.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
 
     @property
     def brief(self) -> str:
-        """For a log: no word of what the client wrote."""
+        """A short form for logs, without any client text."""
         return " ".join(filter(None, (self.code or self.kind, self.param)))
 
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Return the error as JSON."""
         about = {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": about}, separators=(",", ":")).encode()
 
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers as a server sends them."""
+        """Return the headers in ASGI form."""
         given = {"Content-Type": "application/json", **(self.headers or {})}
         return [(name.lower().encode(), value.encode()) for name, value in given.items()]
 
 
 def overloaded_error(seconds: float, detail: str = "") -> ApiError:
-    """There is no place for a request now."""
-    message = f"This server has as many requests as it takes.{detail} Ask again later."
+    """Return the 429 error for a request that exceeds a limit."""
+    message = f"This server is at its request limit.{detail} Retry later."
     return ApiError(429, message, code="overloaded", retry_after=seconds)
 
 
 def draining_error() -> ApiError:
-    """The server ends what it has begun, and begins nothing more."""
-    return ApiError(503, "This server is shutting down. Ask another one.", code="shutting_down", retry_after=1)
+    """Return the 503 error of a server that finishes its requests in flight and accepts no new ones."""
+    return ApiError(503, "This server is shutting down. Use another server.", code="shutting_down", retry_after=1)

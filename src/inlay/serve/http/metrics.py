@@ -1,4 +1,4 @@
-"""Figures for Prometheus: how long things take, as histograms; how many there are, as the engine counts them."""
+"""Prometheus metrics: histograms of durations and batch sizes, and the counters and gauges of the engine."""
 
 from __future__ import annotations
 
@@ -17,43 +17,46 @@ if TYPE_CHECKING:
 SECONDS = tuple(base * 10**power for power in range(-3, 2) for base in (1.0, 2.0, 5.0))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 HISTOGRAMS = {
-    "first_token_seconds": ("time_to_first_token_seconds", "From being asked to the first token.", SECONDS),
-    "inter_token_seconds": ("inter_token_latency_seconds", "From one token of an answer to its next.", SECONDS),
-    "queue_seconds": ("queue_seconds", "From being asked to having a slot.", SECONDS),
-    "step_seconds": ("step_seconds", "One step of the model.", SECONDS),
-    "batch": ("batch_size", "Sequences that got a token in a step.", BATCHES),
+    "first_token_seconds": ("time_to_first_token_seconds", "Time from request arrival to first token.", SECONDS),
+    "inter_token_seconds": ("inter_token_latency_seconds", "Time between consecutive tokens of a sequence.", SECONDS),
+    "queue_seconds": ("queue_seconds", "Time that a request waited for a slot.", SECONDS),
+    "step_seconds": ("step_seconds", "Duration of an engine step.", SECONDS),
+    "batch": ("batch_size", "Sequences in a decode batch, without padding rows.", BATCHES),
 }
-"""What the engine observes: the name of the metric, what it is, and its buckets."""
+"""Observation of the engine → name of the metric, help text, histogram buckets."""
 GAUGES = {
     "waiting_requests": "Requests that wait for a slot.",
     "decode_sequences": "Sequences in the decode phase.",
     "prefill_sequences": "Sequences in the prefill phase.",
-    "slots": "Sequences there can be at once.",
-    "kv_memory_bytes": "Memory for keys and values, in slots and in the cache.",
-    "blocks": "Blocks that the cache can hold.",
-    "blocks_used": "Blocks in the cache.",
+    "slots": "Maximum number of sequences that run at once.",
+    "kv_memory_bytes": "Memory reserved for keys and values, in slots and in the prefix cache.",
+    "blocks": "Capacity of the prefix cache in blocks, over all levels.",
+    "blocks_used": "Blocks stored in the prefix cache, over all levels.",
 }
 COUNTERS = {
-    "accepted": "Requests that were accepted.",
-    "rejected": "Requests that were rejected.",
-    "steps": "Steps of the model.",
-    "prompt_tokens": "Tokens of prompts that were computed.",
-    "generation_tokens": "Tokens that were generated.",
-    "cached_tokens": "Tokens of prompts that were in the cache.",
-    "rows": "Rows that were computed.",
-    "padding_rows": "Padding rows that were computed.",
-    "prefix_cache_hits": "Prompts with a prefix in the cache.",
-    "prefix_cache_misses": "Prompts without a prefix in the cache.",
+    "accepted": "Sequences accepted by the engine, one for each prompt and choice.",
+    "rejected": "Sequences rejected by the engine because its queue was full.",
+    "steps": "Engine steps.",
+    "step_microseconds": "Total duration of engine steps in microseconds.",
+    "calls": "Calls of the compiled model, prefill and decode.",
+    "call_microseconds": "Total duration of calls of the compiled model in microseconds.",
+    "prompt_tokens": "Prompt tokens computed in prefill, without cached tokens.",
+    "generation_tokens": "Tokens generated.",
+    "cached_tokens": "Prompt tokens taken from the prefix cache.",
+    "rows": "Token rows computed in prefill and decode, including padding rows.",
+    "padding_rows": "Padding rows computed in decode batches.",
+    "prefix_cache_hits": "Prompts that reused at least one block of the prefix cache.",
+    "prefix_cache_misses": "Prompts that reused no block of the prefix cache.",
     "finished": "Sequences that finished, by reason.",
-    "fallback": "What went another way than planned.",
-    "events": "Events of the cache.",
+    "fallback": "Fallbacks and failures, by kind.",
+    "events": "KV cache events recorded.",
 }
 LABELS = {"finished": "reason", "fallback": "kind"}
-"""The label of counters that are kept by kind."""
+"""The label name of counters that have a label."""
 
 
 class Metrics:
-    """The figures of one server. `observe` is called by the engine, in its own thread."""
+    """The metrics of one server. The engine calls `observe` in its own thread."""
 
     def __init__(self, counts: Callable[[], dict[str, float]], held: Callable[[], int]) -> None:
         self._counts, self._held = counts, held
@@ -63,40 +66,41 @@ class Metrics:
             for name, (title, about, buckets) in HISTOGRAMS.items()
         }
         self._requests = Counter(
-            "inlay_requests", "Requests that were dealt with.", ["route", "status"], registry=self._registry
+            "inlay_requests", "HTTP requests, by route and status code.", ["route", "status"], registry=self._registry
         )
         self._registry.register(self)
 
     def observe(self, name: str, value: float) -> None:
-        """Something was measured; a name nobody knows is passed over."""
+        """Record a measurement; unknown names are ignored."""
         histogram = self._observed.get(name)
         if histogram is not None:
             histogram.observe(value)
 
     def count_request(self, record: RequestRecord) -> None:
-        """A request was dealt with."""
+        """Count a finished request."""
         self._requests.labels(record.route, record.status).inc()
 
     def text(self) -> bytes:
-        """All figures, as Prometheus reads them."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine counts, now."""
-        yield GaugeMetricFamily("inlay_active_requests", "Requests that wait, run or are being sent.", self._held())
+        """Yield the current counters and gauges of the engine."""
+        about = "Requests in flight: waiting, running or being sent. A request counts once for each choice."
+        yield GaugeMetricFamily("inlay_active_requests", about, self._held())
         parted: dict[str, CounterMetricFamily] = {}
         for name, value in self._counts().items():
             name, _, kind = name.partition(".")
             if name in GAUGES:
                 yield GaugeMetricFamily(f"inlay_{name}", GAUGES[name], value)
             elif not kind:
-                yield CounterMetricFamily(f"inlay_{name}", COUNTERS.get(name, "As the engine counts it."), value)
+                yield CounterMetricFamily(f"inlay_{name}", COUNTERS.get(name, "Engine counter."), value)
             else:
-                about = COUNTERS.get(name, "As the engine counts it.")
+                about = COUNTERS.get(name, "Engine counter.")
                 family = parted.setdefault(name, CounterMetricFamily(f"inlay_{name}", about, labels=[LABELS[name]]))
                 family.add_metric([kind], value)
         yield from parted.values()
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what the engine counts is known when it is asked."""
+        """Yield nothing: the names of the engine's counters are only known in `collect`."""
         return iter(())

@@ -1,6 +1,6 @@
-"""The front door: before a request is read it has an id, a key and a place, and what is read of it is bounded.
+"""ASGI middleware: request ids, authentication, body limits, admission control and the request log.
 
-Plain ASGI, as what every token passes through has to be cheap.
+It is plain ASGI because every token passes through it, so it must be cheap.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC_ROUTES = frozenset({"/healthz", "/readyz"})
-"""Routes that need no key."""
+"""Routes that require no API key."""
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
-"""Routes that need a place."""
+"""Routes that require a permit of admission control."""
 KNOWN_ROUTES = (
     PUBLIC_ROUTES | GENERATION_ROUTES | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
 )
-"""Routes that are counted apart."""
+"""Routes that have their own label in metrics."""
 MAX_PENDING_BODIES = 64
-"""Requests of the largest size that may be on their way at once: what is not complete is in memory."""
+"""Limit of memory for incomplete request bodies, as a multiple of the maximum body size."""
 SMALL = 1 << 16
-"""Bytes of a request that are read whatever others send: the connection has room for as many anyway."""
+"""Bodies up to this many bytes are exempt from that limit: the connection buffers as many bytes anyway."""
 CLIENT_CLOSED_REQUEST = 499
-"""What logs call it when a client goes before it is answered, as nginx does."""
+"""The status in logs when a client disconnects before the response, as in nginx."""
 ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class RequestMiddleware:
-    """Stands before the application."""
+    """ASGI middleware around the application."""
 
     def __init__(self, app: App, context: ServerContext) -> None:
         self._app, self._context = app, context
         self._pending_bytes = 0
-        """Bytes of requests that are not complete."""
+        """Bytes of incomplete request bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, from its headers to its line in the log."""
+        """Handle one request, from its headers to its line in the log."""
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
@@ -84,12 +84,13 @@ class RequestMiddleware:
             serving.settings.allowed_hosts
             and parse_host(headers.get(b"host", b"")) not in serving.settings.allowed_hosts
         ):
-            message = f"This server is {' or '.join(serving.settings.allowed_hosts)}. Ask for it by that name."
+            message = f"The Host header must be {' or '.join(serving.settings.allowed_hosts)}."
             raise ApiError(421, message, code="wrong_host")
         if path not in PUBLIC_ROUTES:
             state["tenant"] = serving.keys.authenticate(headers.get(b"authorization", b""))
             if state["tenant"] is None:
-                raise ApiError(401, "Send an API key that is known here, as a bearer token.", code="invalid_api_key")
+                message = "The API key is missing or invalid. Send a valid key as a bearer token."
+                raise ApiError(401, message, code="invalid_api_key")
         if scope["method"] != "POST" or path not in GENERATION_ROUTES:
             await self._app(scope, receive, send)
             return
@@ -100,7 +101,7 @@ class RequestMiddleware:
             return
         if serving.is_draining:
             raise draining_error()
-        # After the body: who sends it slowly keeps nobody out. One key alone has nobody to share with.
+        # After the body, so that slow uploads hold no permits. A single key is not limited to a share.
         place: Permit = serving.admission.admit(state["tenant"] if len(serving.keys) > 1 else "")
         state["place"] = place
         try:
@@ -109,12 +110,12 @@ class RequestMiddleware:
             place.release(is_completed=record.status == 200)
 
     async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
-        """The body, or None if the client goes away before it is whole."""
+        """Return the body, or None if the client disconnects before it is complete."""
         most, seconds = self._context.settings.max_body, self._context.settings.read_seconds
-        too_large = ApiError(413, f"The request is larger than {most} bytes.", code="request_too_large")
+        too_large = ApiError(413, f"The request body is larger than {most} bytes.", code="request_too_large")
         length = headers.get(b"content-length", b"")
         if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
-            raise ApiError(415, "The request is compressed. Send it as it is, without Content-Encoding.")
+            raise ApiError(415, "Compressed requests are not supported. Send the body without Content-Encoding.")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise too_large
         body = bytearray()
@@ -134,13 +135,14 @@ class RequestMiddleware:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(408, f"The request did not come in within {seconds:.0f} s.", code="timeout") from None
+            problem = f"No complete request body was received within {seconds:.0f} s."
+            raise ApiError(408, problem, code="timeout") from None
         finally:
             self._pending_bytes -= len(body)
 
 
 async def refuse(error: ApiError, send: Send) -> None:
-    """Send an error."""
+    """Send an error response."""
     body = error.body()
     headers = [*error.raw_headers(), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
@@ -148,7 +150,7 @@ async def refuse(error: ApiError, send: Send) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What was read, once; then what comes, which is that the client goes away."""
+    """Return a `receive` that yields the body that was read, then forwards (to report a disconnect)."""
     given: bytes | None = body
 
     async def again() -> MutableMapping[str, Any]:
@@ -162,7 +164,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def parse_host(header: bytes) -> str:
-    """The name of a server in a Host header, without its port.
+    """Return the host name of a Host header, without its port.
 
     >>> parse_host(b"localhost:8000"), parse_host(b"127.0.0.1"), parse_host(b"[::1]:80"), parse_host(b"")
     ('localhost', '127.0.0.1', '::1', '')
@@ -172,12 +174,12 @@ def parse_host(header: bytes) -> str:
 
 
 def _id(headers: dict[bytes, bytes]) -> str:
-    """The client's own name for a request, if it is a decent one."""
+    """Return the client's X-Request-ID if it is well formed, else a new id."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _route(scope: Scope) -> str:
-    """Method and path, short of what a client can make up at will."""
+    """Return method and path; unknown ones become "other", so that clients cannot create metric labels."""
     path = scope["path"] if scope["path"] in KNOWN_ROUTES else "other"
     return f"{scope['method']} {path}" if scope["method"] in ("GET", "POST", "HEAD") else "other"

@@ -1,4 +1,4 @@
-"""From what a client asks to what an engine is asked."""
+"""Conversion of HTTP requests to engine requests."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from inlay.serve.http.schema import InputMessage
 
 MAX_INLINE_CHARS = 4096
-"""Characters from which on a prompt is read in another thread: others wait for the event loop."""
+"""Prompts of this many characters or more are tokenized in another thread, to keep the event loop responsive."""
 DEFAULT_TOKENS = 16
-"""What OpenAI's older route makes unless told."""
+"""OpenAI's default for max_tokens in `/v1/completions`."""
 CHAT_TOKENS = 1024
-"""What an answer in a conversation has at most unless told: a model that does not end would take a slot to its end."""
+"""Default for max_tokens in chat. It stops a model that never emits an end token from filling its slot."""
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """How long prompts and answers may be."""
+    """Limits of prompts and of generated tokens."""
 
     max_prompt_tokens: int
     max_tokens: int
     vocab_size: int
     max_prompt_chars: int
-    """A prompt of more has more tokens than it may have: it is not worth looking closer."""
+    """A longer prompt exceeds `max_prompt_tokens` in any case, so it is rejected before it is tokenized."""
 
 
 async def encode(
     body: ChatRequest | CompletionRequest, text: TextCodec, bounds: RequestLimits
 ) -> list[tuple[int, ...]]:
-    """The prompts of a request as tokens."""
+    """Return the prompts of a request as tokens."""
     if isinstance(body, ChatRequest):
         messages = [_turn(message) for message in body.messages]
         size = sum(len(each["content"]) for each in messages)
@@ -56,8 +56,8 @@ async def encode(
         given: Any = body.prompt
         prompts = given if isinstance(given[0], list) else [given]
         if (largest := max(map(max, prompts))) >= bounds.vocab_size:
-            known = f"this model knows {bounds.vocab_size} tokens"
-            raise ApiError(400, f"There is no token {largest}: {known}, counted from 0.", param="prompt")
+            known = f"The vocabulary has {bounds.vocab_size} tokens"
+            raise ApiError(400, f"Token {largest} does not exist. {known}, counted from 0.", param="prompt")
     for prompt in prompts:
         _check_prompt(prompt, bounds, "messages" if isinstance(body, ChatRequest) else "prompt")
     return [tuple(prompt) for prompt in prompts]
@@ -66,7 +66,7 @@ async def encode(
 def build_requests(
     body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: RequestLimits, salt: str, owner: str
 ) -> list[Request]:
-    """A request to the engine for each choice, those of the first prompt first."""
+    """Return one engine request for each prompt and choice, ordered by prompt."""
     tokens, stop = _tokens(body, bounds), body.stop or ()
     return [
         Request(
@@ -86,28 +86,24 @@ def build_requests(
 
 def _encode_chat(text: TextCodec, messages: list[dict[str, Any]], bounds: RequestLimits) -> list[int]:
     if text.chat is None:
-        return text.encode_chat(messages)  # says what is wrong
+        return text.encode_chat(messages)  # raises the error
     return _encode(text, text.chat.render(messages), bounds, special=False)
 
 
 def _encode(text: TextCodec, prompt: str, bounds: RequestLimits, special: bool = True) -> list[int]:
-    """As `TextCodec.encode`, by a call that lets other threads run: what is long takes a second for a million
-    characters.
-    """
+    """Like `TextCodec.encode`, but releases the GIL: a million characters take a second."""
     if len(prompt) > bounds.max_prompt_chars:
-        raise _too_long(
-            f"{len(prompt)} characters, which cannot be {bounds.max_prompt_tokens} tokens, the most it may have"
-        )
+        raise _too_long(f"{len(prompt)} characters, which is more than {bounds.max_prompt_tokens} tokens, the limit")
     return list(text.tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids)
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
-    """Characters of a text that one token can stand for at most; normalizers may drop some of them before."""
+    """Return the most characters that one token can represent. Normalizers may drop some, hence the factor."""
     return max(map(len, tokenizer.get_vocab())) * (1 if tokenizer.normalizer is None else 4)
 
 
 def _turn(message: InputMessage | AssistantInputMessage) -> dict[str, Any]:
-    """A message as templates know it: text in one piece, and no role that is OpenAI's alone."""
+    """Return a message for a chat template: content as one string, OpenAI's developer role as system."""
     content = message.content
     if content is None:
         content = (isinstance(message, AssistantInputMessage) and message.refusal) or ""
@@ -129,9 +125,9 @@ async def _run_encoding(size: int, work: Callable[[], Any], param: str) -> Any:
 
 def _check_prompt(prompt: list[int], bounds: RequestLimits, param: str) -> None:
     if not prompt:
-        raise ApiError(400, "The prompt is empty, and this model has no begin token.", param=param)
+        raise ApiError(400, "The prompt is empty, and this model has no BOS token. Send a prompt.", param=param)
     if len(prompt) > bounds.max_prompt_tokens:
-        raise _too_long(f"{len(prompt)} tokens, but may have {bounds.max_prompt_tokens} at most", param)
+        raise _too_long(f"{len(prompt)} tokens, but the limit is {bounds.max_prompt_tokens}", param)
 
 
 def _too_long(what: str, param: str | None = None) -> ApiError:
@@ -145,12 +141,12 @@ def _tokens(asked: ChatRequest | CompletionRequest, bounds: RequestLimits) -> in
     else:
         name, tokens = "max_tokens", asked.max_tokens or min(DEFAULT_TOKENS, bounds.max_tokens)
     if tokens > bounds.max_tokens:
-        raise ApiError(400, f"{name} is {tokens}, but may be {bounds.max_tokens} at most.", param=name)
+        raise ApiError(400, f"{name} is {tokens}, but must be at most {bounds.max_tokens}.", param=name)
     return tokens
 
 
 def _sampling(asked: ChatRequest | CompletionRequest, choice: int) -> Sampling:
-    """The choices of one seed are not alike, but the same ones each time."""
+    """Return the sampling parameters. Each choice has its own seed, derived deterministically from the request's."""
     temperature = 1.0 if asked.temperature is None else asked.temperature
     return Sampling(
         temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -168,5 +164,5 @@ def _logprobs(asked: ChatRequest | CompletionRequest) -> int | None:
     if asked.logprobs:
         return asked.top_logprobs or 0
     if asked.top_logprobs is not None:
-        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     return None

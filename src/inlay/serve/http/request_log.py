@@ -1,4 +1,4 @@
-"""One JSON line a request, on standard error. What was said is never in it."""
+"""The request log: one JSON line per request, on standard error. It contains no prompts and no generated text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_WAITING = 10_000
 
 @dataclass
 class RequestRecord:
-    """What is known about a request; filled in as it goes along."""
+    """The log record of a request, filled in while the request is processed."""
 
     id: str
     route: str
     client: str
     start_time: float = field(default_factory=monotonic)
     status: int | None = None
-    """None: not answered yet."""
+    """None until the response starts."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     tokens: int | None = None
@@ -33,20 +33,20 @@ class RequestRecord:
     error: str | None = None
 
     def mark_first_token(self) -> None:
-        """Now there is something to send."""
+        """Record the time of the first token."""
         if self.first_token_s is None:
             self.first_token_s = monotonic() - self.start_time
 
     def fields(self) -> dict[str, Any]:
-        """What a log line says of it: nothing that is not known."""
+        """Return the fields of the log line; None values are left out."""
         known = {name: value for name, value in vars(self).items() if value is not None and name != "start_time"}
         return {**known, "seconds": monotonic() - self.start_time}
 
 
 class LogWriter:
-    """JSON lines, written by a thread of their own: who reads them slowly delays no request.
+    """Writes JSON lines in a separate thread, so that a slow log reader delays no request.
 
-    When too many wait, lines are lost, and the next one says how many.
+    When the queue is full, lines are dropped; the next line contains their number.
     """
 
     def __init__(self, stream: TextIO | None = None, most: int = MOST_WAITING) -> None:
@@ -57,7 +57,7 @@ class LogWriter:
         self._thread.start()
 
     def write(self, fields: dict[str, Any]) -> None:
-        """One line more. Never waits."""
+        """Queue one line. Never blocks."""
         line = {"time": datetime.fromtimestamp(time(), UTC).isoformat(timespec="milliseconds"), **fields}
         if self._lost:
             line["lost_lines"] = self._lost
@@ -69,7 +69,7 @@ class LogWriter:
             self._lost += 1
 
     def close(self, seconds: float = 1.0) -> None:
-        """Write what waits, if somebody reads it."""
+        """Write the queued lines, for at most `seconds`."""
         try:
             self._waiting.put(None, timeout=seconds)
         except queue.Full:
@@ -82,21 +82,21 @@ class LogWriter:
                 self._stream.write(line + "\n")
                 if self._waiting.empty():
                     self._stream.flush()
-            except (OSError, ValueError):  # nobody reads them any more: answers go on
+            except (OSError, ValueError):  # the stream is closed; serving continues without a log
                 return
 
 
 class LogHandler(logging.Handler):
-    """What libraries log, as lines among the others."""
+    """Writes log records of libraries as JSON lines."""
 
     def __init__(self, lines: LogWriter) -> None:
         super().__init__(logging.WARNING)
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line, with the traceback where there is one."""
+        """Write one line, with the traceback if there is one."""
         if record.getMessage() == "Invalid HTTP request received.":
-            return  # connections write lines of their own about it
+            return  # `Connection` logs it
         fields: dict[str, Any] = {"level": record.levelname.lower(), "message": record.getMessage().strip()}
         if record.exc_info:
             fields["traceback"] = logging.Formatter().formatException(record.exc_info)

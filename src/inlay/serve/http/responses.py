@@ -1,7 +1,7 @@
-"""Answers on their way to a client: whole, or as a stream of server-sent events.
+"""Generation responses: full, or as a stream of server-sent events.
 
-Who asked is watched all the time: when he goes away the engine is told at once. A reader that takes nothing for a while
-is cut off.
+When a client disconnects, its sequences are cancelled at once. A client that reads nothing for too long is
+disconnected.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 ABORT_REASONS = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 MANY = 256
-"""Tokens from which on their likelihoods are written in another thread: others wait for the event loop."""
+"""Logprobs of this many tokens or more are serialized in another thread, to keep the event loop responsive."""
 DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class HandleGroup:
-    """All answers to one request: as many of the first prompt as there are choices, then those of the next."""
+    """The engine handles of one HTTP request, ordered by prompt, then by choice."""
 
     handles: Sequence[RequestHandle]
     choices: int
     record: RequestRecord
 
     def cancel(self) -> None:
-        """Nobody wants them any more."""
+        """Cancel all sequences."""
         for answer in self.handles:
             answer.cancel()
 
     def usage(self, made: int) -> Usage:
-        """How much was read and written. A prompt counts once, however many choices it has."""
+        """Return the token counts. A prompt counts once, however many choices it has."""
         first = self.handles[:: self.choices]
         read = sum(len(answer.request.prompt) for answer in first)
         cached = sum(answer.cached_tokens for answer in first)
@@ -59,7 +59,7 @@ class HandleGroup:
         )
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenOutput]]]:
-        """What is ready, whenever something is: the number of the choice, and a piece."""
+        """Yield the outputs that are ready, each with the index of its choice."""
         try:
             if len(self.handles) == 1:
                 async for batch in self.handles[0].batches():
@@ -68,7 +68,7 @@ class HandleGroup:
             async for pair in _merge(self.handles):
                 yield [(index, self._record_output(piece)) for index, piece in pair]
         except InlayError as error:
-            raise ApiError(500, f"The answer could not be made. {error}", code="engine_error") from error
+            raise ApiError(500, f"Generation failed. {error}", code="engine_error") from error
 
     def _record_output(self, piece: TokenOutput) -> TokenOutput:
         if piece.finish_reason in ABORT_REASONS:
@@ -81,7 +81,7 @@ class HandleGroup:
 
 
 async def _merge(answers: Sequence[RequestHandle]) -> AsyncIterator[list[tuple[int, TokenOutput]]]:
-    """Several answers as one stream."""
+    """Merge the outputs of several sequences into one stream."""
     ready: asyncio.Queue[tuple[int, list[TokenOutput] | InlayError | None]] = asyncio.Queue()
 
     async def pump(index: int, answer: RequestHandle) -> None:
@@ -112,7 +112,7 @@ async def _merge(answers: Sequence[RequestHandle]) -> AsyncIterator[list[tuple[i
 
 
 class _GenerationResponse(Response):
-    """An ASGI application that sends answers."""
+    """A response whose content is generated while it is sent."""
 
     def __init__(self, answers: HandleGroup, form: ResponseSerializer, write_seconds: float) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class _GenerationResponse(Response):
             except TimeoutError:
                 self._answers.record.error = "slow_reader"
                 if (abort := scope.get("state", {}).get("abort")) is not None:
-                    abort()  # closing would wait for the reader
+                    abort()  # a normal close would wait for the client
             except ApiError:
-                if not gone.is_set():  # who is not there cannot be told
+                if not gone.is_set():
                     raise
 
     async def _send(self, send: _TimedSender) -> None:
@@ -135,7 +135,7 @@ class _GenerationResponse(Response):
 
 
 class FullResponse(_GenerationResponse):
-    """All answers in one JSON document."""
+    """All choices in one JSON document."""
 
     async def _send(self, send: _TimedSender) -> None:
         pieces: list[list[TokenOutput]] = [[] for _ in self._answers.handles]
@@ -150,11 +150,11 @@ class FullResponse(_GenerationResponse):
             body = await asyncio.to_thread(self._serializer.full_response, pieces, usage)
         await send.start([(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
         await send.body(body, more=True)
-        await send.body(b"", more=False)  # waits until the reader has taken most of it: as long it holds its place
+        await send.body(b"", more=False)  # waits until the client has read most; the permit is held until then
 
 
 class EventStreamResponse(_GenerationResponse):
-    """Server-sent events, one a token. Nothing is sent before the first token: until then a failure has a status."""
+    """Server-sent events, one per token. The status is sent with the first token, so earlier failures set their own."""
 
     def __init__(self, answers: HandleGroup, form: ResponseSerializer, write_seconds: float, with_usage: bool) -> None:
         super().__init__(answers, form, write_seconds)
@@ -189,7 +189,7 @@ class EventStreamResponse(_GenerationResponse):
 
 
 class _TimedSender:
-    """Sends; a reader that takes nothing for so many seconds is a `TimeoutError`."""
+    """Sends ASGI messages; raises `TimeoutError` if the client reads nothing for `seconds`."""
 
     def __init__(self, send: Send, seconds: float) -> None:
         self._send, self._seconds, self.started = send, seconds, False
@@ -208,7 +208,7 @@ class _TimedSender:
 
 @asynccontextmanager
 async def _watch_disconnect(receive: Receive, answers: HandleGroup) -> AsyncIterator[asyncio.Event]:
-    """Cancels the answers when the client goes, or when this ends before they do."""
+    """Cancel the sequences when the client disconnects or the context ends."""
     gone = asyncio.Event()
 
     async def watch() -> None:

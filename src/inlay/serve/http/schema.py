@@ -1,7 +1,7 @@
-"""What clients may ask, field by field. OpenAI's names, and vLLM's for what OpenAI does not have.
+"""Request and response models of the HTTP API. Fields have OpenAI's names, or vLLM's names where OpenAI has none.
 
-A field that would change the answer and that this server does not know how to follow is refused, not passed over; so is
-a name nobody knows, which is most often a typing error. Fields that cannot change an answer are taken and not read.
+Unsupported fields that would change the output are rejected, not ignored. Unknown fields are rejected too, because most
+are typing errors. Fields that cannot change the output are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pydantic_core import PydanticCustomError, core_schema
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
 LONGEST_STOP = 256
-"""Characters: every token is held against every stop string."""
+"""In characters. The limit exists because the text is compared with every stop string at every token."""
 
 IgnoredField = Annotated[Any, WithJsonSchema({})]
-"""Cannot change the answer."""
+"""A field that is accepted and ignored, because it cannot change the output."""
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Marks a field that may only have values that ask for nothing."""
+    """Marks a field that this server does not support. Only None and neutral values are accepted."""
 
     neutral: tuple[Any, ...] = ()
 
     def check(self, value: Any) -> Any:
-        """Refuse all others."""
+        """Return a neutral value unchanged; reject any other value."""
         if value is None or any(value == each and type(value) is type(each) for each in self.neutral):
             return value
-        raise PydanticCustomError("unsupported", "this server cannot follow it: leave it out")
+        raise PydanticCustomError("unsupported", "this server does not support it; leave it out")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(self.check)
@@ -51,11 +51,11 @@ class Unsupported:
 
 
 def _check_surrogates(text: str) -> str:
-    """JSON can hold halves of characters, which no tokenizer takes; strings with limits are checked anyway."""
+    """Reject lone surrogates: JSON allows them, tokenizers do not. pydantic checks strings that have limits itself."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError("half_character", "it holds half of a character (a lone surrogate)") from None
+        raise PydanticCustomError("half_character", "it contains half of a character (a lone surrogate)") from None
     return text
 
 
@@ -74,21 +74,21 @@ class _RequestModel(BaseModel):
 
 
 class StreamOptions(_RequestModel):
-    """How a stream is written."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: IgnoredField = None
 
 
 class TextPart(_RequestModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: ValidText
 
 
 class InputMessage(_RequestModel):
-    """What the model was told."""
+    """A system, developer or user message."""
 
     role: Literal["system", "developer", "user"]
     content: ValidText | Annotated[list[TextPart], Field(min_length=1)]
@@ -96,7 +96,7 @@ class InputMessage(_RequestModel):
 
 
 class AssistantInputMessage(_RequestModel):
-    """What it said, as clients give it back."""
+    """An earlier assistant message, as clients send it back."""
 
     role: Literal["assistant"]
     content: ValidText | list[TextPart] | None = None
@@ -114,7 +114,7 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length
 
 
 class _GenerationRequest(_RequestModel):
-    """What both routes know."""
+    """Fields that both generation routes accept."""
 
     model: ValidText
     stream: bool | None = None
@@ -125,13 +125,13 @@ class _GenerationRequest(_RequestModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    # as vLLM names them
+    # vLLM's names
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # beyond, scores are no numbers
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # outside it logits may not be finite
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    # those that must not ask for anything
+    # not supported: neutral values only
     presence_penalty: Annotated[
         Any,
         Unsupported(
@@ -216,7 +216,7 @@ class CompletionRequest(_GenerationRequest):
 
 
 class TokenLogprob(BaseModel):
-    """One of the likeliest tokens at a place."""
+    """A token and its logprob."""
 
     token: str
     logprob: float
@@ -224,20 +224,20 @@ class TokenLogprob(BaseModel):
 
 
 class SampledTokenLogprob(TokenLogprob):
-    """The token that was drawn."""
+    """The sampled token, with the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """How likely each token of a message was."""
+    """Logprobs of the tokens of a message."""
 
     content: list[SampledTokenLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(BaseModel):
-    """The same, in the form of the older route."""
+    """Logprobs of the tokens of a completion, in the format of `/v1/completions`."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -246,14 +246,14 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """What is known about the tokens of a prompt."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
-    """Those that did not have to be computed."""
+    """Prompt tokens taken from the prefix cache."""
 
 
 class Usage(BaseModel):
-    """How much was read and written."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -265,7 +265,7 @@ ApiFinishReason = Literal["stop", "length"]
 
 
 class AssistantMessage(BaseModel):
-    """What the model says."""
+    """The message that the model generated."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -273,7 +273,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One of the answers."""
+    """One choice of a chat completion."""
 
     index: int
     message: AssistantMessage
@@ -282,7 +282,7 @@ class ChatChoice(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One of the answers, in the form of the older route."""
+    """One choice of a text completion."""
 
     index: int
     text: str
@@ -299,21 +299,21 @@ class _ResponseModel(BaseModel):
 
 
 class ChatResponse(_ResponseModel):
-    """The answer to a conversation."""
+    """The response of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
 
 
 class CompletionResponse(_ResponseModel):
-    """The continuation of a text."""
+    """The response of `/v1/completions`."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
 
 class ModelCard(BaseModel):
-    """A model that can be asked."""
+    """The served model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -323,14 +323,14 @@ class ModelCard(BaseModel):
 
 
 class Models(BaseModel):
-    """All of them: one."""
+    """The list of served models, which has one entry."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """Message, type, parameter and code of an error."""
 
     message: str
     type: str
@@ -339,6 +339,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """An error, as every route writes it."""
+    """The error response of every route."""
 
     error: ErrorDetail

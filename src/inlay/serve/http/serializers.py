@@ -1,6 +1,6 @@
-"""How answers are written: whole and in chunks, in the form of each of the two routes.
+"""Serialization of responses, full and in chunks, for the two generation routes.
 
-A chunk is made for every token, so it is put together from text that was written once.
+Every token is one chunk, so chunks are assembled from text that is serialized once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from inlay.serve.http.token_text import TokenText
 
 LEAST = -9999.0
-"""Stands for a likelihood of 0, whose logarithm JSON cannot hold."""
+"""The logprob of probability 0, because JSON has no infinity."""
 API_FINISH_REASONS: dict[FinishReason, ApiFinishReason] = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
@@ -39,27 +39,27 @@ API_FINISH_REASONS: dict[FinishReason, ApiFinishReason] = {
 
 
 class ResponseSerializer(Protocol):
-    """How one route writes answers."""
+    """The serializer of one route."""
 
     def first_chunk(self, index: int) -> str:
-        """What stands before the first chunk of a choice."""
+        """Return the chunk that begins a choice; may be empty."""
         ...
 
     def chunk(self, index: int, piece: TokenOutput) -> str:
-        """One piece of a choice; empty if it says nothing."""
+        """Return the chunk of one token; empty if there is nothing to send."""
         ...
 
     def usage(self, usage: Usage) -> str:
-        """The chunk that says how much was read and written."""
+        """Return the chunk with the token counts."""
         ...
 
     def full_response(self, choices: Sequence[Sequence[TokenOutput]], usage: Usage) -> bytes:
-        """Whole answers."""
+        """Return the full response as JSON."""
         ...
 
 
 class _Chunks:
-    """What chunks of both routes have in common."""
+    """The common part of the chunks of both routes."""
 
     def __init__(self, head: dict[str, Any], kind: str, spelling: TokenText | None, usage: bool) -> None:
         self._head, self._token_text = head, spelling
@@ -148,18 +148,18 @@ class CompletionSerializer(_Chunks):
 
 
 def _has_logprobs(piece: TokenOutput) -> bool:
-    """Whether the likelihood of a piece is told: that of an end token, which is no part of the text, is not."""
+    """Whether to report the logprobs of a token. End tokens are not part of the text, so theirs are left out."""
     return piece.logprobs is not None and piece.finish_reason is not FinishReason.EOS
 
 
 def _finish_reason(pieces: Sequence[TokenOutput]) -> ApiFinishReason:
     finish = pieces[-1].finish_reason
-    assert finish is not None  # the answer was read to its end
+    assert finish is not None  # the last output of a sequence always has one
     return API_FINISH_REASONS[finish]
 
 
 def _sampled_logprob(piece: TokenOutput, spelling: TokenText) -> SampledTokenLogprob:
-    """A token with its likelihood, in the newer form."""
+    """Return a token and its logprobs in chat format."""
     assert piece.logprobs is not None
     top = [_token_logprob(token, logprob, spelling) for token, logprob in piece.logprobs.top]
     chosen = _token_logprob(piece.token, piece.logprobs.logprob, spelling)
@@ -174,7 +174,7 @@ def _token_logprob(token: int, logprob: float, spelling: TokenText) -> TokenLogp
 def _completion_logprobs(
     pieces: Sequence[TokenOutput], spelling: TokenText, offset: int
 ) -> tuple[CompletionLogprobs, int]:
-    """Tokens with their likelihoods, in the older form, and where the next token would begin."""
+    """Return tokens and their logprobs in the format of `/v1/completions`, and the text offset of the next token."""
     made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for piece in filter(_has_logprobs, pieces):
         assert piece.logprobs is not None

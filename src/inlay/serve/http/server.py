@@ -1,4 +1,4 @@
-"""A server from its start to its end. SIGTERM ends it when all that was begun is answered; a second one ends it now."""
+"""The server process. SIGTERM stops it after the requests in flight; a second SIGTERM stops it at once."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from inlay.serve.http.settings import ServerSettings
 
 SEND_BUFFER = 1 << 18
-"""Bytes that the system keeps for a reader that is slow; left to itself, it takes megabytes for each."""
+"""Socket send buffer in bytes. By default the kernel buffers megabytes for each slow client."""
 KEEP_ALIVE = 75
-"""Seconds that a connection stays open between requests: longer than clients and proxies keep theirs."""
+"""Seconds that an idle connection stays open: longer than the keep-alive of common clients and proxies."""
 LAST_SECONDS = 5
-"""How long connections may take to close, once all is answered."""
+"""Seconds that connections may take to close after the last response."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which takes its time to end: those who ask while it does are told to ask elsewhere."""
+    """uvicorn's server with a drain phase: at shutdown new requests get 503 while those in flight finish."""
 
     def __init__(self, context: ServerContext, drain_seconds: float, ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
@@ -58,18 +58,18 @@ class Server(uvicorn.Server):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start to listen, then call `ready`."""
         await super().startup(sockets)
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to end came. What is to be done is done in the event loop, soon."""
+        """Handle a shutdown signal. The first one starts draining in the event loop; the second one forces the exit."""
         if self._context.is_draining:
             self.should_exit = self.force_exit = True
         self._context.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second."""
+        """Start draining if it is due. uvicorn calls this several times a second."""
         if self._context.is_draining and self._drain_task is None:
             self._drain_task = asyncio.create_task(self._drain())
         return await super().on_tick(counter)
@@ -82,15 +82,15 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(self._seconds):
                 await self._context.admission.wait_empty()
         except TimeoutError:
-            await asyncio.to_thread(self._context.engine.close)  # the rest is broken off, and told so
+            await asyncio.to_thread(self._context.engine.close)  # aborts unfinished requests with an error
         self._context.shutdown_event.set()
         self.should_exit = True
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """An address to listen on, before anything slow is done."""
+    """Bind the address to listen on. It is done first, so that a taken port fails before the slow start."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # with the protocol named: asyncio sends small packets at once only where it is, others wait 40 ms
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it small packets are delayed by 40 ms
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,13 +99,13 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         found.close()
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        problem = f"Nothing can be served at {host} port {port}: {error}."
+        problem = f"Cannot listen on {host} port {port}: {error}."
         raise (MachineError if taken else UsageError)(problem, "Choose another --port.") from error
     return found
 
 
 def fingerprint(package: Path | str) -> str:
-    """What clients see of which package answers: other code or other weights have another one."""
+    """Return the `system_fingerprint` of a package. It changes with the package's code or weights."""
     return f"fp_{store.locate(Path(package)).name[:12]}"
 
 
@@ -120,10 +120,10 @@ def serve(
     kv_replay: str | None = None,
     ready: Callable[[ServerContext], None] = lambda serving: None,
 ) -> None:
-    """Serve an engine until a signal comes."""
+    """Serve an engine until a shutdown signal."""
     serving = ServerContext(engine, settings, version)
     logging.getLogger().addHandler(LogHandler(serving.log_writer))
-    gc.freeze()  # what is loaded stays: going through it again and again stops everybody for a tenth of a second
+    gc.freeze()  # loaded objects live to the end; scanning them in every collection would pause requests for 0.1 s
     try:
         engine.start(warm=True)
         with _open_publisher(engine, kv_events, kv_replay):

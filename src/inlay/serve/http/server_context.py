@@ -1,4 +1,4 @@
-"""What all routes share: the engine, and what is allowed and counted around it."""
+"""The objects that all routes share: engine, limits, admission control, metrics and log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ServerContext:
-    """One engine that is being served."""
+    """The shared state of a server with one engine."""
 
     def __init__(
         self, engine: Engine, settings: ServerSettings, fingerprint: str, log_writer: LogWriter | None = None
@@ -43,17 +43,17 @@ class ServerContext:
         engine.add_observer(self.metrics)
         self.created = int(time())
         self.is_draining = False
-        """Whether new requests are turned away, because the server is about to end."""
+        """Whether the server is shutting down and rejects new requests."""
         self.shutdown_event = asyncio.Event()
-        """Everything is answered: what goes on without end ends now."""
+        """Set when all requests are finished; endless streams, such as KV events, stop then."""
 
     @cached_property
     def token_text(self) -> TokenText:
-        """How single tokens are written."""
+        """The text of single tokens, for logprobs."""
         return TokenText(self.engine.text)
 
     def log_request(self, record: RequestRecord) -> None:
-        """A request was dealt with: count it, and write a line about it."""
+        """Count a finished request and log it. Health checks are not logged."""
         self.metrics.count_request(record)
         if record.route != "GET /healthz" and record.route != "GET /readyz":
             self.log_writer.write(record.fields())

@@ -1,4 +1,4 @@
-"""How a server is set up."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server allows. The engine's own settings are apart from these."""
+    """Limits and options of the HTTP server. The engine has its own settings (`EngineSettings`)."""
 
     name: str
-    """What clients call the model."""
+    """The model name that clients send."""
     keys: tuple[str, ...] = ()
     max_concurrent: int | None = None
-    """Answers in the making, waiting or being sent; by default as many as the engine takes."""
+    """Maximum requests in flight: waiting, running or being sent. Default: what the engine accepts."""
     max_prompt: int | None = None
-    """Tokens of a prompt; by default what the package holds."""
+    """Maximum tokens of a prompt. Default: the sequence length of the package."""
     max_tokens: int | None = None
-    """Tokens of an answer; by default what the package holds."""
+    """Maximum generated tokens. Default: the sequence length of the package."""
     max_body: int = 1 << 20
-    """Bytes of a request."""
+    """Maximum bytes of a request body."""
     read_seconds: float = 30.0
-    """How long the header of a request may take to come in, and its body."""
+    """Timeout for receiving the header of a request, and again for its body."""
     write_seconds: float = 60.0
-    """How long a reader may take nothing before it is cut off."""
+    """Timeout after which a client that reads nothing is disconnected."""
     kv_routes: bool = True
-    """Whether the cache can be watched over HTTP: tokens of all requests."""
+    """Whether KV events are served over HTTP. They contain the tokens of all requests."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that a request may call the server by; any, where there are none."""
+    """Accepted names in the Host header. Empty: any name."""
 
 
 def resolve_allowed_hosts(host: str, has_keys: bool) -> tuple[str, ...]:
-    """What requests may call a server by that listens at a host; anything, if other machines can connect.
+    """Return the accepted Host names of a server that listens on `host`. Empty: any name.
 
-    A page in a browser may point a name of its own at this machine, and would read along. It has no key; a proxy before
-    the server may use any name. Where there are such names, the cache may be watched too: it shows everybody's tokens.
+    On loopback without API keys, the check prevents DNS rebinding: a web page in a local browser could point its own
+    domain at this machine and read responses. With keys no check is needed: the page has no key, and a reverse proxy
+    may use any name. By default `inlay serve` enables KV event routes, which expose all tokens, only with this check.
 
     >>> [resolve_allowed_hosts(*each) for each in (("127.0.0.1", False), ("127.0.0.1", True), ("0.0.0.0", False))]
     [('127.0.0.1', 'localhost', '::1'), (), ()]
@@ -46,7 +47,7 @@ def resolve_allowed_hosts(host: str, has_keys: bool) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect.
+    """Return whether only this machine can connect to `host`.
 
     >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, True, False)

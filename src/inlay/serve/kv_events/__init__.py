@@ -1,1 +1,1 @@
-"""KV-cache events for routers: wire formats, publisher, subscriber."""
+"""KV events for routers: wire formats, publisher, subscriber."""

@@ -1,7 +1,7 @@
-"""What a router is told about a cache, in the wire format.
+"""Encoding of cache events to the wire format.
 
-Routers hash the tokens themselves. vLLM names a salt only in `extra_keys` of the first block, which routers may not
-read: blocks with a salt are not published.
+Routers hash the tokens themselves. vLLM puts a salt only in `extra_keys` of the first block, which routers may ignore.
+So blocks with a salt are not published.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WireEncoder:
-    """What a router is told about one cache. It knows the blocks: the wire asks for the tokens of one that moved.
+    """Encodes the events of one cache. It mirrors the blocks, because the wire needs the tokens of a moved block.
 
     >>> told = WireEncoder(block_size=2)
     >>> stored = StoredEvent(None, 7, (1, 2), "", 0, 0), StoredEvent(7, 8, (3, 4), "", 0, 0)
@@ -33,11 +33,11 @@ class WireEncoder:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.skipped_blocks = 0
-        """Stored blocks that were not told of, because they have a salt."""
+        """Stored blocks that were not published because they have a salt."""
         self._replica = CacheMirror()
 
     def encode(self, events: Iterable[CacheEvent]) -> list[dict[str, Any]]:
-        """Events as maps. A block that moved is removed here and stored there. Priorities are not told."""
+        """Return events as maps. A move is encoded as a removal and a store. Priorities are not published."""
         made: list[dict[str, Any]] = []
         for event in events:
             known = self._replica.blocks.get(event.hash) if isinstance(event, RemovedEvent | UpdatedEvent) else None
@@ -57,7 +57,7 @@ class WireEncoder:
         return made
 
     def encode_snapshot(self, blocks: Iterable[StoredEvent] | None = None) -> list[dict[str, Any]]:
-        """All that is held, for one who knows nothing, or wrong things; with `blocks`, these are held from now on."""
+        """Return a clear event followed by all stored blocks. With `blocks`, they replace the mirrored ones first."""
         if blocks is not None:
             self._replica = CacheMirror(blocks)
         made = [CLEARED_EVENT]

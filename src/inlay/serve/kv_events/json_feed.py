@@ -1,11 +1,11 @@
-"""KV-cache events as JSON lines, for people and programs that speak HTTP.
+"""KV events as JSON lines over HTTP.
 
-An event has the form in which TensorRT-LLM gives its own (`KVCacheEventSerializer` in tensorrt_llm/_utils.py):
-`{"event_id", "data", "window_size"}`, where `data` has a `type` of created, stored, removed or updated. Names and shape
-are the same. `window_size` is always 0, because one cache serves all layers; a change that did not happen is null.
-Added are `cleared`, `block_size` in created, `cache_level` in removed, and `cache_salt` of a block that has one.
+Events have the format of TensorRT-LLM (`KVCacheEventSerializer` in tensorrt_llm/_utils.py): `{"event_id", "data",
+"window_size"}`, where `data` has a `type` of created, stored, removed or updated. `window_size` is always 0, because
+one cache serves all layers. In updated, an unchanged property is null.
+Inlay adds the type `cleared`, `block_size` in created, `cache_level` in removed, and `cache_salt` for salted blocks.
 
-Lines that are no events have a `type` of their own: snapshot, gap, heartbeat.
+Lines that are not events have a top-level `type`: snapshot, gap or heartbeat.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 _EVENTS = 100
-"""The most events that are written at once: others of the event loop have their turn after them."""
+"""The most events written at once, so that other tasks of the event loop can run in between."""
 
 
 def event_json(number: int, event: CacheEvent) -> dict[str, Any]:
-    """One event.
+    """Return one event as JSON.
 
     >>> event_json(5, UpdatedEvent(7, level=(0, 1)))["data"]["cache_level"]
     {'type': 'event_diff', 'old_value': 0, 'new_value': 1}
@@ -41,7 +41,7 @@ def event_json(number: int, event: CacheEvent) -> dict[str, Any]:
 
 
 def snapshot_json(log: EventLog) -> dict[str, Any]:
-    """The content of a cache before the event `next_event_id`: blocks, each after what it follows.
+    """Return the content of a cache before the event `next_event_id`. Parents come before their children.
 
     >>> from inlay.runtime.kv.events import EventLog
     >>> event_log = EventLog()
@@ -56,10 +56,10 @@ def snapshot_json(log: EventLog) -> dict[str, Any]:
 
 
 async def lines(log: EventLog, start: int | None, heartbeat: float) -> AsyncGenerator[bytes, None]:
-    """Events from a number on, as they come; without a number, first a snapshot.
+    """Yield events from the number `start` on, as they occur. Without `start`, yield a snapshot first.
 
-    When the next event is not kept any more, a line says so and a snapshot follows. After so many seconds of quiet a
-    line says that all is well. Nothing is kept for a reader who is slow: it gets a gap instead.
+    If the next event was dropped from the log, a gap line and a snapshot follow. After `heartbeat` seconds without
+    events, a heartbeat line follows. Nothing is buffered for a slow subscriber: it gets a gap instead.
     """
     if start is None:
         made = await asyncio.to_thread(snapshot_json, log)
@@ -74,7 +74,7 @@ async def lines(log: EventLog, start: int | None, heartbeat: float) -> AsyncGene
                     yield b"".join(_line(event_json(*each)) for each in found) or _line(quiet)
         except Gap as gap:
             yield _line({"type": "gap", "asked": gap.requested, "first": gap.first, "next_event_id": gap.next})
-            made = await asyncio.to_thread(snapshot_json, log)  # may be large, and others of the loop are not to wait
+            made = await asyncio.to_thread(snapshot_json, log)  # may be large: do not block the event loop
             reader = log.subscribe(made["next_event_id"])
             yield _line(made)
 
@@ -111,12 +111,12 @@ def _change(values: tuple[int, int] | None) -> dict[str, Any] | None:
 
 
 HEARTBEAT = 1.0
-"""Seconds of quiet after which a line says that all is well."""
+"""Seconds without events after which a heartbeat line is sent."""
 LINES = "application/jsonl"
 
 
 def add_kv_routes(app: FastAPI, context: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
-    """Let the cache be watched. Whoever watches it sees the tokens of all requests."""
+    """Add the routes for KV events. They expose the tokens of all requests."""
 
     log = context.engine.event_log
     written: dict[str, Any] = {"content": {LINES: {"schema": {"type": "string"}}}}
@@ -127,20 +127,20 @@ def add_kv_routes(app: FastAPI, context: ServerContext, errors: dict[int | str, 
         responses={**errors, 200: {"content": {"application/json": {}}}},
     )
     async def snapshot() -> Response:
-        """What the cache holds now, and the number of the event that comes next."""
+        """The current blocks of the prefix cache, and the number of the next event."""
         made = await asyncio.to_thread(lambda: json.dumps(snapshot_json(log)))
         return Response(made, media_type="application/json")
 
     @app.get("/v1/kv_cache/events", response_class=StreamingResponse, responses={**errors, 200: written})
     async def events(start: Annotated[int | None, Query(ge=0, lt=2**63)] = None) -> StreamingResponse:
-        """Events from a number on, as they come; without a number, first what the cache holds."""
+        """KV events as JSON lines, from the number `start` on. Without `start`, a snapshot comes first."""
         return StreamingResponse(
             _stream_until_closed(context.shutdown_event, lines(log, start, HEARTBEAT)), media_type=LINES
         )
 
 
 async def _stream_until_closed(closing: asyncio.Event, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines, until the server ends or the client leaves, which cancels every wait in here."""
+    """Yield lines until the server shuts down or the client disconnects, which cancels every wait here."""
     ending, coming = asyncio.ensure_future(closing.wait()), None
     try:
         while not ending.done():
@@ -151,6 +151,6 @@ async def _stream_until_closed(closing: asyncio.Event, lines: AsyncIterator[byte
     finally:
         ending.cancel()
         if coming is not None and not coming.done():
-            coming.cancel()  # this ends `lines`, which cannot be closed while it runs
+            coming.cancel()  # ends `lines`, which cannot be closed while it runs
         else:
             await cast("AsyncGenerator[bytes, None]", lines).aclose()

@@ -1,14 +1,13 @@
-"""KV-cache events over ZeroMQ, for routers: published as they come, and again to those who missed some.
+"""Publishes KV events to routers over ZeroMQ, and replays batches that a subscriber missed.
 
-A batch is three frames: topic, number as eight bytes, and a payload (`kv_events.wire_format`). Numbers begin
-at 0 and have no holes, so whoever misses one sees it at the next. What was published lately is kept, and sent again on
-request, on another socket: `["", first number]` is answered with `["", topic, number, payload]` for each batch, and
-number −1 with nothing in it at the end, which is what vLLM does since July 2026. Before that it left out the topic.
+A batch has three frames: topic, number (eight bytes) and payload (`kv_events.wire_format`). Numbers begin at 0 and are
+consecutive, so a subscriber detects a lost batch at the next one. Recent batches are kept and replayed on request, on
+another socket. The request is `["", first number]`; the reply is `["", topic, number, payload]` for each batch, then
+an empty payload with number −1. vLLM has this format since July 2026; before, it left out the topic.
 
-Two things are added that no reader of vLLM's wire stumbles over. A batch that is asked for and not kept any more is
-answered with a single one instead: it has the number of the last one, clears all and stores all that is held. And an
-empty batch goes out when nothing happened for a while: the loss of the last batch before a quiet time would not be
-noticed otherwise.
+Two additions are compatible with subscribers of vLLM's wire. A request for a batch that was dropped is answered with a
+single batch: it has the number of the last batch, clears all blocks and stores the current ones. An empty batch is sent
+after a time without events, because the loss of the last batch would otherwise stay undetected until the next event.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ if TYPE_CHECKING:
     from inlay.runtime.kv.events import EventLog
 
 _COLLECT = 0.002
-"""Seconds between the first event and the batch that holds it: those of one step of the engine travel together."""
+"""Seconds between an event and its batch, so that the events of one engine step share a batch."""
 _EVENTS = 1_000
-"""The most events of the log, or of the wire, in one batch."""
+"""The most events in one batch, in log form or in wire form."""
 _BYTES = 64 << 20
-"""The most bytes of batches that are kept, however few they are."""
+"""The most bytes of batches that are kept for replay."""
 _WAITING = 1_000
-"""The most batches that wait for a reader who is slow. Of others it is told when it asks."""
+"""The most batches queued for a slow subscriber. It gets later ones by replay."""
 _LINGER = 100
-"""Milliseconds that the last batch has to leave when the publisher is closed."""
+"""Milliseconds for sending the last batches when the publisher is closed."""
 
 
 class Publisher:
-    """Publishes the events of one cache, in a thread of its own, until it is closed.
+    """Publishes the events of one cache from its own thread, until it is closed.
 
-    A port of 0 or * is chosen by the system: `endpoint` and `replay_endpoint` say which. There is no authentication,
-    and tokens are readable: bind to an address that only routers can reach. `rank` tells the parts of a worker apart.
+    With port 0 or *, the system chooses the port; see `endpoint` and `replay_endpoint`. There is no authentication, and
+    tokens are readable: bind to an address that only routers can reach. `rank` distinguishes the ranks of a worker.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Publisher:
         heartbeat: float = 1.0,
         most: int = 10_000,
     ) -> None:
-        """`heartbeat`: seconds of quiet before an empty batch. `most`: batches that are kept for who missed them."""
+        """`heartbeat`: seconds without events before an empty batch. `most`: batches that are kept for replay."""
         encode_events([], encoding)
         self._log, self._encoding, self._rank, self._heartbeat = log, encoding, rank, heartbeat
         self._topic, self._most = topic.encode(), most
@@ -95,11 +94,11 @@ class Publisher:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far: batches, events of the log, gaps (the log was faster than this), replays, withheld."""
+        """Counts of batches, log events, gaps (events dropped before being read), replays, withheld salted blocks."""
         return {**self._counts, "withheld": self._encoder.skipped_blocks}
 
     def close(self) -> None:
-        """Publish what there is, and end. May be called more than once."""
+        """Publish the remaining events and stop the thread. May be called more than once."""
         self._closing = True
         if self._thread.is_alive():
             self._wake()
@@ -108,7 +107,7 @@ class Publisher:
             self._wake_reader.close()
 
     def _wake(self) -> None:
-        """There is something to do. Called by whoever adds to the log: it costs a byte a batch, and never waits."""
+        """Wake the publisher thread. The thread that adds to the log calls this; it sends one byte and never blocks."""
         if not self._is_woken:
             self._is_woken = True
             self._wake_writer.send(b"!")
@@ -144,7 +143,7 @@ class Publisher:
             self._publish([])
 
     def _publish_new(self) -> bool:
-        """Publish a batch of what is new; whether there was anything."""
+        """Publish a batch of new log events; return whether there were any."""
         try:
             found = self._reader.read(_EVENTS)
         except Gap:
@@ -160,13 +159,13 @@ class Publisher:
         return True
 
     def _publish_snapshot(self) -> None:
-        """Publish that all is cleared, and then what is held: there is nothing that a reader has to know before it."""
+        """Publish a clear event and all stored blocks, so a subscriber needs no earlier batch."""
         told = self._encoder.encode_snapshot(self._reader.catch_up().blocks)
         for start in range(0, len(told), _EVENTS):
             self._publish(told[start : start + _EVENTS])
 
     def _publish(self, told: Sequence[dict[str, Any]]) -> None:
-        self._time = max(self._time, time.time())  # a reader takes an earlier time for a batch it had
+        self._time = max(self._time, time.time())  # subscribers take an earlier time for a duplicate
         self._due = time.monotonic() + self._heartbeat
         payload = self._pack(told)
         self._keep(payload)
@@ -186,11 +185,11 @@ class Publisher:
         return msgspec.msgpack.encode([self._time, encode_events(told, self._encoding), self._rank])
 
     def _replay(self) -> None:
-        """Answer one who missed something."""
+        """Answer one replay request."""
         assert self._replay_socket is not None
         asker, *request = self._replay_socket.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
-            return  # this is no request
+            return  # malformed request
         self._counts["replays"] += 1
         start = int.from_bytes(request[1], "big")
         kept = [each for each in self._replay_buffer if each[0] >= start]
@@ -202,7 +201,7 @@ class Publisher:
 
 
 def _bind(made: Any, endpoint: str, most: int) -> Any:
-    """A socket that listens, and drops what is more than so many messages for one reader."""
+    """Bind a socket that queues at most `most` messages for each subscriber and drops more."""
     made.sndhwm = most
     made.bind(endpoint)
     return made

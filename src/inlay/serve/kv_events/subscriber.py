@@ -1,4 +1,4 @@
-"""A reader of KV-cache events over ZeroMQ, which misses nothing without saying so."""
+"""A subscriber to KV events over ZeroMQ that reports every gap."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST = 1_000
-"""The most batches that are read at once, however fast they come."""
+"""The most batches returned by one `read`."""
 _REPLAY_TIMEOUT_MS = 2_000
-"""Milliseconds until a replay that says nothing more is given up."""
+"""Milliseconds without a message after which a replay is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,15 @@ class Batch:
     events: tuple[dict[str, Any], ...]
     rank: int | None
     has_gap: bool = False
-    """Batches before this one are lost. If it clears all first, as a publisher of Inlay does then, nothing else is."""
+    """Batches before this one were lost. If it begins with a clear event, as Inlay's publisher sends, nothing is
+    missing."""
 
 
 class Reader:
-    """Reads what a publisher of vLLM's wire says: each batch once, in order.
+    """A subscriber to a publisher of vLLM's wire format. It returns each batch once, in order.
 
-    It asks for the past when it begins, for what is missing when a number was left out, and whether it is still the
-    same publisher when it had to connect again: another one counts from 0, and may have got as far already.
+    It requests a replay at the start, when a number is missing, and after a reconnect. After a reconnect the publisher
+    may be a new one, which counts from 0 and may already have passed the last number.
     """
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
@@ -47,7 +48,7 @@ class Reader:
         self._last: Batch | None = None
         self._connected = False
         self._is_complete = True
-        """Whether it is known that nothing is missing up to the last batch."""
+        """Whether all batches up to the last one were received."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,12 +57,12 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the connection."""
         self._in.disable_monitor()
         self._context.destroy(linger=0)
 
     def read(self, seconds: float = 0.0) -> list[Batch]:
-        """What is new; waits for something so long."""
+        """Return new batches; wait up to `seconds` for the first."""
         found = self._catch_up() if self._last is None else []
         until = time.monotonic() + seconds
         for _ in range(_MOST):
@@ -76,7 +77,7 @@ class Reader:
         return found
 
     def _take(self, batch: Batch) -> list[Batch]:
-        """What follows from a batch that came: itself, and what was missed before it."""
+        """Return a received batch, after the batches that were missed before it."""
         missed = [] if self._is_complete and (self._is_duplicate(batch) or self._is_next(batch)) else self._catch_up()
         if self._is_complete and self._is_duplicate(batch):
             return missed
@@ -85,14 +86,14 @@ class Reader:
         return [*missed, self._accept(batch, gap)]
 
     def _is_duplicate(self, batch: Batch) -> bool:
-        """A later batch of a lower number would be that of a publisher that was started again."""
+        """Whether the batch was received before. A lower number at a later time is from a restarted publisher."""
         return self._last is not None and batch.number <= self._last.number and batch.time <= self._last.time
 
     def _is_next(self, batch: Batch) -> bool:
         return batch.number == (0 if self._last is None else self._last.number + 1)
 
     def _catch_up(self) -> list[Batch]:
-        """What is missing after the last batch. It is asked for as well: if it is another one, so is the publisher."""
+        """Return the batches after the last one. The last one is requested too: if it differs, the publisher is new."""
         last = self._last
         found = self._request_replay(last.number if last else 0)
         if not found:
@@ -110,11 +111,11 @@ class Reader:
         return replace(batch, has_gap=gap)
 
     def _request_replay(self, start: int) -> list[Batch]:
-        """Batches from a number on, as far as they can be had."""
+        """Return the batches from a number on, as far as the publisher has them."""
         found: list[Batch] = []
         if self._replay is None:
             return found
-        with self._context.socket(self._zmq.DEALER) as asking:  # a new one: nothing of an earlier answer comes late
+        with self._context.socket(self._zmq.DEALER) as asking:  # new socket: no late reply of an earlier request
             asking.linger = 0
             asking.connect(self._replay)
             asking.send_multipart((b"", start.to_bytes(8, "big")))

@@ -1,15 +1,15 @@
-"""KV-cache events in the form that vLLM publishes and existing routers read.
+"""KV events in vLLM's wire format, which existing routers read.
 
-Read in vLLM's source (vllm/distributed/kv_events.py, versions from April 2025 to August 2026) and in Dynamo's reader of
-it (lib/kv-router/src/zmq_wire):
+Sources: vLLM (vllm/distributed/kv_events.py, versions from April 2025 to August 2026) and Dynamo's subscriber
+(lib/kv-router/src/zmq_wire):
 
 - A payload is msgpack, `[time, [events], rank]`, in every version.
 - An event is an array up to June 2026, `[type, fields…]`, and a map with the key `type` since. Fields, in the order of
   the array: `BlockStored` block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium (since September
   2025), lora_name (since December 2025); `BlockRemoved` block_hashes, medium; `AllBlocksCleared` none.
-- Later fields (extra_keys, group_idx, locality, …) may be left out; Inlay has nothing to say in them.
-- `BlockStored` holds a run of blocks, each of which follows the one before it.
-- Media are `GPU`, `CPU` and `STORAGE`; Dynamo ignores blocks on others.
+- Later fields (extra_keys, group_idx, locality, …) are optional; Inlay does not send them.
+- `BlockStored` contains a run of blocks, each the parent of the next.
+- Media are `GPU`, `CPU` and `STORAGE`; Dynamo ignores blocks on other media.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MEDIA = ("GPU", "CPU", "STORAGE")
-"""What levels are called on the wire, whatever they are made of: the first is where sequences are computed."""
+"""The wire name of each level, independent of the actual memory. The first is the level next to the slots."""
 FIELDS = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
@@ -34,23 +34,23 @@ FIELDS = {
 }
 ENCODINGS = ("map", "array")
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""The number that ends a replay."""
+"""The sequence number of the message that ends a replay."""
 CLEARED_EVENT: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 def encode_events(events: Sequence[dict[str, Any]], encoding: str) -> list[Any]:
-    """Events in one of the two encodings.
+    """Return events in one of the two encodings.
 
     >>> encode_events([{"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}], "array")
     [['BlockRemoved', [7], 'GPU']]
     """
     if encoding not in ENCODINGS:
-        raise UsageError(f"There is no encoding {encoding!r}.", suggest(encoding, ENCODINGS) or "Take map or array.")
+        raise UsageError(f"Unknown encoding {encoding!r}.", suggest(encoding, ENCODINGS) or "Use map or array.")
     return list(events) if encoding == "map" else [list(event.values()) for event in events]
 
 
 def decode_event(event: Any) -> dict[str, Any]:
-    """An event of either encoding as a map. Fields that Inlay does not know are kept in a map and left out of an array.
+    """Return an event of either encoding as a map. Unknown fields of a map are kept, those of an array are dropped.
 
     >>> removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
     >>> decode_event(["BlockRemoved", [7], "GPU"]) == decode_event(removed)
@@ -63,10 +63,10 @@ def decode_event(event: Any) -> dict[str, Any]:
 
 
 def import_zmq() -> Any:
-    """The module, or an error that says where it comes from."""
+    """Return the zmq module, or raise an error with the install command."""
     try:
         import msgspec  # noqa: F401 - the payloads
         import zmq
     except ImportError as error:
-        raise UsageError("KV-cache events need pyzmq and msgspec.", "pip install 'inlay[events]'") from error
+        raise UsageError("KV events over ZeroMQ require pyzmq and msgspec.", "pip install 'inlay[events]'") from error
     return zmq
