@@ -1,4 +1,4 @@
-"""Inlay's transforms as `GraphModule → GraphModule` passes, for someone's own pass manager."""
+"""Inlay's transforms as `GraphModule → GraphModule` passes, for other pass managers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """A pass that takes a graph of functional ATen operators with `meta["val"]`, such as torch.export gives, and
-    returns a new one; the one that went in is untouched, and is returned where nothing matched.
+    """Return a pass over graphs of functional ATen operators with `meta["val"]`, such as those of torch.export.
+
+    It returns a new module and does not change its argument. If nothing matched, it returns its argument.
 
     >>> def gated(x):
     ...     return torch.nn.functional.silu(x) * (x + 1)
@@ -48,22 +49,22 @@ def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.Grap
             if node.op == "get_attr" and node.target not in held:
                 held[node.target] = _attribute(module, node.target)
         made = fx.GraphModule(held, graph, class_name=type(module).__name__)
-        check_metadata(applied.program, before)  # attributes are found through the module
+        check_metadata(applied.program, before)  # after the module exists, which holds the attributes
         return made
 
     return run
 
 
 def _to_program(module: fx.GraphModule, name: str) -> Program:
-    """A program of a bare graph: everything that goes in is an input."""
+    """Convert a graph to a program in which every placeholder is an input."""
     graph = copy_graph(module.graph)
     fakes, nested = FakeValues.from_graph(graph), {target for target, _ in subgraphs(graph)}
     types, rows = TypeFormatter({}), []
     for node in graph.nodes:
         if written_operands(node):
             raise TransformError(
-                f"{node.name} ({target_text(node.target)}) writes in place, and {name} works on functional graphs.",
-                "Use torch.export and run_decompositions({}) first.",
+                f"{node.name} ({target_text(node.target)}) writes in place, but {name} requires a functional graph.",
+                "Run torch.export and run_decompositions({}) first.",
             )
         if node.op == "get_attr" and node.target not in nested and "val" not in node.meta:
             node.meta["val"] = fakes.mode.from_tensor(_attribute(module, node.target), static_shapes=True)
