@@ -114,7 +114,7 @@ def test_inlay_refuses_in_place_graphs() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops.aten.add_.Tensor, (x, 1)),))
-    with pytest.raises(TransformError, match="match_rope works on functional graphs"):
+    with pytest.raises(TransformError, match="match_rope requires a functional graph"):
         graph_pass("match_rope")(fx.GraphModule(torch.nn.Module(), graph))
 
 

@@ -96,7 +96,7 @@ def test_every_pass_of_the_list_is_meant() -> None:
 def test_a_pass_that_is_refused(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The decoder computes its angles from a column of positions, the same for all sequences."""
     assert example.main(["--pass", "insert_kv_cache"]) == 7
-    assert "it reads positions as if all sequences had the same" in capsys.readouterr().err
+    assert "it reads positions as if they were equal in all sequences" in capsys.readouterr().err
 
 
 @pytest.mark.fast

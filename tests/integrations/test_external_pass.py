@@ -192,15 +192,15 @@ def test_mutation_survives(program: Program) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("drops_an_input", "There are 3 placeholders where there were 4: unread are gone."),
-        ("swaps_inputs", "Placeholder 0 is b_calls, and was p_weight: the order changed."),
-        ("drops_an_output", "There are 2 outputs where there were 3."),
-        ("widens_an_output", "is f64[rows], and was f32[rows]."),
-        ("keeps_a_stale_type", "is f64[rows, 3], and was f32[rows, 3]."),
+        ("drops_an_input", "The graph has 3 placeholders, expected 4: missing unread."),
+        ("swaps_inputs", "Placeholder 0 is b_calls, expected p_weight: the order changed."),
+        ("drops_an_output", "The graph has 2 outputs, expected 3."),
+        ("widens_an_output", "is f64[rows], expected f32[rows]."),
+        ("keeps_a_stale_type", "is f64[rows, 3], expected f32[rows, 3]."),
         ("writes_to_an_input", "(aten.add_.Tensor) writes to x, which the program only reads."),
-        ("brings_a_tensor", "mine is a tensor of the pass's own."),
+        ("brings_a_tensor", "mine is a tensor that the pass added."),
         ("calls_a_module", "calls the module act."),
-        ("returns_a_string", "It returned a str."),
+        ("returns_a_string", "The pass returned a str."),
         ("breaks", "failed: KeyError: 'flashinfer_rmsnorm'."),
     ],
 )
@@ -221,7 +221,7 @@ def test_what_a_pass_must_not_do(program: Program, name: str, sentence: str) -> 
         ("external_passes:nothin", "external_passes has no nothin. Did you mean nothing?"),
         ("external_passes:Based.cal", "Based has no cal. Did you mean call?"),
         ("external_passes:NUMBER", "external_passes:NUMBER is a int, which cannot be called."),
-        ("external_passes:NeedsArguments", "is a class that cannot be made without arguments"),
+        ("external_passes:NeedsArguments", "is a class that cannot be instantiated without arguments"),
         ("external_passes:", "external_passes: does not name a pass. Write package.module:callable."),
         ("a b:c", "a b:c does not name a pass."),
     ],
@@ -276,7 +276,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--pass", "external_passes:nothin"], 2, "Did you mean nothing?"),
         (["--pass", "external_passes:nothing", "--set", "match_rope.enabled=false"], 2, "runs without them"),
-        (["--pass", "external_passes:drops_an_output"], 6, "There are 0 outputs where there were 1"),
+        (["--pass", "external_passes:drops_an_output"], 6, "The graph has 0 outputs, expected 1"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], code: int, sentence: str) -> None:

@@ -90,7 +90,7 @@ def test_a_transform_that_fails_is_left_out(tmp_path: Path) -> None:
     (record,) = [each for each in made.records if each.status == "failed"]
     assert record.key == "test_fails"
     assert "KeyError: 'nothing here'" in record.remarks[0].reason
-    assert made.notes[0].startswith("test_fails is left out: The transform test_fails failed: KeyError")
+    assert made.notes[0].startswith("test_fails is not applied: The transform test_fails failed: KeyError")
 
 
 @pytest.mark.usefixtures("failing")
@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_runs_as_it_came(tmp_path: Path, below: str) -> 
     torch.testing.assert_close(fast(x), gated(x))
     (made,) = seen
     assert made.program is None
-    assert made.notes[0].startswith(f"A piece runs as it came: {below} cannot run what the transforms made of it: ")
+    assert made.notes[0].startswith(f"A graph runs unmodified: {below} cannot run the transformed graph: ")
 
 
 def test_patterns_are_not_traced_with_the_sizes_of_the_model() -> None:
@@ -176,7 +176,7 @@ def test_what_no_compiler_takes_runs_eagerly() -> None:
 
     fast, seen = compiled(model, inner_backend="aot_eager")
     assert torch.equal(fast(torch.ones(3)), torch.full((3,), 2.0))
-    assert seen[0].notes[-1].startswith("A piece runs eagerly: aot_eager cannot run it: ")
+    assert seen[0].notes[-1].startswith("A graph runs eagerly: aot_eager cannot run it: ")
 
 
 def test_gradients_that_the_model_switches_on() -> None:

@@ -306,5 +306,5 @@ def test_a_size_that_is_taken_for_a_number() -> None:
     """torch then takes it for one everywhere in the program."""
     program = program_of(lambda x: x.relu(), [torch.ones(3)], axes={"x": {0: "length"}})
     for _ in range(2):  # what torch takes it for is kept beside all copies of the program
-        with pytest.raises(TransformError, match="specializes took it that length is 3, and sizes may be others"):
+        with pytest.raises(TransformError, match="specializes assumed that length is 3, but these sizes are dynamic"):
             Specializes().apply(program.copy())

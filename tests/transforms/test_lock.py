@@ -90,7 +90,7 @@ def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch,
     checked = _run("check", "--lock", str(lock))
     assert checked.exit_code == 1
     (line,) = [line for line in checked.stdout.splitlines() if line.startswith("differs:")]
-    assert "match_rms_norm matched 1 sites, and 2 are locked" in line
+    assert "match_rms_norm matched 1 sites, the lock has 2" in line
     assert reason in line
     assert f"inlay lock {MODEL}" in checked.stdout
     found = json.loads(_run("check", "--lock", str(lock), "--json").stdout)
@@ -163,7 +163,7 @@ def test_a_configuration_that_changed_is_reported(locked_with: Path, mine: Path)
     checked = _run("check", "--lock", str(locked_with))
     assert checked.exit_code == 1
     (line,) = [line for line in checked.stdout.splitlines() if line.startswith("differs:")]
-    assert line.endswith("mine.yaml: The file changed since it was locked; it is checked with what is locked of it.")
+    assert line.endswith("mine.yaml: The file changed since it was locked; its locked contents are used.")
     mine.unlink()
     checked = _run("check", "--lock", str(locked_with))
     assert checked.exit_code == 0, checked.output
@@ -225,7 +225,7 @@ def test_a_stock_model_after_an_upgrade(tmp_path: Path, monkeypatch: pytest.Monk
     checked = _run("check", "--lock", file)
     assert checked.exit_code == 1, checked.output
     (line,) = [line for line in checked.stdout.splitlines() if "match_rms_norm" in line]
-    start = f"differs: {folder}: match_rms_norm matched 0 sites, and 5 are locked: layers 0 and 1: "
+    start = f"differs: {folder}: match_rms_norm matched 0 sites, the lock has 5: layers 0 and 1: "
     assert line.startswith(start), line
     assert "missing node: " in line
     assert line.endswith(")."), "where it is read"

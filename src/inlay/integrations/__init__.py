@@ -1,4 +1,4 @@
-"""Inlay inside other systems, and their passes inside Inlay: one module per system."""
+"""Inlay as a part of other systems, and external passes in Inlay."""
 
 from inlay.integrations.external_pass import ExternalPass, load_external_pass
 from inlay.integrations.graph_module_pass import graph_pass

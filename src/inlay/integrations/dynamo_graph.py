@@ -1,4 +1,4 @@
-"""What Dynamo hands to a backend → Program, where that can be done soundly."""
+"""Conversion of Dynamo's graphs to programs, where this is sound."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """A program, and what a program cannot say: which outputs of the piece are inputs that it wrote to."""
+    """A program, and the outputs of Dynamo's graph that are inputs it wrote to, which a program cannot express."""
 
     program: Program
     output_aliases: tuple[int | None, ...]
-    """For every output of the piece: the position of the input that it is; None where the program computes it."""
+    """For every output of the graph: the position of the input that it is, or None if the program computes it."""
 
 
 def capture_dynamo_graph(module: fx.GraphModule) -> DynamoGraph:
-    """A piece of a model as a program; every parameter is an input.
+    """Convert a graph of Dynamo to a program in which every parameter is an input.
 
-    It is traced in Dynamo's own shape environment: what tracing or a transform assumes of a size becomes one of
-    Dynamo's guards. A CaptureError says why a piece cannot be represented.
+    It is traced in Dynamo's shape environment, so assumptions of tracing or of a transform about sizes become Dynamo
+    guards. A CaptureError states why a graph cannot be converted.
     """
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         raise CaptureError("autocast is on.", "Convert the model instead: model.to(torch.bfloat16).")
@@ -42,7 +42,7 @@ def capture_dynamo_graph(module: fx.GraphModule) -> DynamoGraph:
     fakes = FakeValues.from_values(values)
     gradients = torch.is_grad_enabled()
     try:
-        # Switching gradients on or off is traced, and done.
+        # Tracing a call that switches gradients also executes it.
         with torch.set_grad_enabled(gradients), fakes.activate(), fx.traceback.preserve_node_meta():
             trace = trace_function(_EagerInterpreter(module).run, values)
         _drop_modes(trace.graph, gradients)
@@ -57,11 +57,11 @@ def capture_dynamo_graph(module: fx.GraphModule) -> DynamoGraph:
 
 
 class _EagerInterpreter(fx.Interpreter):
-    """Runs what Dynamo traced as eager runs it.
+    """An interpreter that runs a Dynamo graph as eager mode does.
 
-    Python floats that Dynamo passes as tensors, such as the epsilon of a norm, are numbers again: reading one of them
-    adds a guard on its value, as for any number that Dynamo takes for constant. Dropout that is off hands on its
-    operand, of which torch's decomposition makes a copy.
+    Python floats that Dynamo passes as tensors, such as the epsilon of a norm, become numbers again. Reading one adds a
+    guard on its value, as for any number that Dynamo treats as constant. Disabled dropout returns its operand, while
+    torch's decomposition copies it.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -83,13 +83,13 @@ def _is_input(node: Any) -> bool:
 
 
 def _drop_modes(graph: fx.Graph, gradients: bool) -> None:
-    """Switching gradients or autocast off changes nothing where both are off, or nothing has a gradient."""
+    """Erase calls that switch gradients or autocast without effect. Those that switch one on are refused."""
     for node in list(graph.nodes):
         name = target_text(node.target)
         if name.endswith("_enter_autocast") and True in node.args[2:3]:
             raise CaptureError("the model switches autocast on.", "Convert it instead: model.to(torch.bfloat16).")
         if name.endswith("_set_grad_enabled") and node.args == (True,) and not gradients:
-            raise CaptureError("the model switches gradients on, and transforms are for inference.")
+            raise CaptureError("the model switches gradients on, but transforms are for inference.")
     for node in reversed(list(graph.nodes)):
         name = target_text(node.target)
         if name.endswith(("_set_grad_enabled", "_enter_autocast", "_exit_autocast")):
@@ -97,8 +97,8 @@ def _drop_modes(graph: fx.Graph, gradients: bool) -> None:
 
 
 def _find_mutated_inputs(graph: fx.Graph) -> dict[Any, int]:
-    """The storage of each input that is written to, and its position. Functional form loses who shares memory with
-    whom: where that could be noticed, there is none."""
+    """Return the storage of each input that is written to, and its position. Functional form loses which values share
+    memory, so graphs where this could be observed are refused."""
     inputs: dict[Any, list[int]] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
@@ -117,7 +117,7 @@ def _find_mutated_inputs(graph: fx.Graph) -> dict[Any, int]:
 
 
 def _refuse_shared_outputs(graph: fx.Graph) -> None:
-    """Two outputs in one memory that was written to may come apart in functional form."""
+    """Refuse outputs that share memory that was written to, because functional form may separate them."""
     changed = {_storage(each) for node in all_nodes(graph) for each in written_operands(node)}
     values = [each for each in tree_leaves(next(iter(reversed(graph.nodes))).args[0]) if isinstance(each, fx.Node)]
     held: dict[Any, fx.Node] = {}
@@ -130,7 +130,7 @@ def _refuse_shared_outputs(graph: fx.Graph) -> None:
 
 
 def _remove_aliased_outputs(graph: fx.Graph, changed: dict[Any, int]) -> tuple[int | None, ...]:
-    """An output that is a whole input, written to before, is returned by whoever runs the piece."""
+    """Remove outputs that are whole inputs which were written to. The caller of the program returns them instead."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(iter(reversed(graph.nodes)))
     values, same = tree_leaves(output.args[0]), list[int | None]()
@@ -150,7 +150,7 @@ def _storage(node: fx.Node) -> Any:
 
 
 def _mutation_source(node: fx.Node) -> fx.Node:
-    """The value that came into a chain of calls which write to an operand and return it."""
+    """Return the first operand of a chain of calls that write to an operand and return it."""
     while operands := written_operands(node):
         node = operands[0]
     return node

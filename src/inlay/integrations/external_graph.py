@@ -1,4 +1,4 @@
-"""Taking a graph back from a pass that knows nothing of programs: operators, types, boundary."""
+"""Checks and normalization of graphs from external passes: operators, types, boundary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _META_KEYS = ("val", SOURCE, MODULE, ORIGIN)
 
 
 def normalize_graph(graph: fx.Graph, before: Program) -> None:
-    """Give the graph a pass returned the form of a program: ATen operators, known types, placeholders by name."""
+    """Convert the graph that a pass returned to a program's form: ATen operators, known types, named placeholders."""
     _match_placeholders(graph, before)
     output = next(iter(reversed(graph.nodes)))
     if not isinstance(output.args[0], (tuple, list)):
@@ -44,7 +44,7 @@ def normalize_graph(graph: fx.Graph, before: Program) -> None:
     nested = {name for name, _ in subgraphs(graph)}
     for node in list(graph.nodes):
         if node.op == "get_attr" and node.target not in nested:
-            raise TransformError(f"{node.name} is a tensor of the pass's own.", "A program binds all its tensors.")
+            raise TransformError(f"{node.name} is a tensor that the pass added.", "Use only inputs of the program.")
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
         if not changed.isdisjoint(operands(node)) or _needs_type(node, known.get(node.name)):
@@ -60,29 +60,29 @@ def normalize_graph(graph: fx.Graph, before: Program) -> None:
 
 
 def _match_placeholders(graph: fx.Graph, before: Program) -> None:
-    """Placeholders are told apart by position; a pass that traced the graph anew has renamed them."""
+    """Match placeholders by position, because a pass that retraced the graph renamed them."""
     wanted = [node for node in before.graph.nodes if node.op == "placeholder"]
     found = [node for node in graph.nodes if node.op == "placeholder"]
     names, were = [node.name for node in found], [node.name for node in wanted]
     if len(names) != len(were):
         lost = [name for name in were if name not in names] if len(names) < len(were) else []
         more = [name for name in names if name not in were] if len(names) > len(were) else []
-        what = f"{', '.join(lost)} are gone" if lost else f"{', '.join(more)} are new"
+        what = f"missing {', '.join(lost)}" if lost else f"new {', '.join(more)}"
         raise TransformError(
-            f"There are {len(names)} placeholders where there were {len(were)}: {what}.",
-            "A pass must keep the inputs of a program.",
+            f"The graph has {len(names)} placeholders, expected {len(were)}: {what}.",
+            "Keep the inputs of the program.",
         )
     if names != were and sorted(names) == sorted(were):
         first = next(index for index, name in enumerate(names) if name != were[index])
-        raise TransformError(f"Placeholder {first} is {names[first]}, and was {were[first]}: the order changed.")
+        raise TransformError(f"Placeholder {first} is {names[first]}, expected {were[first]}: the order changed.")
     for node, was in zip(found, wanted, strict=True):
         text, old = before.types.text(node.meta.get("val", was.meta.get("val"))), before.types.text(was.meta.get("val"))
         if text != old:
-            raise TransformError(f"The placeholder {was.name} is {text}, and was {old}.")
+            raise TransformError(f"The placeholder {was.name} is {text}, expected {old}.")
     taken = {node.name for node in graph.nodes} - set(names)
     for node, was in zip(found, wanted, strict=True):
         if was.name in taken:
-            raise TransformError(f"A node other than the input is called {was.name} now.", "Keep the inputs' names.")
+            raise TransformError(f"Another node has the name of the input {was.name}.", "Keep the names of inputs.")
         node.meta = dict(was.meta)
         node.name = node.target = was.name
 
@@ -91,13 +91,13 @@ def _is_operator(node: fx.Node) -> bool:
     known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     if isinstance(node.target, known) or node.target is operator.getitem:
         return True
-    # Arithmetic on sizes: Python's own operators and torch.sym_… on numbers.
+    # Arithmetic on sizes uses Python operators and torch.sym_… on numbers.
     values = [each.meta.get("val") for each in operands(node)]
     return node.op == "call_function" and not any(isinstance(value, torch.Tensor) for value in values) and bool(values)
 
 
 def _needs_type(node: fx.Node, was: fx.Node | None) -> bool:
-    """Whether a node's type must be computed: it has none, or it is not the call it was."""
+    """Return whether a node's type must be computed, because it has none or the call changed."""
     if "val" not in node.meta or was is None or not _is_operator(node) or was.target is not node.target:
         return True
     return _args_text(node) != _args_text(was)
@@ -108,11 +108,9 @@ def _args_text(node: fx.Node) -> str:
 
 
 def _lower_call(node: fx.Node, fakes: FakeValues) -> fx.Node:
-    """A call of a torch function or method, replaced by the ATen operators it consists of."""
+    """Replace a call of a torch function or method by its ATen operators."""
     if node.op == "call_module":
-        raise TransformError(
-            f"{node.name} calls the module {node.target}.", "A program consists of operators: let the pass add those."
-        )
+        raise TransformError(f"{node.name} calls the module {node.target}.", "Add operators instead of modules.")
     inputs = list(dict.fromkeys(operands(node)))
 
     def call(*values: Any) -> Any:
@@ -143,27 +141,27 @@ def _inline(node: fx.Node, trace: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
                 mapping[each] = node.graph.node_copy(each, mapping.__getitem__)
                 mapping[each].meta |= provenance(node)
             elif each.op == "get_attr":
-                raise TransformError(f"{node.name} ({target_text(node.target)}) brings a tensor of its own along.")
+                raise TransformError(f"{node.name} ({target_text(node.target)}) uses a tensor that is not an input.")
     made = next(iter(reversed(trace.nodes))).args[0]
     if not isinstance(made, fx.Node):
-        raise TransformError(f"{node.name} ({target_text(node.target)}) does not give one tensor.")
+        raise TransformError(f"{node.name} ({target_text(node.target)}) does not return one tensor.")
     node.replace_all_uses_with(mapping[made])
     node.graph.erase_node(node)
     return mapping[made]
 
 
 def check_boundary(graph: fx.Graph, before: Program) -> None:
-    """Outputs must be as many and of the types they were, and nothing may be written that was not."""
+    """Check that number and types of outputs are unchanged, and that only state is written to."""
     found, wanted = (tree_leaves(next(iter(reversed(each.nodes))).args[0]) for each in (graph, before.graph))
     if len(found) != len(wanted):
         raise TransformError(
-            f"There are {len(found)} outputs where there were {len(wanted)}.",
-            "A pass must keep the outputs of a program.",
+            f"The graph has {len(found)} outputs, expected {len(wanted)}.",
+            "Keep the outputs of the program.",
         )
     for row, now, was in zip(before.bindings.outs, found, wanted, strict=True):
         texts = [_type(each, before.types) for each in (now, was)]
         if texts[0] != texts[1]:
-            raise TransformError(f"The output {row.name} is {texts[0]}, and was {texts[1]}.")
+            raise TransformError(f"The output {row.name} is {texts[0]}, expected {texts[1]}.")
     state = {row.name for row in before.bindings.state}
     for node in graph.nodes:
         for held in map(view_base, written_operands(node)):

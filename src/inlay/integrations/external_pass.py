@@ -1,4 +1,4 @@
-"""Other people's passes: any `GraphModule → GraphModule` callable as a transform."""
+"""External passes: any `GraphModule → GraphModule` callable as a transform."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PASS_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 class ExternalPass(Transform):
     """A pass that was not written for Inlay.
 
-    It is handed a GraphModule whose parameters and buffers are placeholders, and may change it in place or return
-    another one. It is counted by the number it returns, as Inductor's pattern passes do, or by its `matched_count`; a
-    pass that gives no number is not counted, and `sites` are the calls that it changed. Nor does it say what it does
-    to numbers, so nothing is taken for granted.
+    It gets a GraphModule whose parameters and buffers are placeholders, and may change it in place or return another
+    one. Its match count is the number it returns, as for Inductor's pattern passes, or its `matched_count`. For a pass
+    without a count, `sites` is the number of calls that it changed. Its numerics are unknown, so they are taken as
+    approximate.
     """
 
     stage, numerics = Stage.CLEAN, Numerics.APPROXIMATE
@@ -56,7 +56,7 @@ class ExternalPass(Transform):
         attach_subgraphs(graph, dict(subgraphs(graph)))
         made = replace(program, graph=graph)
         if dump(made) == before:
-            claimed = [f"It says that it matched {count} times, and the program is as it was."] if count else []
+            claimed = [f"It reports {count} matches, but the program is unchanged."] if count else []
             return TransformResult(made, 0, notes=[*claimed, *level_notes(self.adapter.source, program)])
         if count is None:
             return TransformResult(made, _count_changed_calls(program, made), has_site_count=False)
@@ -64,7 +64,7 @@ class ExternalPass(Transform):
 
 
 def _count_changed_calls(before: Program, after: Program) -> int:
-    """How many calls one program has and the other has not, whatever they are called and read; at least 1."""
+    """Count the calls that only one of the programs has, regardless of names and operands; at least 1."""
     one, two = (
         Counter(label for _, graph in all_graphs(each.graph) for label in labels(graph, each.types))
         for each in (before, after)
@@ -73,7 +73,7 @@ def _count_changed_calls(before: Program, after: Program) -> int:
 
 
 def load_external_pass(text: str) -> Transform:
-    """The transform for `package.module:callable`.
+    """Return the transform for `package.module:callable`.
 
     >>> load_external_pass("torch.fx:no_such_pass")
     Traceback (most recent call last):
@@ -86,7 +86,7 @@ def load_external_pass(text: str) -> Transform:
 
 
 def is_external(text: str) -> bool:
-    """Whether this names someone's pass, not one of Inlay's transforms.
+    """Return whether this names an external pass, not one of Inlay's transforms.
 
     >>> is_external("package.module:callable"), is_external("match_rope")
     (True, False)
@@ -95,7 +95,7 @@ def is_external(text: str) -> bool:
 
 
 def import_pass(text: str) -> Any:
-    """Import what `package.module:callable` names, from an installed package or the current folder."""
+    """Import `package.module:callable` from an installed package or the current folder."""
     if not _PASS_NAME.match(text):
         raise UsageError(f"{text} does not name a pass.", "Write package.module:callable.")
     name, _, path = text.partition(":")
@@ -122,7 +122,7 @@ def import_pass(text: str) -> Any:
 
 
 def _sibling_modules(name: str) -> Iterable[str]:
-    """Modules that could have been meant by a name that is not there."""
+    """Return modules to suggest for a name that does not exist."""
     package, _, _ = name.rpartition(".")
     if not package:
         return [*sys.stdlib_module_names, *(each.name for each in pkgutil.iter_modules())]
@@ -132,18 +132,16 @@ def _sibling_modules(name: str) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class PassAdapter:
-    """Someone's pass: the object it is, and how to call it with a GraphModule."""
+    """An external pass, and how to call it with a GraphModule."""
 
     source: Any
     call: Callable[[fx.GraphModule], Any]
 
     def __call__(self, module: fx.GraphModule) -> tuple[Any, int | None]:
-        """What it returned, and how often it says it matched: None if it does not say."""
+        """Run the pass. Return its result and its match count, which is None if it reports none."""
         counts = isinstance(getattr(self.source, "matched_count", None), int)
         if counts:
-            self.source.matched_count = (
-                0  # whether a pass adds to it or sets it, this run's count is what is there then
-            )
+            self.source.matched_count = 0  # so that it counts this run, whether the pass adds to it or sets it
         returned = self.call(module)
         if type(returned) is int:
             return None, returned
@@ -151,14 +149,14 @@ class PassAdapter:
 
 
 def adapt_pass(found: Any, text: str = "") -> PassAdapter:
-    """One way of calling every kind of pass: with a GraphModule. A class is made an instance of first."""
+    """Adapt any kind of pass to be called with a GraphModule. A class is instantiated first."""
     text = text or getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
         try:
             found = found()
         except Exception as error:
-            problem = f"{text} is a class that cannot be made without arguments: {one_line(error)}."
-            raise UsageError(problem, "Name a function that makes it and calls it.") from error
+            problem = f"{text} is a class that cannot be instantiated without arguments: {one_line(error)}."
+            raise UsageError(problem, "Name a function that creates and calls it.") from error
     if not callable(found):
         # Inductor's collections of patterns are applied, not called.
         if callable(getattr(found, "apply", None)):
@@ -171,13 +169,13 @@ def adapt_pass(found: Any, text: str = "") -> PassAdapter:
 
 
 def _module(program: Program) -> fx.GraphModule:
-    """The program as a GraphModule of its own: whatever a pass does to it, the program is not touched."""
+    """Copy the program to a GraphModule, so that a pass cannot change the program."""
     graph = copy_graph(program.graph)
     return fx.GraphModule(graph.owning_module or torch.nn.Module(), graph, class_name="Program")
 
 
 def _result(returned: Any, module: fx.GraphModule) -> fx.GraphModule:
-    """What a pass made."""
+    """Return the GraphModule that a pass produced."""
     if hasattr(returned, "graph_module"):
         returned = returned.graph_module
     match returned:
@@ -188,20 +186,20 @@ def _result(returned: Any, module: fx.GraphModule) -> fx.GraphModule:
         case fx.Graph():
             return fx.GraphModule(module, returned)
     raise TransformError(
-        f"It returned a {type(returned).__name__}.", "A pass returns a GraphModule, a PassResult, a Graph or nothing."
+        f"The pass returned a {type(returned).__name__}.", "Return a GraphModule, a PassResult, a Graph or nothing."
     )
 
 
 _LEVEL = "It ran on the captured program, where linear, silu, attention and norms are whole operators"
 _REMEDY = (
-    "For Inductor's post-grad graph, give it to torch.compile (options post_grad_custom_post_pass);"
+    "For Inductor's post-grad graph, pass it to torch.compile (options post_grad_custom_post_pass);"
     " `inlay.testing.post_grad_graphs` shows that graph"
 )
 _MAX_NAMES = 6
 
 
 def level_notes(source: Any, program: Program) -> list[str]:
-    """Why a pass that changed nothing may belong to another level of graphs."""
+    """Explain why a pass that changed nothing may need another graph, such as Inductor's post-grad graph."""
     patterns = [pattern for each in _collections(source) for pattern in _patterns(each)]
     if not patterns:
         by_form = callable(source) and takes_graph(source)
@@ -218,7 +216,7 @@ def level_notes(source: Any, program: Program) -> list[str]:
 
 
 def takes_graph(found: Any) -> bool:
-    """Whether a pass works on an `fx.Graph`: Inductor's passes do, and say so by a `uuid` or by annotation."""
+    """Return whether a pass takes an `fx.Graph`. Inductor's passes do, and have a `uuid` or an annotation."""
     if callable(getattr(found, "uuid", None)):
         return True
     try:
@@ -230,7 +228,7 @@ def takes_graph(found: Any) -> bool:
 
 
 def _collections(source: Any) -> Iterator[Any]:
-    """The collections of patterns that a pass is, holds, or names in its code."""
+    """Yield the collections of patterns that a pass is, contains, or names in its code."""
     held = [source, *getattr(source, "__dict__", {}).values()]
     code = getattr(source, "__code__", None)
     if code is not None:

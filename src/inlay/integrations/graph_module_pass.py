@@ -1,4 +1,4 @@
-"""Inlay's transforms as `GraphModule → GraphModule` passes, for someone's own pass manager."""
+"""Inlay's transforms as `GraphModule → GraphModule` passes, for other pass managers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """A pass that takes a graph of functional ATen operators with `meta["val"]`, such as torch.export gives, and
-    returns a new one; the one that went in is untouched, and is returned where nothing matched.
+    """Return a pass over graphs of functional ATen operators with `meta["val"]`, such as those of torch.export.
+
+    It returns a new module and does not change its argument. If nothing matched, it returns its argument.
 
     >>> import torch
     >>> def gated(x):
@@ -43,7 +44,7 @@ def graph_pass(transform: str | Transform) -> Callable[[fx.GraphModule], fx.Grap
             if node.op == "get_attr" and node.target not in held:
                 held[node.target] = find_attribute(module, node.target)
         made = fx.GraphModule(held, graph, class_name=type(module).__name__)
-        check_metadata(applied.program, before)  # attributes are found through the module
+        check_metadata(applied.program, before)  # after the module exists, which holds the attributes
         return made
 
     return run

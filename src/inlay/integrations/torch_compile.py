@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="inlay")`: Inlay's transforms inside someone's existing code."""
+"""The backend for `torch.compile(model, backend="inlay")`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import Instrument
 
 _LOG = logging.getLogger("inlay")
-_WAIVER = "torch.compile hands over pieces of a model"
+_WAIVER = "torch.compile compiles parts of a model"
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """What became of one piece that torch.compile handed over."""
+    """The result for one graph of torch.compile."""
 
     program: Program | None
-    """After the transforms; None where the piece runs as it came."""
+    """The program after the transforms; None if the graph runs unmodified."""
     records: tuple[TransformRecord, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences: why a piece runs as it came, which transform was left out, which state is copied, which anchor stayed
-    unmatched."""
+    """Sentences: why a graph runs unmodified, which transform is not applied, which state is copied, which anchor has
+    no match."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def inlay(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend. Options: `inner_backend` (`eager`, `aot_eager` or `inductor`), `config` (files), `set` (settings),
-    `on_compiled` (called with a `CompiledGraph` for every piece).
+    `on_compiled` (called with a `CompiledGraph` for every graph).
 
-    Whatever torch runs, it runs: a transform that fails is left out, and a piece that cannot be rewritten runs as it
-    came, both with a note. Mistakes in the options and counts that were stated and are not met are errors.
+    Every graph that torch can run is run. A transform that fails is not applied, and a graph that cannot be rewritten
+    runs unmodified, both with a note. Invalid options and site counts that differ from `expect` are errors.
 
     >>> from inlay.integrations import inlay
     >>> def twice(x):
@@ -83,7 +83,7 @@ def inlay(
             if is_restart(error):
                 raise
             made = _unmodified(
-                f"{chosen.inner_backend} cannot run what the transforms made of it: {_error_text(error)}", made.records
+                f"{chosen.inner_backend} cannot run the transformed graph: {_error_text(error)}", made.records
             )
         else:
             _report(made, chosen)
@@ -96,7 +96,7 @@ def inlay(
         fast = module.forward
         made = replace(
             made,
-            notes=(*made.notes, f"A piece runs eagerly: {chosen.inner_backend} cannot run it: {_error_text(error)}"),
+            notes=(*made.notes, f"A graph runs eagerly: {chosen.inner_backend} cannot run it: {_error_text(error)}"),
         )
     _report(made, chosen)
     return fast
@@ -105,10 +105,10 @@ def inlay(
 def _rewrite(
     module: fx.GraphModule, inputs: Sequence[Any], steps: list[TransformStep], below: str
 ) -> tuple[CompiledGraph, fx.GraphModule | None]:
-    """The piece after the transforms; None where it runs as it came. What eager runs never fails here."""
+    """Return the transformed graph, or None if it runs unmodified. A graph that runs eagerly never fails here."""
     tensors = (*module.parameters(), *(each for each in inputs if isinstance(each, torch.Tensor)))
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return _unmodified("gradients are on, and transforms are for inference. Call it within torch.no_grad()."), None
+        return _unmodified("gradients are on, but transforms are for inference. Call it within torch.no_grad()."), None
     records: tuple[TransformRecord, ...] = ()
     try:
         piece = capture_dynamo_graph(module)
@@ -117,7 +117,7 @@ def _rewrite(
         assert made.program is not None
         result = build_inner_module(made.program, piece.output_aliases, below)
     except (ContractError, UsageError):
-        raise  # a count that was stated, or a mistake in it
+        raise  # an `expect` that is not met or invalid
     except CaptureError as error:
         return _unmodified(str(error)), None
     except Exception as error:
@@ -127,7 +127,7 @@ def _rewrite(
 
 
 def _unmodified(why: str, records: tuple[TransformRecord, ...] = ()) -> CompiledGraph:
-    return CompiledGraph(None, records, (f"A piece runs as it came: {why}",))
+    return CompiledGraph(None, records, (f"A graph runs unmodified: {why}",))
 
 
 def _error_text(error: Exception) -> str:
@@ -136,21 +136,19 @@ def _error_text(error: Exception) -> str:
 
 def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
     if mode is not None:
-        raise UsageError(f"The backend has no mode {mode}.", 'Use options={"inner_backend": "inductor"} and so on.')
+        raise UsageError(f"The backend has no mode {mode}.", 'Use options, such as {"inner_backend": "inductor"}.')
     known = _Options.__dataclass_fields__
     for name in given or {}:
         if name not in known:
-            raise UsageError(
-                f"The backend has no option {name}.", suggest(name, known) or f"It has {', '.join(known)}."
-            )
+            raise UsageError(f"The backend has no option {name}.", suggest(name, known) or f"Use {', '.join(known)}.")
     chosen = _Options(**(given or {}))
     if chosen.inner_backend not in INNER_BACKENDS:
-        raise UsageError(f"Nothing called {chosen.inner_backend} runs below.", f"Choose {' or '.join(INNER_BACKENDS)}.")
+        raise UsageError(f"There is no inner backend {chosen.inner_backend}.", f"Choose {' or '.join(INNER_BACKENDS)}.")
     return chosen
 
 
 def _transform(program: Program, steps: list[TransformStep]) -> CompiledGraph:
-    """Every transform that can run; one that fails is left out, and the next gets the program as it was before."""
+    """Run the transforms. One that fails is not applied, and the next gets the program without it."""
     unmet = _UnmetContracts(frozenset(step.key for step in steps if step.transform.options.expect is None))
     instruments: list[Instrument] = [unmet, *trace_instruments()]
     records: list[TransformRecord] = []
@@ -160,7 +158,7 @@ def _transform(program: Program, steps: list[TransformStep]) -> CompiledGraph:
             program, made = run(program, [_waive_contract(step)], instruments)
         except TransformError as error:
             made = [_failure_record(step, error)]
-            notes.append(f"{step.key} is left out: {error}")
+            notes.append(f"{step.key} is not applied: {error}")
         records += made
     return CompiledGraph(program, tuple(records), (*notes, *unmet.notes))
 
@@ -172,7 +170,7 @@ def _failure_record(step: TransformStep, error: TransformError) -> TransformReco
 
 
 def _waive_contract(step: TransformStep) -> TransformStep:
-    """Where nothing was stated, a piece of a model owes nothing: the rest of a norm may be in the next piece."""
+    """Waive the contract unless `expect` is set, because the rest of a pattern may be in another graph."""
     if step.transform.options.expect is not None:
         return step
     options = step.transform.options.model_copy(update={"expect": "any", "reason": _WAIVER})
@@ -181,7 +179,7 @@ def _waive_contract(step: TransformStep) -> TransformStep:
 
 @dataclass
 class _UnmetContracts:
-    """Notes where a contract would have failed for a whole model."""
+    """An instrument that notes contracts that would fail for a whole model."""
 
     keys: frozenset[str]
     notes: list[str] = field(default_factory=list)
@@ -193,7 +191,7 @@ class _UnmetContracts:
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
         if record.key in self.keys and record.status == "ran" and not record.sites and self._anchors:
-            why = record.misses[0].reason if record.misses else "nothing starts like it"
+            why = record.misses[0].reason if record.misses else "no node starts a match"
             self.notes.append(f"{record.key} matched nothing although there is {', '.join(self._anchors)}: {why}.")
 
 

@@ -1,6 +1,6 @@
-"""Canonical operators: what a program means, whatever the model's author wrote. Importing registers them.
+"""Canonical operators, which stand for an operation however the model writes it. Importing registers them.
 
-Each has a reference in plain torch (its CPU implementation and its decomposition are the same code) and a fake kernel.
+Each has a reference in plain torch, which is both its CPU implementation and its decomposition, and a fake kernel.
 """
 
 from inlay.ops import attention, cached_attention, gated_activation, norm, packed_linear, rope, short_conv

@@ -25,11 +25,11 @@ def attention(
 ) -> Tensor:
     """Attention with grouped heads: `query` may have a multiple of the heads of `key` and `value`.
 
-    Shapes are `[batch, heads, length, head]`. `causal` hides later positions, `window` (when not 0) those that many
-    steps back or more; `mask` is boolean (true: seen) or added. `softcap` (when not 0) bounds scores by a tanh.
-    `slopes`, of any shape, one a head, adds slope times position of the key (ALiBi); `sinks`, one a head, is a score
-    that takes its share of the softmax and leads nowhere. A row whose scores are all -inf gives 0 with `zero_rows`, as
-    torch's own attention has it, or NaN, as a softmax has it; with sinks always 0, with a soft cap always NaN.
+    Shapes are `[batch, heads, length, head]`. `causal` masks later positions, and with it `window` (if not 0) masks
+    positions that many steps back or more. `mask` is boolean (true: visible) or added. `softcap` (if not 0) bounds
+    scores by a tanh. `slopes`, one per head in any shape, adds slope times key position (ALiBi). `sinks`, one per head,
+    is a score in the softmax without a value. If all scores of a row are -inf, its result is 0 with `zero_rows`, as in
+    torch's attention, and otherwise NaN, as in a softmax. With sinks it is always 0, with a soft cap always NaN.
 
     >>> zeros = torch.zeros(1, 2, 3, 2)
     >>> attention(torch.zeros(1, 4, 3, 2), zeros, zeros + 1, None, 1.0, True, 0, 0.0).shape
@@ -60,7 +60,7 @@ def attention(
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores."""
+    """Return the mask as a tensor to add to the scores."""
     return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype) if mask.dtype == torch.bool else mask
 
 

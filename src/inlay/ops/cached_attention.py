@@ -1,4 +1,4 @@
-"""Attention over a cache with one slot a sequence. Only rows that were filled are read."""
+"""Attention over a cache with one slot per sequence. Only filled rows are read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ def cached_attention(
     sinks: Tensor | None = None,
     tiled: bool = False,
 ) -> Tensor:
-    """Causal attention of `query`, `[batch, heads, length, head]`, over what its sequences hold.
+    """Causal attention of `query`, `[batch, heads, length, head]`, over the cached rows of its sequences.
 
-    Sequence i lies in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows that were
-    there before, and after them the rows of this call, which are already written. No other row is read. Caches may have
-    a number format of their own. With `tiled`, the C++ kernel multiplies many rows at once where the processor can:
-    what a row gives depends on that, and never on the rows beside it. The other arguments are those of `attention`. A
-    slot that the caches have not, or a length that leaves no room for the rows of this call, is an error, here and in
-    the C++ kernel.
+    Sequence i is in `keys[slots[i]]` and `values[slots[i]]`, `[slot, heads, room, head]`: `lengths[i]` rows of earlier
+    calls, then the rows of this call, which are already written. No other row is read. Caches may have another dtype
+    than `query`. With `tiled`, the C++ kernel multiplies many rows at once if the processor supports it. The result of
+    a row depends on `tiled`, but never on other rows. The other arguments are those of `attention`. A slot that does
+    not exist, or a length without room for the rows of this call, is an error, also in the C++ kernel.
 
     >>> rows = torch.full((2, 1, 4, 2), float("nan"))
     >>> rows[1, :, :3] = 1.0
@@ -46,7 +45,7 @@ def cached_attention(
     check_range("length", lengths, keys.shape[2] - length)
     results = _empty_result(query, values)
     plain = not softcap and slopes is None and sinks is None
-    # Slopes count keys from the first one that is read; a shift of all scores matters only where a sink stays behind.
+    # Slopes count keys from the first one that is read. This shifts all scores, which matters only if there is a sink.
     sloping_to_sinks = slopes is not None and sinks is not None
     for index, (slot, before) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         filled = before + length
@@ -72,13 +71,13 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *_: object, **__: object) -> 
 
 
 def _empty_result(query: Tensor, values: Tensor) -> Tensor:
-    """Room for the result; heads lie beside each other in memory, as whoever reads it wants them."""
+    """Allocate the result with adjacent heads in memory, the layout that its readers use."""
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, values.shape[3]).transpose(1, 2)
 
 
 def _causal_mask(before: int, length: int, first: int, window: int) -> Tensor:
-    """Which rows from `first` on each of the new positions sees."""
+    """Return which rows from `first` on are visible to each new position."""
     rows = torch.arange(before, before + length)[:, None]
     columns = torch.arange(first, before + length)[None, :]
     seen = columns <= rows

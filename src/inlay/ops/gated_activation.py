@@ -26,7 +26,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 
 @canonical_op("clamped_swiglu")
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, the gate at most `limit`, up within it on both sides.
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, with gate clamped to `limit` and up to `[-limit, limit]`.
 
     >>> clamped_swiglu(torch.tensor([9.0]), torch.tensor([-9.0]), 1.0, 1.0)
     tensor([0.])

@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Normalization."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: b
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and residual, normalised; and the sum itself."""
+    """Return the normalized sum of x and residual, and the sum itself."""
     total = x + residual
     return rms_norm(total, weight, eps, offset, cast_first), total

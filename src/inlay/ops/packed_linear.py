@@ -22,11 +22,11 @@ def packed_linear(
     singly: int = 8,
     tiled: int = 16,
 ) -> Tensor:
-    """`linear` with a packed weight. The reference multiplies in x's own number format.
+    """`linear` with a packed weight. The reference multiplies in x's dtype.
 
-    The C++ kernel turns up to `singly` rows into bytes and multiplies those row by row, up to `tiled` rows in tiles;
-    more rows go through bfloat16 tiles. Whichever way: a row of x that holds NaN or infinities gives what is not
-    finite, in all features, and no other row does.
+    The number of rows selects the variant of the C++ kernel: up to `singly` rows are quantized to int8 and multiplied
+    row by row, up to `tiled` rows in int8 tiles, and more rows in bfloat16 tiles. In every variant, a row of x with NaN
+    or infinity gives non-finite results in all features, and other rows are not affected.
 
     >>> weight = Packing(4, 8).pack(torch.full((16, 32), 9), torch.full((16, 1), 2.0))
     >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
@@ -45,7 +45,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, *_: object,
 def packed_embedding(
     weight: Tensor, tokens: Tensor, features: int, bits: int, zero: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows of a packed weight that has so many features. Other tokens are an error, here and in the C++ kernel."""
+    """Return rows of a packed weight. Tokens outside of `[0, features)` are an error, also in the C++ kernel."""
     check_range("token", tokens, features - 1)
     if not tokens.numel():
         return tokens.new_empty(*tokens.shape, weight.shape[1] * group, dtype=dtype)

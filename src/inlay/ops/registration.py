@@ -1,4 +1,4 @@
-"""Defining a canonical operator from its reference."""
+"""Registration of operators and kernels with torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 _LIBRARY: Any = torch.library.Library("inlay", "FRAGMENT")  # type: ignore[no-untyped-call]
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Operator overload → its reference, for compilers that want plain ATen."""
+"""Operator overload → its reference, for compilers that need plain ATen."""
 SHIMS: dict[Any, str] = {}
-"""Operator overload → the arguments of its C++ kernel, which a package brings along (`inlay.ops.native`)."""
+"""Operator overload → the argument types of its C++ kernel, which packages contain (`inlay.ops.native`)."""
 
 DEVICE_KERNELS: dict[str, str] = {}
-"""Operator → the device that has a kernel of Inlay's for it, in Triton."""
+"""Operator → the device for which Inlay has a Triton kernel."""
 
 
 def canonical_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as `inlay::name`: implementation, fake kernel and decomposition are the function itself.
 
-    An operator must not return one of its inputs, so references end in something that makes a new tensor.
+    An operator must not return one of its inputs, so a reference must return a new tensor.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,12 +35,12 @@ def canonical_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 class CustomOp:
-    """An operator that compilers call as it is."""
+    """An operator that compilers call without decomposing it."""
 
     def __init__(self, name: str, function: Callable[..., Any], shim: str) -> None:
         self.function = function
         self.__doc__ = function.__doc__
-        # torch.library.custom_op would do, but wraps every call in more Python.
+        # torch.library.custom_op would add Python overhead to every call.
         _LIBRARY.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}")
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.inlay, name).default
@@ -51,18 +51,18 @@ class CustomOp:
         return self.function(*args, **kwargs)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """How the result looks, without computing it."""
+        """Register a function that returns the result's type without computing the result."""
         torch.library.register_fake(self.overload, function, lib=_LIBRARY)
         return function
 
 
 def custom_op(name: str, shim: str = "") -> Callable[[Callable[..., Any]], CustomOp]:
-    """Register a function as `inlay::name`: no compiler looks inside. `shim` are the arguments of its C++ kernel."""
+    """Register a function as `inlay::name`, opaque to compilers. `shim` lists the argument types of its C++ kernel."""
     return lambda function: CustomOp(name, function, shim)
 
 
 def check_range(what: str, values: torch.Tensor, maximum: int) -> None:
-    """Refuse indices below 0 or above `maximum`, by their value.
+    """Raise an IndexError if an index is below 0 or above `maximum`.
 
     >>> check_range("slot", torch.tensor([0, 4]), 3)
     Traceback (most recent call last):
@@ -75,7 +75,7 @@ def check_range(what: str, values: torch.Tensor, maximum: int) -> None:
 
 
 def register_kernel(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as what computes `inlay::name` on a device (`CUDA`); elsewhere its reference does."""
+    """Register a kernel of `inlay::name` for a device (`CUDA`). Other devices use the reference."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.impl(name, function, device)

@@ -10,7 +10,7 @@ from inlay.ops.registration import canonical_op
 
 @canonical_op("rope")
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`, the halves of the last axis rotated against each other.
+    """`x * cos + rotate_half(x) * sin`: pairs are elements of the two halves of the last axis.
 
     >>> rope(torch.tensor([[1.0, 2.0]]), torch.zeros(2), torch.ones(2))
     tensor([[-2.,  1.]])
@@ -22,7 +22,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @canonical_op("rope_interleaved")
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x * cos + rotate_pairs(x) * sin`: neighbours of the last axis are rotated against each other.
+    """`x * cos + rotate_pairs(x) * sin`: pairs are neighboring elements of the last axis.
 
     >>> rope_interleaved(torch.tensor([[1.0, 2.0]]), torch.zeros(2), torch.ones(2))
     tensor([[-2.,  1.]])

@@ -10,10 +10,10 @@ from inlay.ops.registration import canonical_op, register_kernel
 
 @canonical_op("gated_short_conv")
 def gated_short_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """`after * conv(before * value)`, each channel by itself, over a few rows back.
+    """`after * conv(before * value)`, a causal convolution of each channel over a few rows.
 
-    `x` is `[batch, length, 3 * channels]`: `before`, `after` and `value` beside each other. `weight` is
-    `[channels, 1, taps]`, its last tap that of the row itself.
+    `x` is `[batch, length, 3 * channels]`: `before`, `after` and `value` concatenated. `weight` is
+    `[channels, 1, taps]`; its last tap applies to the current row.
 
     >>> rows = torch.tensor([[[1.0, 1.0, 2.0], [1.0, 1.0, 3.0]]])
     >>> gated_short_conv(rows, torch.tensor([[[10.0, 1.0]]])).flatten()

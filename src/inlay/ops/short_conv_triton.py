@@ -1,4 +1,4 @@
-"""`gated_short_conv` as one Triton kernel. Needs the package triton; nothing else imports this file.
+"""`gated_short_conv` as one Triton kernel. Requires the package triton, so it is imported only when needed.
 
 Checked in Triton's interpreter and compiled for sm_80 and sm_90. Not timed.
 """
@@ -25,7 +25,7 @@ def kernel(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One number of the result each: neighbouring threads read neighbouring channels."""
+    """Each lane computes one element, so that neighboring lanes read neighboring channels."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     channel = place % channels
@@ -44,7 +44,7 @@ def kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute it: `x` with channels beside each other, whatever its other strides."""
+    """Launch the kernel. `x` is copied unless its channels are contiguous; other strides are free."""
     x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
     batch, length, _ = x.shape
     channels, _, taps = weight.shape

@@ -1,7 +1,7 @@
-"""What weights are packed from: blocks as GGUF files store them, or plain values that are quantised here.
+"""Formats that weights are packed from: blocks stored in GGUF files, or plain values that are quantized here.
 
-Each format is a weight map, `pack:Q4_1` or `pack:int4-g64`, so a package says how its weights were made and can be
-refitted. Not part of `import inlay.ops`: what runs a package never needs it.
+Each format is a weight map, such as `pack:Q4_1` or `pack:int4-g64`. A package records it, so it can be refitted.
+`import inlay.ops` does not import this module, because running a package does not need it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _CHUNK_VALUES = 1 << 20
-"""Values that are worked on at a time: what packing needs beside the weight and its packed form."""
+"""Values that are packed at a time. This bounds the memory beyond the weight and its packed form."""
 _EXTRA_STEPS = (0.0, -1.0, 0.5, 1.0, 1.5, 2.0)
-"""Steps that a group of 16 levels is tried with beyond its 15: values at the ends are worth less than all others."""
+"""Added to the 15 steps of a group when scales are tried. Clipping values at the ends may reduce the total error."""
 
 _REQUANTIZED_FORMATS = (
     *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
-"""Stored formats that no kernel reads as they are: their values go to int8."""
+"""Stored formats that no kernel reads; their values are requantized to int8."""
 
 
 @dataclass(frozen=True)
 class ErrorStats:
-    """How far packed values are from the original: root mean square, and the largest relative to the largest value."""
+    """The error of packed values: root mean square, and the largest error relative to the largest value."""
 
     rms: float
     max_relative: float
 
     @classmethod
     def worst(cls, errors: Iterable[ErrorStats]) -> ErrorStats:
-        """The largest of each; not a number if one of them is not.
+        """Return the largest of each, or NaN if one of them is NaN.
 
         >>> ErrorStats.worst([ErrorStats(0.1, 0.5), ErrorStats(float("nan"), 0.2), ErrorStats(0.3, 0.1)])
         ErrorStats(rms=nan, max_relative=0.5)
@@ -51,7 +51,7 @@ class ErrorStats:
 
     @property
     def text(self) -> str:
-        """In per cent.
+        """The error in percent.
 
         >>> ErrorStats(0.0712, 0.1).text
         'error 7.12 % (rms), at most 10 % of the largest value'
@@ -61,17 +61,17 @@ class ErrorStats:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A format: how it is packed, and how its rows become integers, scales and minima."""
+    """A format: its packing, and the conversion of its rows to integers, scales and minima."""
 
     name: str
     packing: Packing
     to_integers: Callable[[Tensor], tuple[Tensor, ...]]
     to_values: Callable[[Tensor], Tensor]
-    """The values that rows stand for."""
+    """Returns the values of rows."""
     is_block_format: bool = False
     """Whether rows are stored blocks, not values."""
     is_exact: bool = False
-    """Whether the packed weight has the integers and groups that were stored."""
+    """Whether the packed weight keeps the stored integers and groups."""
 
     @property
     def map_name(self) -> str:
@@ -79,7 +79,7 @@ class PackedFormat:
         return f"pack:{self.name}"
 
     def pack(self, rows: Tensor) -> Tensor:
-        """All rows as one packed weight; little more than both is held."""
+        """Pack all rows into one weight. Peak memory is little more than both."""
         packed = torch.empty(0, dtype=torch.uint8)
         at = 0
         for part in _chunks(rows):
@@ -91,7 +91,7 @@ class PackedFormat:
         return packed
 
     def measure_error(self, rows: Tensor) -> ErrorStats:
-        """How far the packed values are from the original ones; not a number where a value is not finite."""
+        """Return the error of the packed values, which is NaN if a value is not finite."""
         sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for part in _chunks(rows):
             wanted = self.to_values(part).double()
@@ -131,7 +131,7 @@ def _unpack_halves(stored: Tensor) -> tuple[Tensor, ...]:
 
 
 def quantize_int8(values: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor]:
-    """Integers around 128 and a scale a group.
+    """Quantize to integers with zero point 128 and one scale per group.
 
     >>> q, scale = quantize_int8(torch.arange(-127.0, 127, 2).reshape(1, 127)[:, :32])
     >>> q[0, :3].tolist(), scale.tolist()
@@ -144,9 +144,9 @@ def quantize_int8(values: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor]
 
 
 def quantize_int4(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """16 levels a group, `q * scale + minimum`: of a few ranges the one with the least square error.
+    """Quantize to 16 levels per group, `q * scale + minimum`, with the least squared error of several ranges.
 
-    For each range, scale and minimum are what fits its integers best, as float16, and the integers are taken anew.
+    For each range, scale and minimum are fitted to its integers and rounded to float16. Then integers are recomputed.
     """
     x = values.float().view(-1, group_size)
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
@@ -172,7 +172,7 @@ def _quantize_levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 def _fit_affine(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The line through integers and values, by least squares."""
+    """Fit a line through integers and values by least squares."""
     mean_q, mean_x = q.mean(1, keepdim=True), x.mean(1, keepdim=True)
     spread = (q - mean_q).square().sum(1, keepdim=True)
     scale = ((q - mean_q) * (x - mean_x)).sum(1, keepdim=True) / spread.clamp(min=1e-9)
@@ -210,7 +210,7 @@ def _requantize_int8(values: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[
 
 
 FORMATS = {each.name: each for each in _build_formats()}
-"""Every format by name: those of stored blocks, and those that plain values are quantised to."""
+"""Every format by name: those of stored blocks, and those that plain values are quantized to."""
 WEIGHT_MAPS.update(
     {each.map_name: WeightMap(each.pack, each.name if each.is_block_format else "") for each in FORMATS.values()}
 )

@@ -1,9 +1,9 @@
-"""Packed weights: the layout that the linear kernels read, whatever the number of rows they work on.
+"""The layout of packed weights, which every variant of the linear kernels reads, for any number of rows.
 
-A weight `[features, depth]` is cut into blocks of 16 features; a block is its groups of `group_size` columns one after
-the other, and a group is its integers, then one scale a feature, then (when they are stored) one minimum a feature.
-Within 32 columns, 64 bytes hold 4 columns of each feature: what a dot product of bytes takes, and a row of an AMX tile.
-A byte of four bits a column holds column k below and k + 16 above. So 1, 4, 16 or 512 rows read the same bytes.
+A weight `[features, depth]` is split into blocks of 16 features. A block contains its groups of `group_size` columns in
+order. A group contains its integers, then one scale per feature, then one minimum per feature if minima are stored.
+Within 32 columns, 64 bytes hold 4 columns of each feature: an operand of a byte dot product, and a row of an AMX tile.
+With 4 bits, a byte holds column k in its low half and column k + 16 in its high half.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LANES = 16
-"""Features that lie beside each other."""
+"""Features that are adjacent in memory."""
 STEP = 32
 """Columns that are packed together."""
 
@@ -23,8 +23,8 @@ STEP = 32
 class Packing:
     """A number format: `(q - zero) * scale`, or `q * scale + minimum` when minima are stored (`zero_point` is -1).
 
-    Of 16 bits are bfloat16 numbers: two columns of each feature beside each other, and no scales. Of 32 bits are
-    float32 numbers, column by column.
+    16 bits are bfloat16 values without scales, with two columns of each feature adjacent. 32 bits are float32 values,
+    column by column.
     """
 
     bits: int
@@ -38,7 +38,7 @@ class Packing:
         return self.group_size * LANES * self.bits // 8 + 2 * LANES * scales
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, int, int]:
-        """The shape of the packed weight.
+        """Return the shape of the packed weight.
 
         >>> Packing(4, -1).shape(960, 576)
         (60, 18, 320)
@@ -46,9 +46,9 @@ class Packing:
         return -(-out_features // LANES), in_features // self.group_size, self.group_bytes
 
     def pack(self, q: Tensor, scale: Tensor | None = None, minimum: Tensor | None = None) -> Tensor:
-        """Integers `[features, depth]` with scales and minima `[features, depth / group]` as one tensor of bytes.
+        """Pack integers `[features, depth]` with scales and minima `[features, depth / group]` into a tensor of bytes.
 
-        Of 16 and 32 bits, the values themselves.
+        With 16 and 32 bits, `q` holds the values themselves.
         """
         features, depth = q.shape
         blocks, groups, _ = self.shape(features, depth)
@@ -69,7 +69,7 @@ class Packing:
         return torch.cat(parts, dim=2)
 
     def unpack(self, packed: Tensor, out_features: int) -> Tensor:
-        """The weight as float32, `[features, depth]`; exact.
+        """Return the weight as float32, `[features, depth]`; exact.
 
         >>> format = Packing(8, 128)
         >>> q = torch.randint(0, 256, (20, 64))
@@ -96,7 +96,7 @@ class Packing:
 
 
 def _pad_rows(rows: Tensor, blocks: int) -> Tensor:
-    """Rows up to whole blocks; those that are added are 0."""
+    """Pad rows with zeros to whole blocks."""
     return torch.nn.functional.pad(rows, (0, 0, 0, blocks * LANES - rows.shape[0]))
 
 

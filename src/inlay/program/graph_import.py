@@ -28,8 +28,8 @@ def import_graph(graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str) 
     for node in made.nodes:
         if written_operands(node):
             raise TransformError(
-                f"{node.name} ({target_text(node.target)}) writes in place, and {name} works on functional graphs.",
-                "Use torch.export and run_decompositions({}) first.",
+                f"{node.name} ({target_text(node.target)}) writes in place, but {name} requires a functional graph.",
+                "Run torch.export and run_decompositions({}) first.",
             )
         if node.op == "get_attr" and node.target not in nested and "val" not in node.meta:
             node.meta["val"] = fakes.mode.from_tensor(find_attribute(module, node.target), static_shapes=True)

@@ -1,4 +1,4 @@
-"""Transforms: registered by name, configured by YAML, run by a small pass manager."""
+"""Transforms, which are registered by name and configured by YAML, and the pass manager that runs them."""
 
 from inlay.transforms.base import (
     Case,

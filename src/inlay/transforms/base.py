@@ -1,4 +1,4 @@
-"""What a transform is, and the registry of all of them."""
+"""Base classes of transforms, and their registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Stage(StrEnum):
-    """The order of a build. Within a stage, the configuration's order counts."""
+    """The ordered groups that transforms run in. Within a stage, they run in the order of the configuration."""
 
     CLEAN = "clean"
     CANONICALIZE = "canonicalize"
@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 
 class Numerics(StrEnum):
-    """What a transform may do to numbers: nothing, change rounding, or change results."""
+    """Whether a transform keeps results exact, changes rounding, or changes results."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -49,8 +49,8 @@ class Numerics(StrEnum):
 
 
 class TransformOptions(BaseModel):
-    """Options that every transform has. `expect` states how many sites there must be, as a number, as an expression of
-    the model's facts (`2 * layers + 1`), or `any`, which needs a `reason`."""
+    """Options of every transform. `expect` is the required number of sites: a number, an expression of the model's
+    facts (`2 * layers + 1`), or `any`, which requires a `reason`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     enabled: bool = True
@@ -60,22 +60,22 @@ class TransformOptions(BaseModel):
 
 @dataclass
 class TransformResult:
-    """What a transform made of a program."""
+    """The result of applying a transform to a program."""
 
     program: Program
     sites: int
     matched_roots: list[str] = field(default_factory=list)
-    """Name of the first output of each site, as it was before."""
+    """Name of the first output of each site, before the rewrite."""
     misses: list[Refusal] = field(default_factory=list)
     has_site_count: bool = True
-    """Whether `sites` are sites. Someone else's pass may give no count: then they are the calls that it changed."""
+    """Whether `sites` counts sites. For an external pass that reports no count, it counts the calls that changed."""
     notes: list[str] = field(default_factory=list)
-    """What is worth knowing beside: they become remarks of the kind `analysis`."""
+    """Further information; each note becomes a remark of the kind `analysis`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small function and arguments that show where a transform fires, or why it must not."""
+    """A small function with arguments, on which a transform must match or must not match."""
 
     name: str
     function: Callable[..., Any]
@@ -83,76 +83,76 @@ class Case:
     prerequisites: tuple[str, ...] = ()
     """Transforms that run first."""
     axes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    """Axes of any size, by the function's own names of its arguments: `{"x": {0: "batch"}}`."""
+    """Dynamic axes, by argument name of the function: `{"x": {0: "batch"}}`."""
 
 
 class Transform(ABC):
-    """Program → Program. Subclass `PatternTransform`, `LocalTransform` or `ProgramTransform`, decorate with
-    `@transform`, and put the file into `library/`."""
+    """A pass from Program to Program. To add one, subclass `PatternTransform`, `LocalTransform` or `ProgramTransform`,
+    decorate it with `@transform`, and put the file into `library/`."""
 
     name: ClassVar[str] = ""
     stage: ClassVar[Stage]
     numerics: ClassVar[Numerics]
     anchors: ClassVar[tuple[str, ...]] = ()
-    """Operators that show the transform has work: if one is there and no site matched, something is wrong."""
+    """Operators that indicate sites. If a program has one of them and no site matched, the contract fails."""
     adds_inputs: ClassVar[bool] = False
-    """The result has inputs that the program did not have: no generic test can call both and compare, and the transform
-    must be compared by a test of its own."""
+    """Whether the result has inputs that the program did not have. Generic tests cannot call both and compare results,
+    so such a transform needs a separate comparison test."""
     Options: ClassVar[type[TransformOptions]] = TransformOptions
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
         self.site_filter: Callable[[fx.Node], bool] | None = None
-        """Which sites to rewrite, told by their first output; None: all."""
+        """Selects the sites to rewrite by their first output; None selects all."""
         self.listeners: list[RewriteListener] = []
-        """Who is told of every change to the graph."""
+        """Notified of every change to the graph."""
 
     def is_selected(self, output: fx.Node) -> bool:
-        """Whether to rewrite the site that was just found: always, unless a bisection leaves some out."""
+        """Return whether to rewrite the site with this first output. Only a bisection excludes sites."""
         return self.site_filter is None or self.site_filter(output)
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
-        """At least one place where the transform fires."""
+        """Return at least one case that the transform must rewrite."""
         return []
 
     @classmethod
     def negative_cases(cls) -> list[Case]:
-        """At least three places that look like it and must be left alone."""
+        """Return at least three similar cases that the transform must not rewrite."""
         return []
 
     @abstractmethod
     def apply(self, program: Program) -> TransformResult:
-        """Work on `program`, which is a copy, and hand it or another one on."""
+        """Transform `program`, which is a copy, and return it or another program in the result."""
 
     @classmethod
     def summary(cls) -> str:
-        """The first line of its docstring."""
+        """Return the first line of the docstring."""
         return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
 class ProgramTransform(Transform):
-    """A transform that plans over the whole program, and then rewrites each match through the rewriter."""
+    """A transform that plans over the whole program, then rewrites each match through the rewriter."""
 
     is_atomic: ClassVar[bool] = False
-    """All matches are rewritten or none: one that is refused refuses all, and none is left out on its own."""
+    """Whether all matches are rewritten or none. One refused match refuses all, and a bisection excludes none."""
 
     @abstractmethod
     def plan(self, program: Program) -> Iterable[Match | Refusal]:
-        """Every place to rewrite and every place to leave alone. The program stays as it is."""
+        """Return every match to rewrite and every refusal. The program must not be changed."""
 
     @abstractmethod
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
-        """Rewrite one match. Raise `Refused` before anything was replaced to leave it alone after all."""
+        """Rewrite one match. To refuse it after all, raise `Refused` before replacing anything."""
 
     def prepare(self, rewriter: Rewriter) -> None:
-        """What is done to the program before it is planned over."""
+        """Change the program before `plan` runs."""
 
     def clean_up(self, rewriter: Rewriter) -> None:
-        """What is done after all matches were rewritten."""
+        """Clean up after all matches were rewritten."""
 
     def notes(self, matches: Sequence[Match]) -> list[str]:
-        """What is worth knowing about the matches that were rewritten."""
+        """Return notes about the matches that were rewritten."""
         return []
 
     def apply(self, program: Program) -> TransformResult:
@@ -166,8 +166,8 @@ class ProgramTransform(Transform):
                 for name, value in fixed.items()
             ]
             raise TransformError(
-                f"{self.name} took it that {', '.join(names)}, and sizes may be others.",
-                "Compare sizes with inlay.program.symbols.is_same_size, and let numbers be numbers.",
+                f"{self.name} assumed that {', '.join(names)}, but these sizes are dynamic.",
+                "Compare sizes with inlay.program.symbols.is_same_size, which adds no guard.",
             )
         return applied
 
@@ -215,14 +215,14 @@ class ProgramTransform(Transform):
 
 
 class LocalTransform(ProgramTransform):
-    """A transform that looks at one node at a time. It sees what it made of the nodes before."""
+    """A transform that matches one node at a time, after the rewrites of earlier nodes."""
 
     @abstractmethod
     def match(self, node: fx.Node) -> Match | Refusal | None:
-        """Whether a node is to be rewritten, or why not; None: it does not start like a match."""
+        """Return the match or the refusal at a node, or None if no match starts there."""
 
     def plan(self, program: Program) -> Iterator[Match | Refusal]:
-        """What is found in the program as it is; to `apply` it, each match is rewritten before the next node."""
+        """Find matches in the unchanged program. `apply` instead rewrites each match before the next node."""
         return self._places(Rewriter(program))
 
     def _places(self, rewriter: Rewriter) -> Iterator[Match | Refusal]:
@@ -234,7 +234,7 @@ class LocalTransform(ProgramTransform):
 
 
 class PatternTransform(ProgramTransform, Rule):
-    """A transform made of `pattern`, `check` and `replacement`."""
+    """A transform that consists of `pattern`, `check` and `replacement`."""
 
     def plan(self, program: Program) -> Iterator[Match | Refusal]:
         alternatives = trace_alternatives(program, self)
@@ -268,7 +268,7 @@ def transform(
 
 
 def registry() -> Mapping[str, type[Transform]]:
-    """All transforms: the library's and those of installed packages (entry points `inlay.transforms`)."""
+    """Return all transforms: the library's and those of installed packages (entry points `inlay.transforms`)."""
     _load()
     return _REGISTRY
 
@@ -282,7 +282,7 @@ def _load() -> None:
 
 
 def find_transform(name: str) -> type[Transform]:
-    """The transform of this name."""
+    """Return the transform of this name."""
     known = registry()
     if name not in known:
         raise UsageError(f"There is no transform {name}.", suggest(name, known) or "`inlay passes` lists them.")

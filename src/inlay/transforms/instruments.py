@@ -1,4 +1,4 @@
-"""Observers of a run. They look, count and write; a program passes through unchanged."""
+"""Instruments: observers around transforms, which never change a program."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Dump:
-    """Writes the program after each transform that ran: `NNN_stage_transform.py`, and `index.json` about all of them.
+    """An instrument that writes the program after each transform that changed it, and `index.json` about all of them.
 
-    Files of others in the folder are left alone; a dump made before is written over.
+    Files are named `NNN_stage_transform.py`. Other files in the folder are kept; an earlier dump is overwritten.
     """
 
     folder: Path
@@ -35,18 +35,18 @@ class Dump:
             raise UsageError(f"{self.folder} is a file.", "Name a folder for the dumps.")
 
     def before(self, transform: Transform, program: Program) -> None:
-        """The first program is dumped as it came."""
+        """Dump the program before the first transform."""
         if self.count == 0:
             self._write("capture", "program", program)
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """Dump what ran; say of the rest why it did not."""
+        """Dump the program if it changed, or record why it did not."""
         entry: dict[str, object] = {"transform": record.key, "stage": record.stage, "status": record.status}
         if record.status == "ran" and record.sites:
             entry["file"] = self._write(record.stage, re.sub(r"[^\w.-]", "_", record.key), program)
             entry["matches" if record.has_site_count else "changed_nodes"] = record.sites
         elif record.status == "ran":
-            entry["why"] = record.misses[0].reason if record.misses else "nothing in the program starts like it"
+            entry["why"] = record.misses[0].reason if record.misses else "no node starts a match"
         else:
             entry["why"] = "enabled: false"
         self.index.append(entry)
@@ -62,17 +62,17 @@ class Dump:
 
 @dataclass
 class TransformSnapshot:
-    """Keeps the program before and after one transform, for showing what it did."""
+    """An instrument that keeps the program before and after one transform."""
 
     key: str
     pair: tuple[Program, Program] | None = None
     _before: Program | None = None
 
     def before(self, transform: Transform, program: Program) -> None:
-        """Remember what goes in."""
+        """Keep the program before the transform."""
         self._before = program
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """Keep the pair when it is the transform in question."""
+        """Keep both programs if this is the transform with the key."""
         if record.key == self.key and self._before is not None:
             self.pair = (self._before, program)

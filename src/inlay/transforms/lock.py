@@ -1,6 +1,6 @@
-"""Lock: how often every transform matched, and why it did not elsewhere; held against what it does now.
+"""Lock files: matches and misses of every transform per model, compared with current results.
 
-A file that people read and review. `check` says what became different, in sentences.
+A lock file is meant for review. `check` reports each difference as a sentence.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _HEADER = "# Written by `inlay lock`; `inlay check --lock FILE` compares. Review
 
 
 class LockedTransform(BaseModel):
-    """What one transform did."""
+    """Matches and misses of one transform."""
 
     model_config = ConfigDict(extra="forbid")
     sites: int
     misses: dict[str, int] = Field(default_factory=dict)
-    """Reason → how often."""
+    """Reason → count."""
 
 
 class LockedModel(BaseModel):
-    """One model: what it was, under which configuration, and what each transform did to it."""
+    """One model: hashes of its program and configuration, and the results of each transform."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -54,40 +54,38 @@ class LockedModel(BaseModel):
 
 
 class LockOptions(BaseModel):
-    """The options a lock was written with: a check uses them again."""
+    """The options that a lock was written with. A check uses the same options."""
 
     model_config = ConfigDict(extra="forbid")
     config: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Configuration file, as it was named → what it held."""
+    """Name of a configuration file as given → its contents."""
     settings: list[str] = Field(default_factory=list)
     dtype: str = ""
 
     @classmethod
     def from_files(cls, files: Sequence[Path], settings: Sequence[str], dtype: str) -> LockOptions:
-        """The options of now."""
+        """Return options with the current contents of the files."""
         kept = [ConfigFile.from_file(file) for file in files]
         return cls(config={each.origin: each.contents for each in kept}, settings=list(settings), dtype=dtype)
 
     @property
     def files(self) -> list[ConfigFile]:
-        """The configuration files as they were."""
+        """The configuration files with their locked contents."""
         return [ConfigFile(name, contents) for name, contents in self.config.items()]
 
     def arguments(self) -> list[str]:
-        """The options as words of a command."""
+        """Return the options as command-line arguments."""
         words = [word for name in self.config for word in ("--config", name)]
         words += [word for each in self.settings for word in ("--set", each)]
         return words + (["--dtype", self.dtype] if self.dtype else [])
 
     def changes(self) -> Iterator[LockDifference]:
-        """The configuration files that are not any more what they were."""
+        """Find configuration files that changed since they were locked."""
         for name, contents in self.config.items():
             if not Path(name).exists():
                 yield LockDifference(name, "The file is missing; its locked contents are used.", fails=False)
             elif ConfigFile.from_file(name).contents != contents:
-                yield LockDifference(
-                    name, "The file changed since it was locked; it is checked with what is locked of it."
-                )
+                yield LockDifference(name, "The file changed since it was locked; its locked contents are used.")
 
 
 class Lock(BaseModel):
@@ -100,19 +98,19 @@ class Lock(BaseModel):
     models: list[LockedModel]
 
     def text(self) -> str:
-        """The file."""
+        """Return the contents of the lock file."""
         return _HEADER + yaml.safe_dump(self.model_dump(), sort_keys=False, width=120)
 
 
 def versions() -> dict[str, str]:
-    """What may change how a model is captured and matched."""
+    """Return versions of the packages that affect how a model is captured and matched."""
     return {name: found for name in _PACKAGES if (found := machine.package_version(name))}
 
 
 def lock_model(
     name: str, program: Program, resolved: ResolvedConfig, records: Sequence[TransformRecord]
 ) -> LockedModel:
-    """The entry of one model, from the program as it was captured and what the transforms did."""
+    """Return the entry of one model, from its captured program and the records of the transforms."""
     settings = sorted(
         f"{entry.key}.{option}={setting.value}"
         for entry in resolved.entries
@@ -141,7 +139,7 @@ def _short_hash(text: str) -> str:
 
 
 def read_lock(file: Path) -> Lock:
-    """A lock from its file."""
+    """Read a lock file."""
     try:
         return Lock.model_validate(yaml.safe_load(file.read_text()))
     except OSError as error:
@@ -152,7 +150,7 @@ def read_lock(file: Path) -> Lock:
 
 @dataclass(frozen=True)
 class LockDifference:
-    """One thing that is not as it was locked. What only informs is no failure."""
+    """One difference from a lock. It fails the check unless `fails` is false."""
 
     model: str
     """The model, or the configuration file."""
@@ -161,20 +159,20 @@ class LockDifference:
     transform: str = ""
 
     def annotation(self, file: Path) -> str:
-        """The same for GitHub Actions."""
+        """Return the message as a GitHub Actions annotation."""
         text = self.message.replace("%", "%25").replace("\n", "%0A")
         return f"::{'error' if self.fails else 'notice'} file={file},title=inlay check: {self.model}::{text}"
 
 
 @dataclass
 class Comparison:
-    """What a check found."""
+    """The result of a check."""
 
     differences: list[LockDifference] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
-        """Whether everything matches as often as it did."""
+        """Whether no difference is a failure."""
         return not any(each.fails for each in self.differences)
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +181,7 @@ class Comparison:
 
 
 def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -> Iterator[LockDifference]:
-    """What changed for one model, most important first. `explain` says what a transform does not match."""
+    """Find what changed for one model, most important first. `explain` returns why a transform missed sites."""
     for key in dict.fromkeys((*old.transforms, *new.transforms)):
         before, after = old.transforms.get(key), new.transforms.get(key)
         if before is None or after is None:
@@ -192,17 +190,17 @@ def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -
         elif before.sites != after.sites:
             reason = f": {text}" if (text := explain(key)) else ""
             yield LockDifference(
-                old.model, f"{key} matched {after.sites} sites, and {before.sites} are locked{reason}.", transform=key
+                old.model, f"{key} matched {after.sites} sites, the lock has {before.sites}{reason}.", transform=key
             )
         elif before.misses != after.misses:
             yield LockDifference(
-                old.model, f"{key} misses for other reasons: {_reasons(after)}, not {_reasons(before)}.", False, key
+                old.model, f"{key}: reasons of misses changed from {_reasons(before)} to {_reasons(after)}.", False, key
             )
     if old.configuration != new.configuration:
-        yield LockDifference(old.model, "The configuration is another one.", fails=False)
+        yield LockDifference(old.model, "The configuration changed.", fails=False)
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
-        yield LockDifference(old.model, f"The captured program is another one ({nodes}).", fails=False)
+        yield LockDifference(old.model, f"The captured program changed ({nodes}).", fails=False)
 
 
 def _reasons(locked: LockedTransform) -> str:

@@ -1,4 +1,4 @@
-"""The pass manager: each transform runs on a copy, which is swapped in when it and its checks succeed."""
+"""The pass manager: each transform runs on a copy, which replaces the program when its checks succeed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformRecord:
-    """What happened to one transform of a run."""
+    """The record of one transform of a run."""
 
     key: str
     transform: str
     stage: str
     status: str
-    """`ran`, `disabled`, `skipped` (nothing for it to do), or `failed` (left out by the backend for torch.compile)."""
+    """`ran`, `disabled`, `skipped` (nothing to do), or `failed` (not applied; only in the torch.compile backend)."""
     sites: int = 0
     has_site_count: bool = True
-    """Whether `sites` are sites: calls that changed, where a pass gives no count."""
+    """Whether `sites` counts sites. Otherwise it counts the calls that changed."""
     seconds: float = 0.0
     nodes: tuple[int, int] = (0, 0)
     matched_roots: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class TransformRecord:
 
     @property
     def summary(self) -> str:
-        """The line people and scripts look for."""
+        """One line for logs and scripts."""
         if self.status != "ran":
             return f"{self.key}: [SUMMARY] {self.status}"
         before, after = self.nodes
@@ -57,16 +57,16 @@ class TransformRecord:
 
     @property
     def misses(self) -> tuple[Remark, ...]:
-        """The remarks on what was not rewritten."""
+        """The remarks on sites that were not rewritten."""
         return tuple(each for each in self.remarks if each.kind is not RemarkKind.ANALYSIS)
 
     @property
     def notes(self) -> tuple[Remark, ...]:
-        """The remarks on what is worth knowing beside."""
+        """The remarks of the kind `analysis`."""
         return tuple(each for each in self.remarks if each.kind is RemarkKind.ANALYSIS)
 
     def to_json(self) -> dict[str, Any]:
-        """The record for machines."""
+        """Return the record as JSON values."""
         remarks = [remark.to_json() for remark in self.remarks]
         return {
             "key": self.key,
@@ -82,13 +82,13 @@ class TransformRecord:
 
 
 class Instrument(Protocol):
-    """An observer. It sees each program before and after a transform and never changes it."""
+    """An observer of the program before and after each transform. It never changes the program."""
 
     def before(self, transform: Transform, program: Program) -> None:
-        """A transform is about to run."""
+        """Called before a transform runs."""
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """A transform ran, or was passed over; `program` is what goes on."""
+        """Called after a transform ran or was disabled; `program` is the input of the next one."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class TransformStep:
 
 
 def configure(resolved: ResolvedConfig) -> list[TransformStep]:
-    """Typed options for every entry, in stage order; a misspelt name or option is an error with the nearest one."""
+    """Return the steps in stage order. Unknown names and options raise an error with a suggestion."""
     steps = []
     for entry in resolved.entries:
         cls = find_transform(entry.name)
@@ -110,14 +110,14 @@ def configure(resolved: ResolvedConfig) -> list[TransformStep]:
         except ValidationError as error:
             raise _option_error(entry.key, cls.Options, error, entry.options) from error
         if options.expect == "any" and not options.reason:
-            raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "Say why no count can be stated.")
+            raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "State in `reason` why there is no count.")
         steps.append(TransformStep(entry.key, cls(options)))
     order = list(Stage)
     return sorted(steps, key=lambda step: order.index(step.transform.stage))
 
 
 def steps_through(name: str, steps: Sequence[TransformStep]) -> list[TransformStep]:
-    """The steps up to the one of this name, which is switched on if it was off.
+    """Return the steps up to and including this one, which is enabled if it was disabled.
 
     >>> from inlay.config import resolve_config
     >>> [step.key for step in steps_through("match_layer_norm", configure(resolve_config()))]
@@ -146,7 +146,7 @@ def _option_error(key: str, known: type[TransformOptions], error: ValidationErro
 def run(
     program: Program, steps: Sequence[TransformStep], instruments: Sequence[Instrument] = ()
 ) -> tuple[Program, list[TransformRecord]]:
-    """Run the steps in order. On an error the program that went in is untouched."""
+    """Run the steps in order. On an error the input program is unchanged."""
     records: list[TransformRecord] = []
     _trace_patterns(program, steps)
     for step in steps:
@@ -160,9 +160,9 @@ def run(
 
 
 def _trace_patterns(program: Program, steps: Sequence[TransformStep]) -> None:
-    """All patterns at once, which takes half the time."""
+    """Trace the patterns of all steps at once, which takes half the time."""
     rules = [step.transform for step in steps if step.transform.options.enabled and isinstance(step.transform, Rule)]
-    with suppress(Exception):  # a rule that fails here fails again in its own step, which says so
+    with suppress(Exception):  # a rule that fails here fails again in its own step, which reports it
         trace_alternatives(program, *rules)
 
 
@@ -201,7 +201,7 @@ def _run_step(program: Program, step: TransformStep, predecessors: list[str]) ->
 
 def _failure_text(key: str, predecessors: list[str], problem: str) -> str:
     after = f" after {', '.join(predecessors)}" if predecessors else ""
-    return f"The transform {key}{after} failed: {problem} The program is as it was before."
+    return f"The transform {key}{after} failed: {problem} The program is unchanged."
 
 
 def _remark(each: Transform, miss: Refusal) -> Remark:
@@ -220,8 +220,8 @@ def _remark(each: Transform, miss: Refusal) -> Remark:
 
 
 def check_metadata(program: Program, before: Program) -> None:
-    """Every value has a type, the one that its operands give it where it is not as `before`; every operand is computed
-    before it is used; every output is of the type it must have."""
+    """Check that every value has a type, that types that are new since `before` follow from the operands, that operands
+    are computed before they are used, and that outputs have their declared types."""
     for node in all_nodes(program.graph):
         if node.op == "call_function" and "val" not in node.meta:
             raise TransformError(f"{node.name} ({target_text(node.target)}) has no type.")
@@ -230,16 +230,16 @@ def check_metadata(program: Program, before: Program) -> None:
 
 
 def check_contract(step: TransformStep, before: Program, applied: TransformResult) -> None:
-    """Anchors present and no site matched is an error, as is a count other than the stated one."""
+    """Raise an error if the count is not the expected one, or if anchors are present and no site matched."""
     expect = step.transform.options.expect
     if expect == "any":
         return
     if expect is not None:
         wanted = expected_count(expect, before)
         if applied.sites != wanted:
-            remedy = f"If that is right, set {step.key}.expect; `inlay config MODEL` says where it was set."
+            remedy = f"If this count is right, set {step.key}.expect; `inlay config MODEL` shows where it was set."
             raise ContractError(
-                f"{step.key} matched {applied.sites} sites, and {wanted} are expected ({expect}).",
+                f"{step.key} matched {applied.sites} sites, expected {wanted} ({expect}).",
                 f"{_nearest_misses_text(step, before, applied)} {remedy}".strip(),
             )
     elif not applied.sites:
@@ -247,12 +247,12 @@ def check_contract(step: TransformStep, before: Program, applied: TransformResul
         if anchors:
             raise ContractError(
                 f"{step.key} matched nothing although the program has {', '.join(anchors)}.",
-                _nearest_misses_text(step, before, applied) or "If that is right, set expect: any with a reason.",
+                _nearest_misses_text(step, before, applied) or "If this is right, set expect: any with a reason.",
             )
 
 
 def _nearest_misses_text(step: TransformStep, before: Program, applied: TransformResult) -> str:
-    """The places that came nearest to a match; looked for only now that there is something to explain."""
+    """Return the nearest misses as text. They are searched only when a contract failed."""
     if isinstance(step.transform, Rule):
         from inlay.rewrite.near_misses import find_near_misses
 
@@ -273,7 +273,7 @@ _OPERATORS: dict[type[Any], Any] = {
 
 
 def expected_count(expect: int | str, program: Program) -> int:
-    """A stated count, which may be an expression of the model's facts."""
+    """Return the value of `expect`, which may be an expression of the model's facts."""
     facts = {name: fact.value for name, fact in program.facts.items()}
 
     def value(node: ast.expr) -> int:
@@ -283,7 +283,7 @@ def expected_count(expect: int | str, program: Program) -> int:
             case ast.Name(id=name) if name in facts:
                 return facts[name]
             case ast.Name(id=name):
-                raise UsageError(f"expect: {expect!r} names {name}, which is not known.", suggest(name, facts))
+                raise UsageError(f"expect: {expect!r} uses {name}, which is not a known fact.", suggest(name, facts))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 result: int = _OPERATORS[type(op)](value(left), value(right))
                 return result

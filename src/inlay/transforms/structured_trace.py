@@ -1,4 +1,4 @@
-"""Adapter: torch's structured trace, so that tlparse shows the program after each of our transforms.
+"""Adapter: torch's structured trace, so that tlparse shows the program after each transform.
 
 The trace is on when the environment variable TORCH_TRACE names a folder. Each program becomes an artifact called
 `inlay_NNN_stage_transform`, in the folded form.
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 
 def trace_instruments() -> list[StructuredTrace]:
-    """The observer to run transforms with, if a trace is being written."""
+    """Return an instrument that writes programs to the trace, if a trace is being written."""
     handler: Any = _internal.LOG_TRACE_HANDLER
     return [StructuredTrace()] if handler is not None and handler.root_dir is not None else []
 
 
 @dataclass
 class StructuredTrace:
-    """Emits the program before the first transform and after each that changed it.
+    """An instrument that emits the program before the first transform and after each that changed it.
 
-    The first lines of an artifact say what the transform did, and those before it that changed nothing.
+    An artifact starts with the summaries of this transform and of preceding ones that changed nothing.
     """
 
     count: int = 0
     header_lines: list[str] = field(default_factory=list)
 
     def before(self, transform: Transform, program: Program) -> None:
-        """The first program is emitted as it came."""
+        """Emit the program before the first transform."""
         if self.count == 0:
             self._emit("capture", "program", program)
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """Emit what became of the program."""
+        """Emit the program if the transform changed it."""
         misses = f" misses={len(record.misses)}" if record.misses else ""
         self.header_lines.append(f"# {record.summary}{misses}\n")
         if record.status == "ran" and record.sites:
@@ -56,7 +56,7 @@ class StructuredTrace:
 
 
 def emit(name: str, payload: str) -> None:
-    """Write one artifact into the trace; outside of torch.compile it belongs to no frame."""
+    """Write one artifact into the trace. Outside of torch.compile it belongs to no frame."""
     _internal.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

@@ -104,7 +104,7 @@ def test_settings_say_where_they_come_from() -> None:
 
 def test_a_broken_contract_is_shown() -> None:
     facts = report_program(capture(norms()), BuildOptions(settings=("match_rms_norm.expect=2",)))
-    assert "matched 1 sites, and 2 are expected" in _transform(facts, "match_rms_norm")["contract"]["broken"]
+    assert "matched 1 sites, expected 2" in _transform(facts, "match_rms_norm")["contract"]["broken"]
 
 
 def test_nothing_of_a_model_is_markup() -> None:

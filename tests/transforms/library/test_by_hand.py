@@ -73,10 +73,10 @@ def cut_in_four() -> Program:
 
 
 REFUSED: list[tuple[str, Callable[[], Program], str]] = [
-    ("match_gated_short_conv", no_batch, "shape: x has other axes than batch, length and channels"),
-    ("match_gated_short_conv", cut_in_four, "shape: x is not cut in three"),
-    ("fuse_gemms", derived_weights, "refused: p_gate is made by another transform"),
-    ("fuse_gemms", vectors_as_weights, "shape: p_gate is no matrix"),
+    ("match_gated_short_conv", no_batch, "shape: x is not [batch, length, channels]"),
+    ("match_gated_short_conv", cut_in_four, "shape: x is not split into three parts"),
+    ("fuse_gemms", derived_weights, "refused: p_gate was created by another transform"),
+    ("fuse_gemms", vectors_as_weights, "shape: p_gate is not a matrix"),
     ("fuse_gemms", written_result, "mutation between: mul__tensor writes to linear"),
 ]
 

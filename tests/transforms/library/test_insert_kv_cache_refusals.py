@@ -84,7 +84,7 @@ _AS_A_NUMBER = "the length is used as a number"
 _ALONG = "works along the axis of positions"
 _UNKNOWN = "is not known to keep positions apart"
 _OF_SIZES = "it is made of sizes alone, and neither a position nor the same at every one"
-_SAME = "it reads positions as if all sequences had the same"
+_SAME = "it reads positions as if they were equal in all sequences"
 _NO_AXIS = "its result or an operand has no axis of positions, or several"
 _LAST = "the last position is brought together with others"
 
@@ -239,17 +239,17 @@ def _wave(h: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[str, Any]] = {
-    "both ways": ("its mask is not known to be causal", lambda x, w: attend(x, w, is_causal=False)),
+    "both ways": ("it is not causal: it has no mask", lambda x, w: attend(x, w, is_causal=False)),
     "a mask": (
         "its mask is not known to be causal",
         lambda x, w: attend(x, w, is_causal=False, attn_mask=(x[:, :, :1] > 0).unsqueeze(1)),
     ),
     "along the batch too": (
-        "it works on another batch or length than the first one",
+        "its batch or length differs from that of the first attention",
         lambda x, w: attend(attend(x, w).transpose(0, 1), w),
     ),
     "positions [length, 1]": (
-        "its positions have another shape than [length] or [batch, length]",
+        "the shape of its positions is not [length] or [batch, length]",
         lambda x, w: attend(x + torch.ones(x.shape[1], 1).cumsum(0), w),
     ),
     "no values": (
@@ -303,7 +303,7 @@ def test_any_number_of_heads() -> None:
 
     axes = {"x": {0: "batch", 1: "heads", 2: "length"}}
     program = program_of(decoder, [torch.randn(2, 3, 5, 8)], axes=axes)
-    assert "the number of heads or of their columns is not known" in _reason(program)
+    assert "the number of heads or the head size is dynamic" in _reason(program)
 
 
 @pytest.mark.fast
@@ -312,9 +312,9 @@ def test_any_number_of_heads() -> None:
     [
         (
             lambda x, w: attend(x if x.shape[1] < 9 else -x, w),
-            "max_length is 16, and it was captured for a length to 8",
+            "max_length is 16, but the captured length is at most 8",
         ),
-        (lambda x, w: attend(x if x.shape[0] < 3 else -x, w), "max_batch is 4, and it was captured for a batch to 2"),
+        (lambda x, w: attend(x if x.shape[0] < 3 else -x, w), "max_batch is 4, but the captured batch is at most 2"),
     ],
 )
 def test_captured_for_less(decoder: Any, reason: str) -> None:
@@ -333,7 +333,7 @@ class _Counts(torch.nn.Module):
 
 @pytest.mark.fast
 def test_state_of_its_own() -> None:
-    assert "the model brings state of its own" in _reason(captured(_Counts()))
+    assert "the model already has state" in _reason(captured(_Counts()))
 
 
 @pytest.mark.fast

@@ -253,10 +253,10 @@ class TestFolder:
 @pytest.mark.parametrize(
     ("options", "map_name", "reason"),
     [
-        ({"format": "none"}, "", "the format is none"),
-        ({"format": "stored"}, "", "it is stored as plain values"),
-        ({"format": "int8", "skip": ["*"]}, "", "{target} is left out by the options only and skip"),
-        ({"format": "int8"}, "transpose", "{weight} is made by another transform"),
+        ({"format": "none"}, "", "the option format is none"),
+        ({"format": "stored"}, "", "the weight is stored as plain values"),
+        ({"format": "int8", "skip": ["*"]}, "", "{target} is excluded by the options only and skip"),
+        ({"format": "int8"}, "transpose", "{weight} was created by another transform"),
     ],
 )
 def test_weights_that_stay_as_they_are(options: dict[str, Any], map_name: str, reason: str) -> None:

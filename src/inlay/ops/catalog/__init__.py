@@ -1,6 +1,6 @@
-"""The catalog of kernels that exist: in torch, in Inlay, in installed packages, and known elsewhere.
+"""The catalog of existing kernels: in torch, in Inlay, in installed packages and in other projects.
 
-Nothing in it is called. It answers one question: who computes this already?
+It is only for lookup; none of its kernels is called through it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KERNELS = (*BUNDLED_KERNELS, *THIRD_PARTY_KERNELS)
 
 
 def lookup(operations: Sequence[str], dtype: str = "") -> list[KernelEntry]:
-    """Kernels known by any of these names, which go from the particular to the general.
+    """Return kernels for any of these operation names, which are ordered from specific to general.
 
-    Those that can be called here in `dtype` come first, then by name. A kernel of another dtype, or that is not
-    installed, exists all the same. Operators of installed packages count when they are called what is looked for.
+    Kernels that can be called here in `dtype` come first, then in the order of names. Kernels of other dtypes and
+    kernels that are not installed are included, and operators of installed packages that have one of the names.
 
     >>> [entry.source for entry in lookup(["rms_norm"], "float32")][:2]
     ['inlay', 'flashinfer']
@@ -39,7 +39,7 @@ def _find_cataloged(name: str) -> list[KernelEntry]:
 
 
 def _find_registered(name: str) -> list[KernelEntry]:
-    """Operators of this name that packages have registered, and that no entry is about."""
+    """Return operators of this name that packages registered and that have no entry."""
     told = {entry.operator for entry in KERNELS}
     return [
         KernelEntry(f"{space}::{name}", space, (name,), f"torch.ops.{space}.{name}", operator=f"{space}::{name}")

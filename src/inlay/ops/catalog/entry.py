@@ -1,4 +1,4 @@
-"""What the catalog says of a kernel."""
+"""Entries of the catalog."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from inlay.ops.catalog.operator_registry import is_registered
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A kernel that exists: what it computes, and where it was seen."""
+    """An existing kernel: what it computes, and where it is defined."""
 
     name: str
     source: str
-    """`aten`, `onednn`, `quantized`, `inlay`, `inductor`, or the package that has it."""
+    """`aten`, `onednn`, `quantized`, `inlay`, `inductor`, or the package that contains it."""
     operations: tuple[str, ...]
-    """What regions of a program it can stand for, by the names candidates use."""
+    """Regions of a program that it can replace, by the names that candidates use."""
     evidence: str
-    """Path and symbol; of packages that are not installed, the repository's."""
+    """Path and symbol; for packages that are not installed, those in the repository."""
     operator: str = ""
-    """`namespace::name`, looked up when asked whether it is here."""
+    """`namespace::name`, looked up to check whether it is available."""
     package: str = ""
-    """The Python package that brings it, where it is no operator."""
+    """The Python package that contains it, if it is not an operator."""
     dtypes: tuple[str, ...] = ()
-    """Number formats it works in; none: all."""
+    """Supported dtypes; empty means all."""
     conditions: str = ""
     transform: str = ""
-    """The transform of Inlay that puts it into a program."""
+    """The Inlay transform that inserts it into a program."""
 
     @property
     def is_available(self) -> bool:
@@ -37,5 +37,5 @@ class KernelEntry:
         return not self.package or importlib.util.find_spec(self.package) is not None
 
     def is_usable(self, dtype: str) -> bool:
-        """Whether it can be called here on numbers of this format."""
+        """Return whether it can be called in this process with this dtype."""
         return self.is_available and (not self.dtypes or not dtype or dtype in self.dtypes)

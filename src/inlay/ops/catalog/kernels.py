@@ -1,4 +1,4 @@
-"""Kernels that come with torch or with Inlay."""
+"""Kernels of torch, of Inlay and of third parties."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUNDLED_KERNELS = (
         "gated_short_conv",
         "short_conv",
         "match_gated_short_conv",
-        "one kernel on a GPU alone (Triton, not timed); elsewhere the compiler sees its reference",
+        "one kernel only on GPUs (Triton, not timed); elsewhere the compiler uses its reference",
     ),
     KernelEntry(
         "layer_norm",
@@ -50,7 +50,7 @@ BUNDLED_KERNELS = (
         ("shared_input_gemms",),
         "aten/src/ATen/native/Linear.cpp:linear",
         operator="aten::linear",
-        conditions="weights of one dtype, put one below the other when the program is built",
+        conditions="weights of one dtype, concatenated at build",
         transform="fuse_gemms",
     ),
     KernelEntry(
@@ -60,7 +60,7 @@ BUNDLED_KERNELS = (
         f"{_MKLDNN}:_register_unary_fusion, _register_binary_fusion",
         operator="mkldnn::_linear_pointwise",
         dtypes=_HALF_DTYPES,
-        conditions="CPU, weights frozen; Inductor puts it in by itself",
+        conditions="CPU, frozen weights; Inductor inserts it",
     ),
     KernelEntry(
         "dynamic int8 linear with ReLU",
@@ -75,7 +75,7 @@ BUNDLED_KERNELS = (
         "inductor",
         ("pointwise", "reduction"),
         "torch/_inductor/scheduler.py:Scheduler.can_fuse_vertical",
-        conditions="calls over the same rows; it needs no transform, and no custom operator in between",
+        conditions="calls over the same rows, without a custom operator in between; needs no transform",
     ),
 )
 _HALF_DTYPES = ("float16", "bfloat16")
@@ -117,10 +117,10 @@ THIRD_PARTY_KERNELS = (
     _flashinfer("rmsnorm", ("rms_norm",), "norm/__init__.py"),
     _flashinfer("fused_add_rmsnorm", ("add_rms_norm",), "norm/__init__.py"),
     _flashinfer("layernorm", ("layer_norm",), "norm/__init__.py"),
-    _flashinfer("silu_and_mul", ("swiglu",), "activation.py", "CUDA; gate and up lie beside each other"),
-    _flashinfer("gelu_tanh_and_mul", ("geglu",), "activation.py", "CUDA; gate and up lie beside each other"),
+    _flashinfer("silu_and_mul", ("swiglu",), "activation.py", "CUDA; gate and up are concatenated"),
+    _flashinfer("gelu_tanh_and_mul", ("geglu",), "activation.py", "CUDA; gate and up are concatenated"),
     _flashinfer(
-        "apply_rope_with_cos_sin_cache", ("rope", "rope_interleaved"), "rope.py", "CUDA; query and key at once"
+        "apply_rope_with_cos_sin_cache", ("rope", "rope_interleaved"), "rope.py", "CUDA; query and key in one call"
     ),
     _flashinfer(
         "single_prefill_with_kv_cache",
@@ -141,7 +141,7 @@ THIRD_PARTY_KERNELS = (
         ("conv1d",),
         "vllm-project/vllm csrc/cpu/torch_bindings.cpp:causal_conv1d_fwd_cpu",
         operator="_C::causal_conv1d_fwd_cpu",
-        conditions="a CPU build, on CUDA a kernel of its own; the convolution and a SiLU, no gates around it",
+        conditions="CPU build (CUDA has another kernel); convolution and SiLU, without gates",
     ),
     _tensorrt_llm(
         "fused_qk_norm_rope",

@@ -1,4 +1,4 @@
-"""Adapter: the operators that are registered with torch in this process, whoever registered them."""
+"""Adapter: all operators that are registered with torch in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_NAMESPACES = frozenset(
         *("sparse", "static_runtime", "streams", "symm_mem"),
     }
 )
-"""Namespaces that come with torch; every other one is an installed package's."""
+"""Namespaces of torch; every other one belongs to an installed package."""
 
 
 def operators_by_namespace() -> dict[str, frozenset[str]]:
@@ -33,7 +33,7 @@ def operators_by_namespace() -> dict[str, frozenset[str]]:
 
 
 def is_registered(operator: str) -> bool:
-    """Whether `namespace::name` can be called here.
+    """Return whether `namespace::name` is registered in this process.
 
     >>> is_registered("aten::linear"), is_registered("_C::rms_norm")
     (True, False)

@@ -1,4 +1,4 @@
-"""The C++ kernels: built by the compiler that Inductor needs anyway, once a package, and loaded with it."""
+"""The C++ kernels, which are built with the compiler that Inductor also requires, and loaded with a package."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from inlay import machine
 from inlay.errors import PackageError, UsageError
 
 LIBRARY_NAME = "kernels.so"
-"""What the file is called in a package."""
+"""Name of the file in a package."""
 _PORTABLE_MARCH = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
-"""The processors that the kernels are written for, and what any recent one of a kind has: AVX2, or NEON."""
+"""Supported architectures, and the instruction set that any recent processor of each has: AVX2, or NEON."""
 TARGETS = {"native": "native", "portable": _PORTABLE_MARCH.get(platform.machine(), "native")}
-"""What kernels are built for: this processor, or any of its kind."""
+"""Build targets: this processor, or any recent processor of its architecture."""
 _FOLDER = Path(__file__).parent
 
 
 def build(file: Path, target: str = "native") -> None:
-    """Compile the kernels for a level into a shared library."""
+    """Compile the kernels for a target into a shared library."""
     import torch
 
     if platform.machine() not in _PORTABLE_MARCH:
         raise UsageError(
-            f"The kernels are not written for {platform.machine()}.", f"They are for {' and '.join(_PORTABLE_MARCH)}."
+            f"The kernels do not support {platform.machine()}.", f"Build on {' or '.join(_PORTABLE_MARCH)}."
         )
     torch_home = Path(torch.__file__).parent
     compiler = os.environ.get("CXX", "g++")
@@ -46,14 +46,14 @@ def build(file: Path, target: str = "native") -> None:
 
 
 def install(file: Path, target: str = "native") -> None:
-    """Put the kernels for a level at `file`; they are compiled once and kept in the user's cache folder."""
+    """Write the kernels for a target to `file`. They are compiled once and cached in the user's cache folder."""
     try:
         folder = machine.make_private_folder(machine.cache_folder() / "kernels")
         kept = folder / f"kernels-{build_tag(target)}.so"
         if _copy_from_cache(kept, file):
             return
         staging = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:  # not ours, or not to be written to
+    except OSError:  # the folder belongs to another user, or is not writable
         build(file, target)
         return
     with staging:
@@ -66,7 +66,7 @@ def install(file: Path, target: str = "native") -> None:
 
 
 def _copy_from_cache(kept: Path, file: Path) -> bool:
-    """Copy kernels that were compiled before; whether they are there, and what was written then."""
+    """Copy cached kernels. Return whether they exist and match their checksum."""
     try:
         shutil.copyfile(kept, file)
         return _sha256(file) == kept.with_suffix(".sha256").read_text()
@@ -80,9 +80,9 @@ def _sha256(file: Path) -> str:
 
 @cache
 def build_tag(target: str) -> str:
-    """What the kernels depend on: their source, the compiler, torch, and this processor when they are built for it.
+    """Return a hash of the kernels' source, the compiler, torch, and this processor if the target is `native`.
 
-    It is part of the names that compiled pieces call, so several versions can be loaded into one process.
+    It is part of the symbols that compiled pieces call, so several versions can be loaded into one process.
     """
     import torch
 
@@ -98,13 +98,13 @@ def _has_compiler() -> bool:
 
 
 def declaration(name: str, arguments: str, target: str) -> str:
-    """How compiled code declares the kernel of an operator."""
+    """Return the C declaration of an operator's kernel for compiled code."""
     symbol = f"inlay_{build_tag(target)}_{name}"
     return f'AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle*) __asm__("{symbol}")'
 
 
 def load(file: Path) -> ctypes.CDLL:
-    """Load kernels, so that libraries loaded later find them. Threads may call them at the same time."""
+    """Load kernels, so that libraries loaded later find them. Several threads may call them concurrently."""
     try:
         library = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
         library.inlay_piece_new.restype = library.inlay_plan_new.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-// Attention over a cache: what is done by whom.
+// Attention over a cache: how work is divided among threads.
 #include <tuple>
 
 #include "attention.h"
@@ -12,7 +12,7 @@ void finish(const Attention& a, int64_t b, int64_t head, int64_t row, const floa
   if (a.sinks) {
     float sink = element(a.sinks, a.sinks_type, head), most = std::max(s.most, sink);
     s.sum = s.sum * std::exp(s.most - most) + std::exp(sink - most);
-    s.sum *= std::exp(most - s.most);  // acc is still relative to the old one
+    s.sum *= std::exp(most - s.most);  // acc is still relative to the old maximum
   }
   float over = 1.0f / s.sum;
   for (int64_t d = 0; d < a.width; ++d) put(a.out, a.q_type, a.out_at(b, head, row) + d, acc[d] * over);
@@ -22,8 +22,8 @@ void read_query(const Attention& a, int64_t b, int64_t head, int64_t row, float*
   for (int64_t d = 0; d < a.depth; ++d) out[d] = element(a.query, a.q_type, a.query_at(b, head, row) + d);
 }
 
-// Where the keys of a row are cut. It depends on how many there are and on nothing else: not on the rows of a call, the
-// sequences beside, or the threads. So what a row gives is the same bits in whatever company it is computed.
+// How the keys of a row are split into parts. It depends only on the number of keys, not on the rows of a call, other
+// sequences or threads. So the result of a row is bitwise the same in every batch.
 constexpr int64_t kPart = 128, kMostParts = 64;
 struct Cut {
   int64_t first, end, size;
@@ -43,20 +43,20 @@ __attribute__((noinline)) void part_of_row(const Attention& a, int64_t b, int64_
                sofar);
 }
 
-// What is known of a row, and of its next part.
+// Merge the next part of a row into its partial result.
 __attribute__((noinline)) void add_part(int64_t width, float* sum, Sofar& s, const float* more, const Sofar& other) {
   const float most = std::max(s.most, other.most), mine = std::exp(s.most - most), theirs = std::exp(other.most - most);
   for (int64_t d = 0; d < width; ++d) sum[d] = sum[d] * mine + more[d] * theirs;
   s = {most, s.sum * mine + other.sum * theirs};
 }
 
-// Rows one by one; each reads its keys once for all heads that share them. Few rows are cut among threads; of many, each
-// is one thread's. Either way parts are added in their order.
+// Rows one by one; each reads its keys once for all heads that share them. If rows are few, threads share the parts of
+// a row; otherwise each row is computed by one thread. In both cases parts are added in order.
 void rows(const Attention& a) {
   const int64_t per = a.per_key(), whole = a.batch * a.kv_heads * a.length, threads = omp_get_max_threads();
   const bool shared = whole < 2 * threads;
   const int64_t kept = shared ? kMostParts : 2;  // parts of one row that are in memory
-  // As much as any number of rows takes here, so that it is taken once.
+  // Enough for any number of rows, so that it is allocated once.
   float* acc = accumulated.get<float>(2 * threads * kMostParts * per * a.width);
   Sofar* sofar = known.get<Sofar>(2 * threads * kMostParts * per);
   float* queries = query_rows.get<float>(threads * per * a.depth);
@@ -101,8 +101,8 @@ bool fits_tiles(const Attention& a) {
          a.width % 16 == 0 && a.depth <= 256 && a.width <= 256 && a.room >= 16;
 }
 
-// The rows of a tile one by one. A tile multiplies values that a row does not see by 0, which is NaN where they are not
-// finite: then only this is right.
+// The rows of a tile one by one, for values that are not finite. A tile multiplies masked values by 0, which would give
+// NaN for them.
 void attend_singly(const Attention& a, int64_t b, int64_t head, int64_t row, TileRoom& t) {
   float *query = t.scores[0], *acc = t.line;
   const int64_t kv = head / a.per_key();
@@ -138,7 +138,7 @@ void tiles(const Attention& a) {
         const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, at % a.kv_heads);
         if (keys > 0) finite[at] &= turn(values + segment * a.width, a.width, keys, turned + at * a.width * kSegment);
       }
-      // Later blocks see more keys: they are dealt out singly, the longest first.
+      // Later blocks have more keys, so blocks are scheduled one by one, the longest first.
 #pragma omp for schedule(dynamic, 1)
       for (int64_t at = a.batch * a.heads * blocks - 1; at >= 0; --at) {
         const int64_t row = at / (a.batch * a.heads) * kQueries, head = at % a.heads, b = at / a.heads % a.batch;
@@ -159,7 +159,7 @@ void tiles(const Attention& a) {
 }  // namespace
 }  // namespace inlay
 
-// 0, or 1 where the arguments are refused or memory is short; inlay_last_error says why.
+// Returns 0, or 1 if the arguments are invalid or memory is exhausted; inlay_last_error returns the reason.
 INLAY_EXPORT int32_t inlay_cached_attention(const inlay::Attention* a) {
   return inlay::guarded([&] {
     inlay::check(*a);

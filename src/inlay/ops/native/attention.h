@@ -1,8 +1,8 @@
-// Attention over a cache that holds one slot a sequence; only rows that were filled are read.
+// Attention over a cache with one slot per sequence; only filled rows are read.
 //
-// Scores are kept for a run of keys at a time, with the largest score and the sum so far, so memory does not grow with
-// the length. One new row shares its keys among all query heads that read them, and long rows are cut among threads;
-// many new rows over a bfloat16 cache go through AMX, 32 queries by 64 keys.
+// Scores are computed for a run of keys at a time, with a running maximum and sum (online softmax), so memory does not
+// grow with the length. One new row reads its keys once for all query heads that share them, and long rows are split
+// among threads. Many new rows over a bfloat16 cache use AMX, 32 queries by 64 keys.
 #pragma once
 
 #include "common.h"
@@ -16,13 +16,13 @@ struct Attention {
   const int64_t *slots, *lengths;
   void* out;  // [batch, length, heads, width]
   int32_t q_type, kv_type;
-  int64_t batch, heads, kv_heads, length, depth, width, room, held;  // held: how many slots there are
+  int64_t batch, heads, kv_heads, length, depth, width, room, held;  // held: number of slots
   float scale;
   int64_t window;
   float softcap;
   const void *slopes, *sinks;
   int32_t slopes_type, sinks_type;
-  int32_t tiled;  // whether rows go through tiles, where there are any: the caller's choice, not that of the row count
+  int32_t tiled;  // use AMX tiles if available: the caller's choice, independent of the number of rows
 
   int64_t per_key() const { return heads / kv_heads; }
   int64_t key_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * depth; }
@@ -32,7 +32,7 @@ struct Attention {
   int64_t first(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
-// Nothing outside of the caches is read, whatever the arguments are.
+// Ensures that no arguments can cause a read outside of the caches.
 inline void check(const Attention& a) {
   require(a.batch >= 0 && a.length >= 0 && a.depth >= 0 && a.width >= 0 && a.room >= 0 && a.window >= 0 &&
               a.room <= std::numeric_limits<int32_t>::max(),
@@ -45,10 +45,11 @@ inline void check(const Attention& a) {
   }
 }
 
-constexpr int64_t kRun = 128;  // keys whose scores are kept at a time
+constexpr int64_t kRun = 128;  // keys whose scores are computed at a time
 
-// What is known of one row of one head: the largest score, the sum of exponentials, the weighted values. It begins with
-// the lowest number, not with -inf: while all scores are -inf the sum stays 0, and 0 / 0 is NaN, as in the reference.
+// State of the online softmax for one row of one head: the largest score and the sum of exponentials. The maximum
+// starts at the lowest finite number, not at -inf. If all scores are -inf the sum stays 0, and 0 / 0 is NaN as in the
+// reference.
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 struct Sofar {
   float most, sum;
@@ -62,7 +63,7 @@ inline float score_of(const Attention& a, float dot, int64_t head, int64_t key) 
 }
 
 #ifdef __AVX512F__
-// 0 for what is below -87; NaN for NaN, so a score that is no number shows in the sum.
+// Returns 0 below -87, and NaN for NaN, so that a NaN score reaches the sum.
 inline __m512 exp16(__m512 x) {
   const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
   x = _mm512_maskz_mov_ps(above, x);
@@ -112,13 +113,13 @@ inline __m512 sums16(const __m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-// The same for keys in bfloat16, 16 at a time, with queries rounded to it. How many keys were done.
+// The same for keys in bfloat16, 16 at a time, with queries rounded to bfloat16. Returns the number of keys done.
 template <int kHeads>
 inline int64_t dots16(const uint16_t* query, int64_t depth, const uint16_t* keys, int64_t count, float* scores,
                       const uint16_t* values, int64_t width) {
   int64_t key = 0;
   for (; key + 16 <= count; key += 16) {
-    // What comes next: the values of these keys, and keys further on.
+    // Prefetch the values of these keys.
     for (int64_t at = 0; at < 16 * width; at += 32) _mm_prefetch(values + key * width + at, _MM_HINT_T0);
     for (int h = 0; h < kHeads; ++h) {
       __m512 sums[16];
@@ -137,7 +138,7 @@ inline int64_t dots16(const uint16_t* query, int64_t depth, const uint16_t* keys
   return key;
 }
 
-// The same for values in bfloat16: 64 columns, even and odd ones apart.
+// Like `weigh` for values in bfloat16: 64 columns, even and odd ones separately.
 template <int kHeads>
 inline void weigh16(const float* weights, const uint16_t* values, int64_t width, int64_t from, int64_t count,
                     const float* fade, float* acc, const uint16_t* next) {
@@ -177,7 +178,7 @@ inline void weigh16(const float* weights, const uint16_t* values, int64_t width,
 }
 #endif
 
-// Adds a run of values, weighted, to kHeads rows; kVectors vectors of them at a time.
+// Adds a run of weighted values to kHeads rows, kVectors vectors at a time.
 template <int kHeads, int kVectors>
 inline void weigh(const float* weights, const void* values, int32_t type, int64_t width, int64_t from, int64_t count,
                   const float* fade, float* acc) {
@@ -208,7 +209,7 @@ inline float wide(float value) { return value; }
 inline float wide(BFloat16 value) { return from_bf16(value.bits); }
 inline float wide(Float16 value) { return from_half(value.bits); }
 
-// Any width, on any processor: what is left over from column `from` on.
+// Any width, on any processor; also the columns from `from` on that vectors leave over.
 template <typename T>
 void dots_portable(const float* query, int64_t depth, const T* keys, int64_t heads, int64_t count, float* scores) {
   for (int64_t key = 0; key < count; ++key)
@@ -233,7 +234,7 @@ void weigh_portable(const float* weights, const T* values, int64_t heads, int64_
   }
 }
 
-// Scores of one head over a run of keys become weights; how much less what was added before now counts.
+// Turns scores of one head over a run of keys into weights. Returns the factor for what was accumulated before.
 inline float soften(const Attention& a, float* row, int64_t count, int64_t head, int64_t start, Sofar& sofar) {
   float most = sofar.most, sum = 0;
   const bool plain = a.softcap == 0 && !a.slopes;
@@ -264,7 +265,7 @@ inline float soften(const Attention& a, float* row, int64_t count, int64_t head,
   return fade;
 }
 
-// kHeads rows over keys [from, to): `acc` and `sofar` begin empty.
+// kHeads rows over keys [from, to); initializes `acc` and `sofar`.
 template <int kHeads>
 void attend(const Attention& a, const float* query, int64_t head, int64_t key_at, int64_t value_at, int64_t from,
             int64_t to, float* acc, Sofar* sofar) {
@@ -339,9 +340,9 @@ constexpr int64_t kQueries = 32, kKeys = 64;
 #ifndef INLAY_SEGMENT
 #define INLAY_SEGMENT 1024
 #endif
-constexpr int64_t kSegment = INLAY_SEGMENT;  // keys whose values are turned at a time: memory does not grow with the cache
+constexpr int64_t kSegment = INLAY_SEGMENT;  // keys whose values are transposed at a time, which bounds memory
 
-// Values of one head turned: [width, kSegment], so that they are rows of a tile. Whether all of them are finite.
+// Transposes values of one head to [width, kSegment], the rows of a tile. Returns whether all are finite.
 inline bool turn(const uint16_t* values, int64_t width, int64_t keys, uint16_t* out) {
   constexpr uint16_t kExponent = 0x7f80;
   bool finite = true;
@@ -355,14 +356,14 @@ inline bool turn(const uint16_t* values, int64_t width, int64_t keys, uint16_t* 
   return finite;
 }
 
-// What is known of 32 queries of one head between two segments.
+// State of the online softmax for 32 queries of one head between two segments.
 struct TileState {
   float *acc, *most, *sum;  // [width][kQueries], [kQueries], [kQueries]
   static int64_t size(const Attention& a) { return (a.width + 2) * kQueries; }
   TileState(const Attention& a, float* at) : acc(at), most(at + a.width * kQueries), sum(most + kQueries) {}
 };
 
-struct TileRoom {  // of one thread
+struct TileRoom {  // scratch memory of one thread
   alignas(64) uint16_t query[256 / 32][2][16 * 32];  // [step of 32 columns][half]: 16 pairs of columns, 16 queries
   alignas(64) float scores[kKeys][kQueries];
   alignas(64) uint16_t weights[kKeys / 32][2][16 * 32];  // [step of 32 keys][half]: 16 pairs of keys, 16 queries
@@ -370,7 +371,7 @@ struct TileRoom {  // of one thread
   alignas(64) float part[2][16 * 16];
 };
 
-// 32 queries of one head over the keys of a segment; `turned` are its values.
+// 32 queries of one head over the keys of a segment; `turned` are its transposed values.
 inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, int64_t segment,
                          const uint16_t* turned, const TileState& state, TileRoom& t) {
   const int64_t before = a.lengths[b], rows = std::min(kQueries, a.length - row), steps = a.depth / 32;
@@ -399,13 +400,13 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
     for (int half_ = 0; half_ < 2; ++half_)
       most[half_] = _mm512_loadu_ps(state.most + half_ * 16), sum[half_] = _mm512_loadu_ps(state.sum + half_ * 16);
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const int64_t last = before + row + rows;  // keys below this are seen by some query
+  const int64_t last = before + row + rows;  // keys below this are visible to some query
   written();
   for (int64_t start = std::max(first, segment); start < std::min(last, segment + kSegment); start += kKeys) {
-    // The cache has room for whole tiles, or the last ones read rows that belong to nobody: those are masked.
+    // The last tiles may read rows that no query uses; those are masked.
     for (int64_t k = 0; k < kKeys; k += 16) {
       if (start + k >= last) break;
-      const int64_t from = std::min(start + k, a.room - 16);  // masked below by where they really are
+      const int64_t from = std::min(start + k, a.room - 16);  // stays inside the cache; shifted back below
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t s = 0; s < steps; ++s) {
@@ -485,7 +486,7 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
     _mm512_storeu_ps(state.most + half_ * 16, most[half_]), _mm512_storeu_ps(state.sum + half_ * 16, sum[half_]);
 }
 
-// What 32 queries of one head give, when all their keys are through.
+// Writes the results of 32 queries of one head after all their keys.
 inline void finish_tiles(const Attention& a, int64_t b, int64_t head, int64_t row, const TileState& state) {
   for (int64_t r = 0; r < std::min(kQueries, a.length - row); ++r)
     for (int64_t d = 0; d < a.width; d += 16) {

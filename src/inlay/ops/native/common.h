@@ -1,7 +1,7 @@
-// What all kernels share: number formats, memory that is kept from call to call, errors, tiles.
+// Shared by all kernels: number formats, scratch memory that is kept between calls, errors, tiles.
 //
-// Any number of threads may call a kernel at once: all that a call works on is its arguments and memory of its thread.
-// What is not finite goes through: a result is not finite where the reference's is not.
+// Kernels are thread-safe: a call uses only its arguments and scratch memory of its thread. Non-finite values
+// propagate: a result is not finite where the reference's is not.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,7 +26,8 @@ inline int omp_get_thread_num() { return 0; }
 #include <stdexcept>
 #include <string>
 
-// Other versions of these kernels may be in the same process: what compiled pieces call has a name of its own in each.
+// Several versions of these kernels may be in one process, so the symbols that compiled pieces call contain the
+// version.
 #ifndef INLAY_TAG
 #define INLAY_TAG untagged
 #endif
@@ -37,7 +38,7 @@ inline int omp_get_thread_num() { return 0; }
 
 namespace inlay {
 
-constexpr int64_t kLanes = 16;  // features that lie beside each other in a packed weight
+constexpr int64_t kLanes = 16;  // features that are adjacent in a packed weight
 constexpr int64_t kStep = 32;   // columns that are packed together
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -58,7 +59,7 @@ inline uint16_t to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Half precision without instructions for it. Rounding is to nearest, ties to even.
+// float16 conversion without hardware instructions. Rounds to nearest, ties to even.
 inline float from_half_portable(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   float value;
@@ -79,7 +80,7 @@ inline uint16_t to_half_portable(float value) {
   bits &= 0x7fffffff;
   if (bits > kInfinite) return static_cast<uint16_t>(sign | 0x7e00);
   if (bits >= kTooLarge) return static_cast<uint16_t>(sign | 0x7c00);
-  if (bits < kNormal) {  // beside a half, a float has the steps of subnormal numbers
+  if (bits < kNormal) {  // next to 0.5, floats have the spacing of subnormal float16 numbers
     float near_half = std::fabs(value) + 0.5f;
     std::memcpy(&bits, &near_half, 4);
     return static_cast<uint16_t>(sign | (bits - kOneHalf));
@@ -117,8 +118,8 @@ inline void put(void* data, int32_t type, int64_t index, float value) {
     static_cast<uint16_t*>(data)[index] = type == kBFloat16 ? to_bf16(value) : to_half(value);
 }
 
-// Memory that grows and is kept until its thread ends. One a thread and purpose, so no two calls share it. Calls take it
-// before they start threads of their own, for all of them: what fails there can still be reported.
+// Memory that grows and is kept until its thread ends. There is one per thread and purpose, so no two calls share it.
+// Calls allocate it for all their threads before they start them, where a failure can still be reported.
 class Scratch {
  public:
   Scratch() = default;
@@ -143,7 +144,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Why the last call of this thread failed; empty if it did not.
+// The reason why the last call of this thread failed; empty if it succeeded.
 constexpr size_t kErrorBytes = 256;
 inline char* last_error() {
   static thread_local char text[kErrorBytes] = {};
@@ -155,7 +156,7 @@ inline void note_error(const char* text) {
   last_error()[kErrorBytes - 1] = 0;
 }
 
-// 0, or 1 and the reason noted: no exception leaves a library that is called through C.
+// Returns 0, or notes the reason and returns 1, because exceptions must not leave a C interface.
 template <typename Work>
 int32_t guarded(Work work) noexcept {
   try {
@@ -173,7 +174,7 @@ inline void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// `value` is of [low, high], or an error names it.
+// Throws an error that names `value` unless it is in [low, high].
 inline void require_range(const char* what, int64_t at, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return;
   throw std::out_of_range(std::string(what) + " " + std::to_string(value) + " at " + std::to_string(at) +
@@ -181,7 +182,7 @@ inline void require_range(const char* what, int64_t at, int64_t value, int64_t l
                                       : " is not from " + std::to_string(low) + " to " + std::to_string(high)));
 }
 
-// The part of `count` that a thread takes.
+// The part of `count` that the current thread computes.
 struct Part {
   int64_t begin, end;
   explicit Part(int64_t count) {
@@ -207,7 +208,7 @@ inline __m256i bf16_of(__m512 value) {
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   bits = _mm512_srli_epi32(bits, 16);
-  // Rounding must not carry a NaN over into a number.
+  // Rounding must not turn a NaN into a number.
   bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
   return _mm512_cvtepi32_epi16(bits);
 #endif
@@ -223,10 +224,10 @@ inline void store16(void* data, int32_t type, int64_t index, __m512 value, __mma
 #endif
 
 #ifdef __AMX_BF16__
-// Tile loads do not tell the compiler that they read memory: what was stored before stays before.
+// The compiler does not know that tile loads read memory: keep earlier stores before them.
 inline void written() { asm volatile("" ::: "memory"); }
 
-struct alignas(64) TileConfig {  // eight tiles of 16 rows by 64 bytes, unless told otherwise
+struct alignas(64) TileConfig {  // eight tiles of 16 rows by 64 bytes by default
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t colsb[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
@@ -235,7 +236,7 @@ struct alignas(64) TileConfig {  // eight tiles of 16 rows by 64 bytes, unless t
     colsb[tile] = static_cast<uint16_t>(colsb_);
   }
   void use() const {
-    asm volatile("" ::"r"(this) : "memory");  // the intrinsic tells the compiler of the first eight bytes only
+    asm volatile("" ::"r"(this) : "memory");  // the intrinsic declares a read of the first eight bytes only
     _tile_loadconfig(this);
   }
 };

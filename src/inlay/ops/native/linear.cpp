@@ -1,4 +1,4 @@
-// Linear layers over packed weights: which way for how many rows, and the threads.
+// Linear layers over packed weights: selection of the variant, and threads.
 #include "packed_linear.h"
 
 namespace inlay {
@@ -7,7 +7,7 @@ namespace {
 thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x, wide_x;
 thread_local Scratch wide_weight;
 
-// A row as bfloat16; for tiles, 16 rows of 32 columns lie together.
+// Converts a row to bfloat16; for tiles, 16 rows of 32 columns are contiguous.
 void narrow(const Linear& l, int64_t row, bool tiles, uint16_t* out) {
   for (int64_t k = 0; k < l.depth; k += 16) {
     const int64_t tile = (row / 16 * (l.depth / kStep) + k / kStep) * 512 + row % 16 * kStep + k % kStep;
@@ -20,7 +20,7 @@ void narrow(const Linear& l, int64_t row, bool tiles, uint16_t* out) {
   }
 }
 
-// The way that was asked for, or the nearest that these instructions have.
+// The requested variant, or the nearest one that the instruction set supports.
 int32_t possible(int32_t way, int32_t bits) {
   if (way == kTiles8 && bits == 16) way = kDot;
 #if !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
@@ -56,7 +56,7 @@ void with_bytes(const Linear& l, Way way) {
     std::fill(x.scale + step * rows + l.rows, x.scale + (step + 1) * rows, 0.0f);
     std::fill(x.sum + step * rows + l.rows, x.sum + (step + 1) * rows, 0.0f);
   }
-  bool shared = l.rows > 4;  // otherwise every thread would wait longer than it works
+  bool shared = l.rows > 4;  // with few rows, synchronization costs more than the work
   if (!shared)
     for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, rows, x);
 #pragma omp parallel
@@ -95,7 +95,7 @@ void with_bfloat16(const Linear& l, Way way) {
   int64_t rows = way == kTiles16 ? up(l.rows, 16) : l.rows;
   uint16_t* x = narrow_x.get<uint16_t>(rows * l.depth);
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-  const int64_t room = l.bits == 16 ? 0 : 2 * l.depth * kLanes * 2;  // two blocks of weights, for each thread
+  const int64_t room = l.bits == 16 ? 0 : 2 * l.depth * kLanes * 2;  // two blocks of weights per thread
   uint8_t* widened = wide_weight.get<uint8_t>(way == kTiles16 ? omp_get_max_threads() * room : 0);
 #endif
 #pragma omp parallel
@@ -141,7 +141,7 @@ void with_floats(const Linear& l) {
   floats(l, x, Part(l.blocks()), [&](int64_t block, int64_t row, const float* y) { put_row(l, block, row, y); });
 }
 
-// One row of a packed weight, as plain numbers.
+// Unpacks one row of a packed weight.
 void embed(const Linear& l, int64_t token, int64_t at) {
   const int64_t lane = token % kLanes;
   const uint8_t* block = l.weight + token / kLanes * l.block_bytes();
@@ -169,7 +169,7 @@ void embed(const Linear& l, int64_t token, int64_t at) {
 }  // namespace
 }  // namespace inlay
 
-// These return 0, or 1 where the arguments are refused or memory is short; inlay_last_error says why.
+// These return 0, or 1 if the arguments are invalid or memory is exhausted; inlay_last_error returns the reason.
 INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
                                          int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
                                          int32_t bits, int32_t zero, int32_t way) {

@@ -1,8 +1,8 @@
 // y = x W^T + bias over packed weights (see ops/weight_layout.py for their layout).
 //
-// Three ways, and every one reads the same bytes: `dot` turns x into bytes with one scale for 32 columns and multiplies
-// bytes (few rows); `tiles8` does the same for 16 rows at once with AMX; `tiles16` turns weights into bfloat16 and
-// multiplies those with AMX (many rows).
+// There are three variants, which read the same packed bytes. `dot` quantizes x to int8 with one scale per 32 columns
+// and multiplies bytes (few rows). `tiles8` does the same for 16 rows at once with AMX. `tiles16` converts weights to
+// bfloat16 and multiplies those with AMX (many rows). `Way` names them, and a portable variant.
 #pragma once
 
 #include "common.h"
@@ -36,15 +36,15 @@ inline void check(const Linear& l, const char* what) {
   holds(l.group > 0 && l.group % kStep == 0 && l.depth % l.group == 0, "whole groups of columns, of 32 or a multiple");
 }
 
-// x as bytes: one scale for 32 columns, and the sum of what the bytes stand for. Where one of them is not finite, the
-// scale is NaN: then all features of the row are NaN, and those of the reference are NaN or infinite.
+// x as int8: one scale per 32 columns, and the sum of the dequantized values. If a value is not finite, the scale is
+// NaN. Then all features of the row are NaN; those of the reference are NaN or infinite.
 struct Bytes {
   int8_t* q;     // [rows, depth]
   float* scale;  // [depth / 32, rows]
   float* sum;    // [depth / 32, rows]
 };
 
-// What a value is multiplied by to become a byte. Below 127 / FLT_MAX that is no number, and values count as 0.
+// The factor that turns a value into int8. It would overflow below 127 / FLT_MAX, so such values become 0.
 inline float inverse_of(float most) {
   return most > 127.0f / std::numeric_limits<float>::max() ? 127.0f / most : 0.0f;
 }
@@ -98,11 +98,11 @@ inline float half(const uint8_t* data) {
   return from_half(bits);
 }
 
-// Any processor: what the others are checked against. With AVX2, what a lesser one runs.
+// The portable variant, which tests compare the others with. It uses AVX2 where available.
 #ifdef __AVX2__
-inline __m256i four_by_eight(__m256i w, __m256i x, int32_t bits) {  // 4 columns of 8 features times 4 numbers
+inline __m256i four_by_eight(__m256i w, __m256i x, int32_t bits) {  // 4 columns of 8 features times 4 values
   if (bits == 4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
-  // Sums of two products of whole bytes do not fit 16 bits.
+  // Sums of two products of 8-bit values do not fit in 16 bits.
   const __m256i even = _mm256_set1_epi16(0xff);
   __m256i low = _mm256_madd_epi16(_mm256_and_si256(w, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
   __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
@@ -171,7 +171,7 @@ inline void rows_portable16(const Linear& l, int64_t block, int64_t row, float* 
 }
 
 #ifdef __AVX512BW__
-// sums += 4 columns of 16 features times 4 numbers. Exact, so it gives the same bits with VNNI and without.
+// sums += 4 columns of 16 features times 4 values. Exact, so results are bitwise the same with and without VNNI.
 template <int kBits>
 inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
 #ifdef __AVX512VNNI__
@@ -179,7 +179,7 @@ inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
 #else
   if constexpr (kBits == 4)
     return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
-  // Sums of two products of whole bytes do not fit 16 bits.
+  // Sums of two products of 8-bit values do not fit in 16 bits.
   __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(sums, _mm512_add_epi32(even, odd));
@@ -197,14 +197,14 @@ inline __m512 halves(const uint8_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// What one step of 32 columns adds: products of bytes, and what the bytes of the weight leave out.
+// Adds one step of 32 columns: the scaled products of bytes, and the zero point or minimum times the sum of x.
 inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float scale, float sum) {
   total = _mm512_fmadd_ps(_mm512_set1_ps(sum), low, total);
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(d, _mm512_set1_ps(scale)), total);
 }
 
-// kRows rows of x over one block of 16 features. Products are scaled and added as `tiles8` does it, step by step, so that
-// both give the same bits: which of them is taken for how many rows is a matter of speed alone.
+// kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
+// both variants give bitwise the same results and the choice between them affects only speed.
 template <int kBits, bool kMinimum, int kRows>
 inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uint8_t* at, int64_t row, __m512* total) {
   const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
@@ -267,7 +267,7 @@ void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
 #endif
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-// 16 rows at a time: bytes times bytes in tiles of 32 columns. What one tile gives is scaled while the next is made.
+// 16 rows at a time: bytes times bytes in tiles of 32 columns. One tile is scaled while the next is multiplied.
 template <int kBits, bool kMinimum>
 void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   TileConfig config;
@@ -331,7 +331,7 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   _tile_release();
 }
 
-// 32 columns of 16 features as bfloat16, two columns a line.
+// Converts 32 columns of 16 features to bfloat16, two columns per line.
 template <int kBits, bool kMinimum>
 inline void widen(const uint8_t* w, __m512 d, __m512 low, uint8_t* out) {
   if constexpr (kBits == 16) {
@@ -475,8 +475,8 @@ inline void dot16(const Linear& l, const uint16_t* x, const Part& part) {
 }
 #endif
 
-// float32 weights. Every feature of every row is one sum over the columns in their order, so a row gives the same bits
-// however many others there are; how many rows and blocks are summed at once is a matter of speed.
+// float32 weights. Every feature of every row is one sum over the columns in order, so the result of a row is bitwise
+// the same for any number of rows. The number of rows and blocks that are summed at once affects only speed.
 typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 
 template <int kRows, int kBlocks>
@@ -503,7 +503,7 @@ inline void some_floats(const Linear& l, const float* x, int64_t row, int64_t bl
     for (int b = 0; b < kBlocks; ++b) put(block + b, row + r, reinterpret_cast<const float*>(&total[r][b]));
 }
 
-// All rows over some blocks, which stay in a cache next to the core.
+// All rows over some blocks, which stay in the processor's cache.
 template <int kRows, int kBlocks, typename Put>
 inline void rows_floats(const Linear& l, const float* x, int64_t row, int64_t block, const Put& put) {
   for (; row + kRows <= l.rows; row += kRows) some_floats<kRows, kBlocks>(l, x, row, block, put);
@@ -517,7 +517,7 @@ inline void floats(const Linear& l, const float* x, const Part& part, const Put&
 #else
   constexpr int kRows = 4, kBlocks = 1;
 #endif
-  constexpr int kAlone = 4 * kBlocks;  // sums of one row that do not wait for each other
+  constexpr int kAlone = 4 * kBlocks;  // independent sums of one row
   int64_t block = part.begin;
   if (l.rows == 1)
     for (; block + kAlone <= part.end; block += kAlone) rows_floats<1, kAlone>(l, x, 0, block, put);

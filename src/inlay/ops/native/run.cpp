@@ -1,9 +1,9 @@
-// A plan that runs: pieces in order, each value dropped after its last use. No Python in between.
+// Runs a plan: pieces in order, each value freed after its last use, without Python between pieces.
 //
-// A plan does not change after it was made, and all that a call works on is its own: any number of threads may run one
-// plan at once. A container of AOTInductor is another matter (its first run folds constants, and RunSingleThreaded says
-// that it is for one thread): every piece is entered by one thread at a time. So calls that overlap follow each other
-// through the pieces. AOTInductor's own Run waits as well, but for ever when the call that it waits for fails.
+// A plan is immutable and every call has its own values, so any number of threads may run one plan concurrently. A
+// container of AOTInductor is not thread-safe (its first run folds constants, and RunSingleThreaded is for one
+// thread), so only one thread at a time enters a piece. Concurrent calls follow each other through the pieces.
+// AOTInductor's Run also waits, but it hangs if the call that it waits for fails.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_runtime/interface.h>
 
@@ -20,9 +20,9 @@ INLAY_EXPORT char* INLAY_SHIM(last_error)() { return inlay::last_error(); }
 
 namespace {
 
-// Where the kernels that pieces call say why they failed. Those are found by name: of several packages with the same
-// kernels in one process, all pieces call the kernels of the one that was loaded first. RTLD_DEFAULT would not find
-// those: this library is linked with -Bsymbolic, and is itself the first place where its names are looked for.
+// The error text of the kernels that pieces call. Symbols are resolved by name: if several packages with the same
+// kernels are in one process, all pieces call the kernels of the package that was loaded first. RTLD_DEFAULT would not
+// find those, because this library is linked with -Bsymbolic and resolves its own names first.
 char* kernel_error() {
   static const auto found =
       reinterpret_cast<char* (*)()>(dlsym(dlopen(nullptr, RTLD_LAZY), INLAY_TEXT(INLAY_SHIM(last_error))));
@@ -32,7 +32,7 @@ char* kernel_error() {
 using Run = AOTIRuntimeError (*)(AOTInductorModelContainerHandle, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t,
                                  AOTInductorStreamHandle, AOTIProxyExecutorHandle);
 
-// A container, and who is in it.
+// A container, and the lock of the thread that runs it.
 struct Piece {
   Run run;
   AOTInductorModelContainerHandle container;
@@ -61,11 +61,11 @@ Owned copied(AtenTensorHandle handle) {
   return Owned(made);
 }
 
-// The values of one call. Those that are given belong to the caller, the others to the call.
+// The values of one call. The caller owns the given ones, the call owns the others.
 class Values {
  public:
   Values(const Plan& plan, void** given) : given_(given), own_(static_cast<size_t>(plan.values)), count_(plan.given) {}
-  // A tensor in C++ is a pointer to its implementation: a place that holds one is a tensor, borrowed.
+  // A C++ tensor is a pointer to its implementation, so the address of such a pointer is a borrowed tensor.
   AtenTensorHandle at(int32_t index) {
     return index < count_ ? reinterpret_cast<AtenTensorHandle>(given_ + index) : own_[index].get();
   }
@@ -85,7 +85,7 @@ void run_step(const Step& step, Values& values) {
   for (Owned& each : taken) ins.push_back(each.get());
   {
     std::lock_guard<std::mutex> alone(step.piece->entered);
-    for (Owned& each : taken) each.release();  // the container takes them, whether it fails or not
+    for (Owned& each : taken) each.release();  // the container takes ownership, even if it fails
     const bool failed = step.piece->run(step.piece->container, ins.data(), ins.size(), outs.data(), outs.size(), nullptr, nullptr);
     if (failed) {
       for (AtenTensorHandle each : outs)
@@ -118,8 +118,8 @@ INLAY_EXPORT void inlay_plan_free(Plan* plan) { delete plan; }
 
 INLAY_EXPORT const char* inlay_last_error() { return inlay::last_error(); }
 
-// Takes tensors and gives handles of what is wanted, which then belong to the caller. 0; 1 + the step that failed; or
-// -1 when the call failed around the steps.
+// Takes tensors and returns handles of the wanted values, which the caller owns. Returns 0, the number of the step that
+// failed (from 1), or -1 if the call failed outside of the steps.
 INLAY_EXPORT int32_t inlay_plan_run(const Plan* plan, void** given, const int32_t* wanted, int32_t wanted_count,
                                     AtenTensorHandle* results) {
   inlay::last_error()[0] = kernel_error()[0] = 0;

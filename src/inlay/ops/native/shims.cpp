@@ -1,4 +1,4 @@
-// What compiled pieces call: tensors in, tensors out, through the C interface of torch.
+// The functions that compiled pieces call, with tensors of torch's C interface.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <functional>
@@ -42,7 +42,7 @@ struct Tensor {
     return dim == static_cast<int64_t>(wanted.size()) && std::equal(wanted.begin(), wanted.end(), sizes);
   }
   int64_t count() const { return std::accumulate(sizes, sizes + dim, int64_t{1}, std::multiplies<int64_t>()); }
-  // Numbers that say where something lies.
+  // Whether these are contiguous int64 indices.
   bool has_indices() const { return dtype == aoti_torch_dtype_int64() && contiguous(); }
   int32_t type() const {
     return dtype == aoti_torch_dtype_float32()    ? inlay::kFloat32
@@ -57,7 +57,7 @@ AOTITorchError refused(const char* what) {
   return AOTI_TORCH_FAILURE;
 }
 
-// What a kernel returned; where it failed, the result that was made for it is nobody's.
+// Converts the return value of a kernel; if it failed, its result is deleted.
 AOTITorchError done(int32_t failed, AtenTensorHandle* result) {
   if (!failed) return AOTI_TORCH_SUCCESS;
   aoti_torch_delete_tensor_object(*result);
@@ -70,7 +70,7 @@ AOTITorchError made(int64_t dim, const int64_t* sizes, const int64_t* strides, i
 
 constexpr int64_t kMostAxes = 16;
 
-// Whether a packed weight holds all bytes of so many features and columns.
+// Whether a packed weight has the shape for these features and columns.
 bool holds(const Tensor& weight, int64_t features, int64_t depth, int64_t group, int64_t bits, int64_t zero) {
   if (group <= 0 || features < 0) return false;
   const inlay::Linear l{nullptr, nullptr, nullptr, nullptr, 0, 0, 0, features, depth, group, static_cast<int32_t>(bits),
@@ -78,7 +78,7 @@ bool holds(const Tensor& weight, int64_t features, int64_t depth, int64_t group,
   return weight.has_shape({l.blocks(), l.groups(), l.group_bytes()});
 }
 
-// Rows that do not lie one after the other, copied.
+// Copies rows that are not contiguous.
 const void* gathered(const Tensor& x, int64_t rows, int64_t depth) {
   thread_local inlay::Scratch scratch;
   const int64_t size = x.type() == inlay::kFloat32 ? 4 : 2, stride = x.strides[x.dim - 1];

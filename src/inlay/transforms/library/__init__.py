@@ -1,4 +1,4 @@
-"""The library: one file a transform. Importing this package registers them all."""
+"""Inlay's transforms, one file per transform. Importing this package registers all of them."""
 
 from importlib import import_module
 from pkgutil import iter_modules

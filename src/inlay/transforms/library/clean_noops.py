@@ -1,8 +1,8 @@
-"""Calls that hand on their operand unchanged are removed.
+"""Remove calls that return their operand unchanged.
 
 x[:, 0:9223372036854775807], x - 0, x * 1.0, x.to(x.dtype), x.transpose(1, 2).transpose(1, 2)        x
 
-A sum with 0 stays where numbers have a sign of zero: -0.0 + 0 is 0.0.
+Adding 0 to floating-point numbers is not removed, because -0.0 + 0 is 0.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END = 9223372036854775807
 
 @transform("clean_noops", stage=Stage.CLEAN, numerics=Numerics.EXACT)
 class CleanNoops(LocalTransform):
-    """Slices of everything, differences with zero, products with one, casts to the same type: gone."""
+    """Remove calls without effect: full slices, subtraction of 0, multiplication by 1, casts to the same dtype."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -73,10 +73,10 @@ class CleanNoops(LocalTransform):
 
 
 def _passthrough_operand(node: fx.Node) -> fx.Node | None:
-    """The operand that a call hands on unchanged, if it does."""
+    """Return the operand that a call returns unchanged, or None."""
     given: dict[str, Any] = dict(normalize_args(node))
     source = given.get("self")
-    if not isinstance(source, fx.Node):  # a number may stand before the operator
+    if not isinstance(source, fx.Node):  # the first operand may be a number
         return None
     match node.target:
         case aten.slice.Tensor:
@@ -95,7 +95,7 @@ def _passthrough_operand(node: fx.Node) -> fx.Node | None:
 
 
 def _is_identity_arithmetic(node: fx.Node, given: dict[str, Any]) -> bool:
-    """Arithmetic that gives what it was given, zeros with their signs and what is not finite included."""
+    """Return whether arithmetic returns its operand exactly, including signed zeros and non-finite values."""
     value, number, alpha = given["self"].meta.get("val"), given["other"], given.get("alpha", 1)
     if type(number) not in (int, float) or alpha != 1 or not isinstance(value, torch.Tensor) or value.is_complex():
         return False
@@ -113,8 +113,8 @@ def _has_same_type(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_observable(node: fx.Node, source: fx.Node) -> bool:
-    """A copy stays where somebody may see that it is one: it is returned, as it is or as a view, or something is
-    written in place after it. A view of everything stays where it would make an input an output."""
+    """Return whether removing a call can be observed. A copy is kept if it or a view of it is returned, or if a write
+    in place follows. A full view is kept if removing it would make an input an output."""
     if is_view(node):
         return source.op == "placeholder" and any(user.op == "output" for user in node.users)
     return is_returned(node) or find_write_between(node, node.graph.output_node()) is not None

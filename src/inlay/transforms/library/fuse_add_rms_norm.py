@@ -1,4 +1,4 @@
-"""A residual addition followed by a norm becomes `inlay.add_rms_norm`; the sum stays available to its other readers.
+"""Fuse a residual addition and an RMS norm into `inlay.add_rms_norm`; the sum stays available to its other readers.
 
 total = x + residual                                    normed, total = inlay.add_rms_norm(x, residual, …)
 normed = inlay.rms_norm(total, weight, eps, …)
@@ -27,7 +27,7 @@ _FUSED = torch.ops.inlay.add_rms_norm.default
 
 @transform("fuse_add_rms_norm", stage=Stage.FUSE, numerics=Numerics.EXACT, anchors=("inlay.rms_norm.default",))
 class FuseAddRMSNorm(LocalTransform):
-    """Residual add followed by RMS norm becomes one operator."""
+    """Fuse a residual addition and the following RMS norm into one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -84,19 +84,19 @@ class FuseAddRMSNorm(LocalTransform):
             return _refusal(norm, Reason.MISSING, "a constant is added, not a residual")
         left, right = one.meta["val"], two.meta["val"]
         if left.dtype != right.dtype:
-            return _refusal(norm, Reason.DTYPE, f"{left.dtype} and {right.dtype} are added")
+            return _refusal(norm, Reason.DTYPE, f"the addition mixes {left.dtype} and {right.dtype}")
         if left.shape != right.shape:
             return _refusal(norm, Reason.SHAPE, "the operands of the addition are broadcast")
         if (write := find_write_between(total, norm)) is not None:
             text = f"{write} writes in place between the addition and the norm"
             return _refusal(norm, Reason.MUTATION, text)
         if not _is_computed_before(norm.args[1], total) and any(user < norm for user in total.users):
-            return _refusal(norm, Reason.ANOTHER_CONSUMER, "the sum is read before the weight is there")
+            return _refusal(norm, Reason.ANOTHER_CONSUMER, "the sum is read before the weight is computed")
         return Match.at(norm, total, total=total)
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
         norm, total = match.root, match.values["total"]
-        # At the place of the addition, because others may read the sum before the norm; unless the weight comes later.
+        # At the addition, because the sum may be read before the norm, unless the weight is computed later.
         place = total if _is_computed_before(norm.args[1], total) else norm
         with rewriter.inserting_before(place, norm):
             fused = rewriter.call(_FUSED, (*total.args, *norm.args[1:]))

@@ -1,10 +1,11 @@
-"""Linear layers that read the same input become one, with their weights below each other.
+"""Merge linear layers that read the same input into one, with a concatenated weight.
 
 q = linear(x, wq)                    all = linear(x, concat(wq, wk, wv))
 k = linear(x, wk)                    q, k, v = all[..., :n], all[..., n:m], all[..., m:]
 v = linear(x, wv)
 
-The new weight is a reference through the map `concat`: it is made when it is read, and a package can be refitted.
+The new weight is a reference through the weight map `concat`. It is computed when it is read, so a package can be
+refitted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 
 @transform("fuse_gemms", stage=Stage.WEIGHTS, numerics=Numerics.ROUNDING, anchors=("aten.linear.default",))
 class FuseGemms(ProgramTransform):
-    """Linear layers with the same input become one with a concatenated weight."""
+    """Merge linear layers with the same input into one with a concatenated weight."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -72,7 +73,7 @@ class FuseGemms(ProgramTransform):
                 yield from _plan_groups(program, weights, linears)
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
-        """One linear layer where the first one stood, and a slice of its result for each."""
+        """Insert the merged layer at the first layer, and a slice of its result for each layer."""
         group, first = match.nodes, match.root
         given = [_LinearOperands.from_node(linear) for linear in group]
         weights = [each.weight for each in given]
@@ -89,7 +90,7 @@ class FuseGemms(ProgramTransform):
 
 
 def _plan_groups(program: Program, weights: set[str], linears: list[fx.Node]) -> Iterator[Match | Refusal]:
-    """Which of the linear layers with one input become one, and why others do not."""
+    """Find groups of linear layers with one input to merge, and refusals of the others."""
     groups: dict[Any, list[fx.Node]] = {}
     total = len(linears)
     for linear in linears:
@@ -103,48 +104,48 @@ def _plan_groups(program: Program, weights: set[str], linears: list[fx.Node]) ->
         try:
             _check_group(group)
         except Refused as refused:
-            if len(groups) > 1 or len(group) > 1:  # a layer that others left alone has nothing to be told
+            if len(groups) > 1 or len(group) > 1:  # otherwise the refusals of the other layers explain it
                 yield Refusal(linears[0], group[0], refused.kind, refused.text, len(group), total)
         else:
             yield Match.at(*group)
 
 
 def _check_group(group: list[fx.Node]) -> None:
-    """Refuse linear layers that cannot become one."""
+    """Refuse linear layers that cannot be merged."""
     if len(group) == 1:
-        text = "no other linear layer with this input has a bias, a dtype and a stored format like it"
+        text = "no other linear layer with this input agrees in bias, dtype and stored format"
         raise Refused(Reason.DTYPE, text)
     if (write := find_write_between(group[0], group[-1])) is not None:
         raise Refused(Reason.MUTATION, f"{write} writes in place between the linear layers")
 
 
 def _check_linear(program: Program, weights: set[str], linear: fx.Node) -> None:
-    """Refuse a linear layer that cannot be put together with others."""
+    """Refuse a linear layer that cannot be merged with others."""
     given = _LinearOperands.from_node(linear)
     for each in (given.weight, given.bias):
         if each is None:
             continue
         if each.op != "placeholder" or each.name not in weights:
-            raise Refused(Reason.REFUSED, f"{each} is no parameter of the model")
+            raise Refused(Reason.REFUSED, f"{each} is not a parameter of the model")
         if len(each.users) > 1:
             other = next(user for user in each.users if user is not linear)
             raise Refused(Reason.ANOTHER_CONSUMER, f"{other} reads {each}")
         if isinstance(program.tensors[each.name], DerivedTensor):
-            raise Refused(Reason.REFUSED, f"{each} is made by another transform")
+            raise Refused(Reason.REFUSED, f"{each} was created by another transform")
     if given.weight.meta["val"].dim() != 2:
-        raise Refused(Reason.SHAPE, f"{given.weight} is no matrix")
+        raise Refused(Reason.SHAPE, f"{given.weight} is not a matrix")
     _check_storage(linear)
 
 
 def _fusion_key(program: Program, linear: fx.Node) -> Any:
-    """What has to be the same for linear layers to become one."""
+    """Return the properties that linear layers must share to be merged."""
     given = _LinearOperands.from_node(linear)
     stored = quantized_blocks(program.tensors[given.weight.name])
     return given.weight.meta["val"].dtype, given.bias is not None, stored.format if stored else ""
 
 
 def _concat(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node:
-    """A weight for these weights, at the place of the first; its binding stands where that of the first stood."""
+    """Add a weight that concatenates these weights. It and its binding take the position of the first."""
     program, names = rewriter.program, [node.name for node in nodes]
     rows = {row.name: row for row in program.bindings.with_role(Role.PARAMETER)}
     sources = {rows[name].target: program.tensors[name] for name in names}
@@ -176,7 +177,7 @@ class _LinearOperands:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """One name for several that differ in one part.
+    """Return one name for several that differ in one part.
 
     >>> join_names(["layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight"])
     'layers.0.attn.q_proj_k_proj.weight'
@@ -193,13 +194,13 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def _check_storage(linear: fx.Node) -> None:
-    """Refuse a result that must be a tensor of its own: slices of one result share their storage."""
+    """Refuse a result that needs separate storage, because slices of one result share storage."""
     todo = [linear]
     while todo:
         node = todo.pop()
         for user in node.users:
             if user.op == "output":
-                raise Refused(Reason.ANOTHER_CONSUMER, f"{node} is returned, and must not share its storage")
+                raise Refused(Reason.ANOTHER_CONSUMER, f"{node} is returned and must not share storage")
             if is_mutation(user):
                 raise Refused(Reason.MUTATION, f"{user} writes to {node}")
             if is_view(user):
@@ -207,7 +208,7 @@ def _check_storage(linear: fx.Node) -> None:
 
 
 class _Linears(nn.Module):
-    """Linear layers that a function calls: what the examples are made of."""
+    """Linear layers for the cases, which a function calls."""
 
     def __init__(self, function: Any, *features: int, bias: bool | Sequence[bool] = False) -> None:
         super().__init__()

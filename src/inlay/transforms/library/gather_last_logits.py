@@ -1,4 +1,4 @@
-"""Rows that are picked after a linear layer are picked before it: the head is computed for what is asked for.
+"""Select rows before a linear layer instead of after it, so that the head is computed for those rows only.
 
 scores = linear(hidden, weight)[:, -1:]        scores = linear(hidden[:, -1:], weight)
 """
@@ -33,10 +33,10 @@ _END = 9223372036854775807
 
 @transform("gather_last_logits", stage=Stage.FUSE, numerics=Numerics.ROUNDING)
 class GatherLastLogits(LocalTransform):
-    """Rows picked after a linear layer are picked before it; `output: NAME` keeps only the last row of that output."""
+    """Select rows before a linear layer instead of after it; `output: NAME` keeps only the last row of that output."""
 
     class Options(base.TransformOptions):
-        """`output` names a result of which only the last position is wanted: the program then returns no other."""
+        """`output`: name of an output of which the program returns only the last position."""
 
         output: str = ""
 
@@ -89,17 +89,17 @@ class GatherLastLogits(LocalTransform):
             return None
         for node in chain:
             if len(node.users) > 1:
-                text = f"{node} is also read by others than {pick}"
+                text = f"{node} is also read outside of the chain to {pick}"
                 return Refusal(pick, chain[-1], Reason.ANOTHER_CONSUMER, text, 1, 2)
         if _selects_last_axis(pick):
-            return Refusal(pick, chain[-1], Reason.AXIS, "columns are picked, not rows", 1, 2)
+            return Refusal(pick, chain[-1], Reason.AXIS, "columns are selected, not rows", 1, 2)
         if (write := find_write_between(chain[-1], pick)) is not None:
-            text = f"{write} writes in place between the layer and the choice of rows"
+            text = f"{write} writes in place between the linear layer and the selection of rows"
             return Refusal(pick, chain[-1], Reason.MUTATION, text, 1, 2)
         return Match.at(pick, *chain, chain=chain)
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
-        """The rows picked from what the layer reads, and the layer and what follows on them alone."""
+        """Select rows of the layer's input, then apply the layer and the following operators to them."""
         pick, chain = match.root, match.values["chain"]
         made: Any = chain[-1].args[0]
         with rewriter.inserting_before(pick):
@@ -107,7 +107,7 @@ class GatherLastLogits(LocalTransform):
                 made = rewriter.call(node.target, (made, *node.args[1:]), node.kwargs, origin=node)
         gives, was = type_mismatch(made.meta["val"], pick.meta["val"], rewriter.program.types)
         if gives != was and match.graph is not rewriter.program.graph:
-            raise Refused(Reason.SHAPE, f"it would be {gives} in a nested graph, where it is {was}", chain[-1])
+            raise Refused(Reason.SHAPE, f"the result would be {gives} in a nested graph, expected {was}", chain[-1])
         rewriter.replace(pick, made)
         rewriter.erase(pick, *chain)
 
@@ -136,7 +136,7 @@ def _keep_last(rewriter: Rewriter, name: str) -> None:
 
 
 def _chain_to_linear(pick: fx.Node) -> list[fx.Node]:
-    """From the value that is picked from up to the linear layer that made it; empty if none did."""
+    """Return the calls from the value that `pick` selects from back to its linear layer, or an empty list."""
     chain: list[fx.Node] = []
     at: Any = pick.args[0]
     while isinstance(at, fx.Node) and at.op == "call_function":

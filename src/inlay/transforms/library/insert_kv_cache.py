@@ -1,4 +1,4 @@
-"""A decoder that was captured without a cache gets one: attention over rows that stay where they are.
+"""Insert a KV cache into a decoder that was captured without one.
 
 inlay.attention(q, k, v, causal)            keys = index_put(keys, [slot, head, position], k)
                                             inlay.cached_attention(q, keys, values, slots, lengths, …)
@@ -42,18 +42,19 @@ aten = torch.ops.aten
 _ATTENTION = torch.ops.inlay.attention.default
 _CACHED = torch.ops.inlay.cached_attention.default
 SLOTS, LENGTHS = SIGNATURE.slots, SIGNATURE.lengths
-"""The inputs that say which slot each sequence of a batch lies in, and how many rows of it are filled."""
+"""Inputs: the slot of each sequence of a batch, and the number of its filled rows."""
 
 
 @transform("insert_kv_cache", stage=Stage.STATE, numerics=Numerics.ROUNDING, anchors=("inlay.attention.default",))
 class InsertKVCache(ProgramTransform):
-    """Causal attention runs over a cache that is written in place; slots and lengths become inputs."""
+    """Run causal attention over a KV cache that is written in place; slots and lengths become inputs."""
 
     adds_inputs = True
     is_atomic = True
 
     class Options(base.TransformOptions):
-        """`max_length` rows a slot (by default what the model allows), `max_batch` slots, the cache's number format."""
+        """`max_length`: rows per slot (default: the captured maximum, or 2048). `max_batch`: number of slots. `dtype`:
+        dtype of the cache (default: that of keys and values)."""
 
         max_length: int = 0
         max_batch: int = 1
@@ -113,17 +114,17 @@ class InsertKVCache(ProgramTransform):
             insertion.replace_attention(rewriter, match.root)
             if match.root is insertion.calls[-1]:
                 insertion.insert_outputs(rewriter)
-        except ProgramError as error:  # positions cannot be a row a sequence where they were one for all
+        except ProgramError as error:  # positions that all sequences share cannot get a batch axis
             raise Refused(Reason.SHAPE, error.problem) from error
 
     def clean_up(self, rewriter: Rewriter) -> None:
-        """Positions that were computed without a cache."""
+        """Erase the positions that were computed without a cache."""
         rewriter.erase_unused(*reversed(rewriter.program.graph.nodes))
 
 
 @dataclass(frozen=True)
 class _DecoderAxes:
-    """What the symbols of batch and length are called in the graph, and which nodes are positions."""
+    """The symbols of batch and length in the graph, and the nodes that are positions."""
 
     batch: str
     length: str
@@ -131,24 +132,24 @@ class _DecoderAxes:
 
 
 def _explain_no_attention(program: Program) -> MixingCall | None:
-    """Why a program without attention cannot do without state: a call that brings positions together."""
+    """Return the call that mixes positions in a program without attention, or None."""
     raw = {symbol.name: raw for raw, symbol in program.symbols.items()}
     if "length" not in raw:
         return None
     graph, axis = program.graph, position_axis(raw["length"])
     found = find_position_sources(graph, raw.get("batch", ""), raw["length"])
     mixed = found if isinstance(found, MixingCall) else find_mixing_call(graph, axis, found.nodes, set())
-    return replace(mixed, reason=f"{mixed.reason}, and there is no attention to keep rows for") if mixed else None
+    return replace(mixed, reason=f"{mixed.reason}, and there is no attention to cache") if mixed else None
 
 
 def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAxes | MixingCall:
     if program.bindings.state:
-        return MixingCall(calls[0], "the model brings state of its own")
+        return MixingCall(calls[0], "the model already has state")
     for call in calls:
         if any(len(_shape(call, name)) != 4 for name in ("query", "key", "value")):
             return MixingCall(call, "its operands are not [batch, heads, length, head]")
         if not all(_shape(call, name)[axis].isdigit() for name in ("query", "key", "value") for axis in (1, 3)):
-            return MixingCall(call, "the number of heads or of their columns is not known")
+            return MixingCall(call, "the number of heads or the head size is dynamic")
     batch, _, length, _ = _shape(calls[0], "query")
     if length not in program.symbols:
         return MixingCall(calls[0], f"its length is {length}, not dynamic")
@@ -158,7 +159,7 @@ def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAx
         high = program.symbols[raw].high if raw in program.symbols else None
         if high is not None and most > high:
             return MixingCall(
-                calls[0], f"{name} is {most}, and it was captured for a {program.symbols[raw].name} to {high}"
+                calls[0], f"{name} is {most}, but the captured {program.symbols[raw].name} is at most {high}"
             )
     for call in calls:
         given: dict[str, Any] = dict(normalize_args(call))
@@ -166,9 +167,9 @@ def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAx
             reason = MaskAnalysis(program.graph).classify(given["mask"], call).reason
             return MixingCall(call, f"its mask is not known to be causal: {reason or 'match_attention has not run'}")
         if not given["causal"]:
-            return MixingCall(call, "its mask is not known to be causal: it has none, and sees later positions")
+            return MixingCall(call, "it is not causal: it has no mask and reads later positions")
         if any(_shape(call, name)[::2] != [batch, length] for name in ("query", "key", "value")):
-            return MixingCall(call, "it works on another batch or length than the first one")
+            return MixingCall(call, "its batch or length differs from that of the first attention")
     sources = find_position_sources(program.graph, batch, length)
     if isinstance(sources, MixingCall):
         return sources
@@ -177,9 +178,9 @@ def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAx
         if axes == [length]:
             for user in source.node.users:
                 if user.target is not aten.unsqueeze.default or user.args[1] not in (0, -2):
-                    return MixingCall(user, "it reads positions as if all sequences had the same")
+                    return MixingCall(user, "it reads positions as if they were equal in all sequences")
         elif axes not in ([batch, length], ["1", length]):
-            return MixingCall(source.node, "its positions have another shape than [length] or [batch, length]")
+            return MixingCall(source.node, "the shape of its positions is not [length] or [batch, length]")
     for axis in (position_axis(length), *([batch_axis(batch)] if batch in program.symbols else [])):
         mixed = find_mixing_call(program.graph, axis, sources.nodes, set(calls))
         if mixed is not None:
@@ -202,7 +203,7 @@ def _keyword_calling(program: Program, ins: tuple[Binding, ...]) -> Any:
 
 
 class _CacheInsertion:
-    """A cache that is being put into a program: inputs first, then each attention, then the new state as outputs."""
+    """The insertion of a cache into a program: first inputs, then each attention, then the new state as outputs."""
 
     def __init__(
         self, calls: list[fx.Node], axes: _DecoderAxes, max_seq_len: int, max_batch: int, dtype: torch.dtype | None
@@ -214,10 +215,10 @@ class _CacheInsertion:
         self.written: list[fx.Node] = []
         self.heads: dict[int, fx.Node] = {}
         self.last: fx.Node
-        """The last node of those that all layers share."""
+        """The last of the nodes that all layers share."""
 
     def insert_inputs(self, rewriter: Rewriter) -> None:
-        """Slots, lengths and caches become inputs, and positions follow from the lengths."""
+        """Add slots, lengths and caches as inputs, and compute positions from the lengths."""
         graph = rewriter.program.graph
         first = next(node for node in graph.nodes if node.op != "placeholder")
         batch = dict(normalize_args(self.calls[0]))["query"].meta["val"].shape[0]
@@ -249,7 +250,7 @@ class _CacheInsertion:
         return node
 
     def _length_node(self, rewriter: Rewriter, first: fx.Node) -> fx.Node:
-        """The node that is the length."""
+        """Return a node whose value is the length."""
         node: fx.Node
         length = self.axes.length
         for node in rewriter.program.graph.nodes:
@@ -262,7 +263,7 @@ class _CacheInsertion:
             return rewriter.call(aten.sym_size.int, given)
 
     def _replace_positions(self, rewriter: Rewriter, source: PositionIds) -> fx.Node:
-        """Positions of this call instead of positions from 0 on."""
+        """Replace positions that start at 0 by the positions of this call."""
         here, moved = source.node, self.positions
         dtype = here.meta["val"].dtype
         after = here if here > self.row else self.last
@@ -278,21 +279,21 @@ class _CacheInsertion:
         return moved
 
     def _retype(self, rewriter: Rewriter, changed: set[fx.Node]) -> None:
-        """Positions have an axis of sequences now: so have the values computed from them alone."""
+        """Retype values that are computed from positions, which now have a batch axis."""
         apart = AxisTracker(batch_axis(self.axes.batch))
         for node in rewriter.program.graph.nodes:
             if node not in changed and not changed.isdisjoint(node.all_input_nodes):
                 if node.op == "output":
-                    raise ProgramError("positions are returned, and they are others for each sequence now")
+                    raise ProgramError("positions are returned, but with a cache they differ between sequences")
                 check_symbolic_shapes(node)
                 if rewriter.retype(node):
                     changed.add(node)
                 if reason := apart.mixing_reason(node):
-                    raise ProgramError(f"{node}: {reason}, and positions are others for each sequence now")
+                    raise ProgramError(f"{node}: {reason}, but with a cache positions differ between sequences")
             apart.record(node)
 
     def replace_attention(self, rewriter: Rewriter, call: fx.Node) -> None:
-        """Write the new rows, read the filled ones."""
+        """Write the new rows to the caches, and replace attention by attention over the filled rows."""
         given: dict[str, Any] = dict(normalize_args(call))
         heads, index = int(given["key"].meta["val"].shape[1]), 2 * self.calls.index(call)
         if heads not in self.heads:
@@ -303,7 +304,7 @@ class _CacheInsertion:
         with rewriter.inserting_before(call, call):
             for cache, rows in zip(caches, (given["key"], given["value"]), strict=True):
                 self.written.append(self._write(rewriter, cache, self.heads[heads], rows))
-            window = given["window"] if given["window"] < self.max_seq_len else 0  # no row is so far back
+            window = given["window"] if given["window"] < self.max_seq_len else 0  # the window covers the whole cache
             options = (given["scale"], window, *(given[name] for name in ("softcap", "slopes", "sinks")))
             operands = (given["query"], *self.written[-2:], self.slots, self.lengths, *options)
             read = rewriter.call(_CACHED, operands)
@@ -311,14 +312,14 @@ class _CacheInsertion:
         rewriter.erase(call)
 
     def _write(self, rewriter: Rewriter, cache: fx.Node, heads: fx.Node, rows: fx.Node) -> fx.Node:
-        """New rows in a cache, in its number format."""
+        """Write new rows to a cache, in its dtype."""
         dtype = cache.meta["val"].dtype
         if rows.meta["val"].dtype != dtype:
             rows = rewriter.call(aten._to_copy.default, (rows,), {"dtype": dtype})
         return rewriter.call(aten.index_put.default, (cache, [self.slot, heads, self.row], rows))
 
     def insert_outputs(self, rewriter: Rewriter) -> None:
-        """The written caches are returned, and declared to live where they came in."""
+        """Return the written caches as outputs that alias their inputs."""
         program = rewriter.program
         returned: Any = program.graph.output_node().args[0]
         rewriter.set_outputs(program.graph, (*self.written, *returned))

@@ -1,4 +1,4 @@
-"""Attention becomes `inlay.attention`: grouped heads instead of repeated ones, causal and window instead of a mask.
+"""Replace attention by `inlay.attention`, with grouped instead of repeated heads, and causal and window for the mask.
 
 k = clone(expand(unsqueeze(k, 2), …)).view(…)                   inlay.attention(q, k, v, None, scale, causal=True, …)
 scaled_dot_product_attention(q, k, v, mask)
@@ -36,7 +36,7 @@ _CANONICAL = torch.ops.inlay.attention.default
     anchors=("aten.scaled_dot_product_attention.default",),
 )
 class MatchAttention(ProgramTransform):
-    """Attention becomes one operator with grouped heads and a causal flag where the mask is one."""
+    """Replace attention by one operator with grouped heads, and a causal or window mask by arguments."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -126,40 +126,41 @@ class MatchAttention(ProgramTransform):
         rewriter.erase(match.root)
 
     def clean_up(self, rewriter: Rewriter) -> None:
-        """Masks and repeated heads that nothing reads any more."""
+        """Erase masks and repeated heads that are no longer read."""
         for _, graph in all_graphs(rewriter.program.graph):
             rewriter.erase_unused(*reversed(graph.nodes))
 
 
 def _refusal(node: fx.Node) -> Refusal | None:
-    """Why a call is not rewritten, if it is not."""
+    """Return why a call cannot be rewritten, or None."""
     if node.target is not _SDPA:
         return None
     given = dict(normalize_args(node))
     query = given["query"].meta["val"]
     if query.dim() != 4:
-        text = f"the query has {query.dim()} axes, not batch, heads, length, head"
+        text = f"the query has {query.dim()} axes, expected [batch, heads, length, head]"
         return Refusal(node, node, Reason.SHAPE, text)
     key, value = given["key"].meta["val"], given["value"].meta["val"]
     if sizes(key)[:3] != sizes(value)[:3]:
         return Refusal(node, node, Reason.SHAPE, "key and value differ in batch, heads or length")
     if not all(type(size) is int for size in (query.shape[1], key.shape[1], query.shape[3])):
-        return Refusal(node, node, Reason.SHAPE, "the number of heads or of their columns is not known")
+        return Refusal(node, node, Reason.SHAPE, "the number of heads or the head size is dynamic")
     if not key.shape[1]:
         return Refusal(node, node, Reason.SHAPE, "there are no heads")
     if not query.shape[3]:
-        return Refusal(node, node, Reason.SHAPE, "heads have no columns")
+        return Refusal(node, node, Reason.SHAPE, "the head size is 0")
     if sizes(query)[0] != sizes(key)[0] or query.shape[1] % key.shape[1]:
-        return Refusal(node, node, Reason.SHAPE, "the heads of the query are not groups of those of the key")
+        text = "query and key differ in batch, or the query heads are not a multiple of the key heads"
+        return Refusal(node, node, Reason.SHAPE, text)
     if given["dropout_p"]:
         return Refusal(node, node, Reason.CONSTANT, "dropout is on")
     if given["is_causal"] and str(query.shape[2]) != str(key.shape[2]):
-        return Refusal(node, node, Reason.SHAPE, "causal attention over another length than the query's")
+        return Refusal(node, node, Reason.SHAPE, "attention is causal, and key and query differ in length")
     return None
 
 
 def _arguments(node: fx.Node, masks: MaskAnalysis) -> dict[str, Any]:
-    """The arguments of the canonical operator for this node: heads not repeated, the mask as flags where it is one."""
+    """Return the arguments of the canonical operator: heads without repetition, the mask as flags where possible."""
     given: dict[str, Any] = dict(normalize_args(node))
     query, key, value = given["query"], given["key"], given["value"]
     mask = given["attn_mask"] if node.target is _SDPA else given["mask"]
@@ -171,7 +172,7 @@ def _arguments(node: fx.Node, masks: MaskAnalysis) -> dict[str, Any]:
         key, value = plain_key, plain_value
     slopes = given.get("slopes")
     if causal:
-        mask = None  # neither operator takes both; ours does not look at it
+        mask = None  # torch accepts only one of the two, and inlay.attention ignores the mask
     if mask is not None and slopes is None and not given.get("softcap", 0.0):
         slopes, mask = _split_slopes(mask, node, masks)
     if mask is not None:
@@ -185,7 +186,7 @@ def _arguments(node: fx.Node, masks: MaskAnalysis) -> dict[str, Any]:
 
 
 def _has_score_shape(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bool) -> bool:
-    """Does a mask have the sizes of the scores, or 1; `exactly`: no 1 for rows and columns?"""
+    """Return whether a mask broadcasts to the scores; with `exactly`, not in rows and columns."""
     (*batch_and_heads, rows, _), columns = sizes(query.meta["val"]), sizes(key.meta["val"])[2]
     scores = [*batch_and_heads, rows, columns]
     given = sizes(mask.meta["val"])
@@ -194,14 +195,14 @@ def _has_score_shape(mask: fx.Node, query: fx.Node, key: fx.Node, *, exactly: bo
 
 
 def _split_slopes(mask: fx.Node, attention: fx.Node, masks: MaskAnalysis) -> tuple[fx.Node | None, fx.Node | None]:
-    """The slopes in what is added to the scores, one a head, and the rest of it."""
+    """Split what is added to the scores into ALiBi slopes, one per head, and the rest."""
     dtype = attention.meta["val"].dtype
     sides = [mask.args, tuple(reversed(mask.args))] if mask.target is aten.add.Tensor and len(mask.args) == 2 else []
     for bias, rest in sides:
         if not isinstance(bias, fx.Node) or not isinstance(rest, fx.Node):
             continue
         if {bias.meta["val"].dtype, rest.meta["val"].dtype} != {dtype}:
-            continue  # true and false are added as 1 and 0, and show or hide where they are a mask of their own
+            continue  # booleans are added as 1 and 0, but a boolean mask shows or hides keys
         factor = find_alibi_slopes(bias, masks, attention)
         if factor is not None and find_write_between(factor, attention) is None:
             return factor, rest
@@ -209,7 +210,7 @@ def _split_slopes(mask: fx.Node, attention: fx.Node, masks: MaskAnalysis) -> tup
 
 
 def _undo_head_repeat(node: fx.Node, attention: fx.Node) -> fx.Node:
-    """The heads before each was repeated, or the node itself: view(clone(expand(unsqueeze(x, 2))))."""
+    """Return the heads before view(clone(expand(unsqueeze(x, 2)))) repeated them, or the node itself."""
     steps: list[fx.Node] = []
     at: Any = node
     for targets in ({aten.view.default, aten._unsafe_view.default, aten.reshape.default}, {aten.clone.default}):

@@ -1,4 +1,4 @@
-"""Gated SiLU with bounds becomes `inlay.clamped_swiglu`.
+"""Replace a SiLU-gated product with clamped operands by `inlay.clamped_swiglu`.
 
 gate = gate.clamp(max=limit)                                         inlay.clamped_swiglu(gate, up, alpha, limit)
 (up.clamp(-limit, limit) + 1) * (gate * sigmoid(gate * alpha))
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @transform("match_clamped_swiglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT)
 class MatchClampedSwiGLU(PatternTransform):
-    """A SiLU-gated product with bounded operands becomes one operator."""
+    """Replace a SiLU-gated product with clamped operands by one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -71,7 +71,7 @@ class MatchClampedSwiGLU(PatternTransform):
         gate, up = match.value("gate"), match.value("up")
         match.require(match.value("low") == -match.value("limit"), Reason.CONSTANT, "the bounds are not symmetric")
         match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
-        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ in shape")
 
     def replacement(  # type: ignore[override]
         self, gate: Tensor, up: Tensor, alpha: float, low: float, limit: float

@@ -1,4 +1,4 @@
-"""A short convolution between two gates becomes `inlay.gated_short_conv`.
+"""Replace a short convolution between two gates by `inlay.gated_short_conv`.
 
 before, after, value = x.transpose(-1, -2).split(channels, -2)                 inlay.gated_short_conv(x, weight)
 (after * conv1d(before * value, weight, …)[..., :length]).transpose(-1, -2)
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @transform("match_gated_short_conv", stage=Stage.FUSE, numerics=Numerics.ROUNDING)
 class MatchGatedShortConv(PatternTransform):
-    """A short convolution between two gates becomes one operator."""
+    """Replace a short convolution between two gates by one operator."""
 
     ignored_args = frozenset({"end"})
 
@@ -75,7 +75,7 @@ class MatchGatedShortConv(PatternTransform):
         ]
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        # One tap, so that the pattern can be computed whatever the margin; `check` compares the two.
+        # One tap, so that the pattern can be computed with any padding; `check` compares taps and padding.
         x, weight = torch.ones(5, 7, 3 * 37, dtype=dtype), torch.ones(37, 1, 1, dtype=dtype)
         return {"x": x, "weight": weight, "channels": 37, "margin": 11}
 
@@ -87,10 +87,10 @@ class MatchGatedShortConv(PatternTransform):
 
     def check(self, match: Match) -> None:
         x, weight, channels = match.value("x"), match.value("weight"), match.value("channels")
-        match.require(x.dim() == 3, Reason.SHAPE, "x has other axes than batch, length and channels", match.node("x"))
-        match.require(x.shape[-1] == 3 * channels, Reason.SHAPE, "x is not cut in three", match.node("x"))
+        match.require(x.dim() == 3, Reason.SHAPE, "x is not [batch, length, channels]", match.node("x"))
+        match.require(x.shape[-1] == 3 * channels, Reason.SHAPE, "x is not split into three parts", match.node("x"))
         causal = weight.shape[-1] == match.value("margin") + 1
-        match.require(causal, Reason.CONSTANT, "the margin is not one less than the taps", match.node("weight"))
+        match.require(causal, Reason.CONSTANT, "the padding is not the number of taps - 1", match.node("weight"))
 
     def replacement(self, x: Tensor, weight: Tensor, channels: int, margin: int) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.gated_short_conv(x, weight)

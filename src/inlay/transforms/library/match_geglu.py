@@ -1,4 +1,4 @@
-"""Gated GELU becomes `inlay.geglu`.
+"""Replace a GELU-gated product by `inlay.geglu`.
 
 gelu(gate, approximate=…) * up        inlay.geglu(gate, up, approximate)
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @transform("match_geglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.gelu.default",))
 class MatchGeGLU(PatternTransform):
-    """A GELU-gated product becomes one operator."""
+    """Replace a GELU-gated product by one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -65,7 +65,7 @@ class MatchGeGLU(PatternTransform):
     def check(self, match: Match) -> None:
         gate, up = match.value("gate"), match.value("up")
         match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
-        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ in shape")
 
     def replacement(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.geglu(gate, up, approximate)

@@ -1,4 +1,4 @@
-"""A layer norm written out becomes `aten.layer_norm`.
+"""Replace a layer norm written as elementary operators by `aten.layer_norm`.
 
 mean = x.mean(-1, keepdim=True)                                        layer_norm(x, [size], weight, None, eps)
 weight * ((x - mean) * rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + eps))
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @transform("match_layer_norm", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
 class MatchLayerNorm(PatternTransform):
-    """A layer norm that is written out becomes torch's own operator."""
+    """Replace a layer norm written as elementary operators by `aten.layer_norm`."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -82,9 +82,9 @@ class MatchLayerNorm(PatternTransform):
     def check(self, match: Match) -> None:
         x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
         one_row = weight.dim() == 1 and is_same_size(weight.shape[0], x.shape[-1])
-        match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
-        # torch's kernel multiplies before it subtracts the mean: a single large number overflows, where 0 is right.
-        match.require(weight.shape[0] != 1, Reason.SHAPE, "rows have one column, which is its own mean", node)
+        match.require(one_row, Reason.SHAPE, "the weight does not have the shape of one row of x", node)
+        # torch's kernel multiplies before it subtracts the mean: a single large number overflows instead of giving 0.
+        match.require(weight.shape[0] != 1, Reason.SHAPE, "rows have a single column", node)
         match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
 
     def replacement(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]

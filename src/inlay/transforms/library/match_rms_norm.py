@@ -1,4 +1,4 @@
-"""Root-mean-square norms, however they are written, become `inlay.rms_norm`.
+"""Replace the different forms of root-mean-square norms by `inlay.rms_norm`.
 
 wide = x.to(float32)                                    inlay.rms_norm(x, weight, eps, offset, cast_first)
 weight * (wide * rsqrt(mean(wide ** 2) + eps)).to(…)
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     anchors=("aten.rsqrt.default", "aten.rms_norm.default"),
 )
 class MatchRMSNorm(PatternTransform):
-    """Root-mean-square norms, however they are written, become one operator."""
+    """Replace the different forms of root-mean-square norms by one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -47,7 +47,7 @@ class MatchRMSNorm(PatternTransform):
             Case("torch's own, its own eps", lambda x, w: functional.rms_norm(x, (8,), w), (x, weight)),
             Case("float16", lambda x, w: rule.pattern(x, w, 1e-5), (x.half(), weight.half())),
             Case(
-                "float64 computed in float32",  # only what is float32; the other dtype brings patterns with casts
+                "float64 computed in float32",  # only the float32 part matches; bfloat16 adds patterns with casts
                 lambda x, w, h: (rule.pattern_plus_one(x, w, 1e-6), h.neg()),
                 (x.double(), weight.double(), x.bfloat16()),
             ),
@@ -90,17 +90,17 @@ class MatchRMSNorm(PatternTransform):
         return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
 
     def pattern_plus_one(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Gemma: the weight is stored less one, and applied before rounding."""
+        """Gemma: the weight is stored minus one, and applied before rounding."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (normed * (1.0 + weight.float())).type_as(x)
 
     def pattern_torch(self, x: Tensor, weight: Tensor, eps: float, size: int) -> Tensor:
-        """torch's own operator, which applies the weight before rounding."""
+        """torch's operator, which applies the weight before rounding."""
         return functional.rms_norm(x, (size,), weight, eps)
 
     def pattern_torch_eps(self, x: Tensor, weight: Tensor, size: int) -> Tensor:
-        """torch's own operator with its own eps: that of the type it computes in."""
+        """torch's operator with its default eps: that of the dtype it computes in."""
         return functional.rms_norm(x, (size,), weight)
 
     def replacement_args(self, pattern: str) -> Mapping[str, Any]:
@@ -109,10 +109,10 @@ class MatchRMSNorm(PatternTransform):
     def check(self, match: Match) -> None:
         x, weight, node = match.value("x"), match.value("weight"), match.node("weight")
         one_row = weight.dim() == 1 and is_same_size(weight.shape[0], x.shape[-1])
-        match.require(one_row, Reason.SHAPE, "the weight is not one row of x", node)
+        match.require(one_row, Reason.SHAPE, "the weight does not have the shape of one row of x", node)
         match.require(weight.dtype == x.dtype, Reason.DTYPE, f"the weight is {weight.dtype}, x is {x.dtype}", node)
         narrow = x.dtype == torch.float64 and any(each.meta["val"].dtype is torch.float32 for each in match.nodes)
-        match.require(not narrow, Reason.DTYPE, "x is torch.float64 and computed in torch.float32", match.node("x"))
+        match.require(not narrow, Reason.DTYPE, "x is torch.float64 but computed in torch.float32", match.node("x"))
 
     def replacement(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, offset: float, cast_first: bool, eps: float | None = None, size: int = 0

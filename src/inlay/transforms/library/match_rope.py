@@ -1,4 +1,4 @@
-"""Rotary position embedding becomes `inlay.rope`.
+"""Replace rotary position embedding by `inlay.rope`.
 
 x * cos + cat([-x[..., half:], x[..., :half]], -1) * sin        inlay.rope(x, cos, sin)
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @transform("match_rope", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.cos.default",))
 class MatchRoPE(PatternTransform):
-    """Rotary position embedding, halves rotated against each other, becomes one operator."""
+    """Replace rotary position embedding over halves by one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -75,12 +75,12 @@ class MatchRoPE(PatternTransform):
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
     def pattern_halves(self, x: Tensor, half_cos: Tensor, half_sin: Tensor, half: int) -> Tensor:
-        """Tables for one half; the halves are computed apart."""
+        """Tables for one half; the halves are computed separately."""
         one, two = torch.split(x, half, -1)
         return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
 
     def pattern_pairs(self, x: Tensor, half_cos: Tensor, half_sin: Tensor) -> Tensor:
-        """Neighbours are rotated against each other and put into halves."""
+        """Neighboring pairs are rotated and stored as halves."""
         one, two = x[..., ::2], x[..., 1::2]
         return torch.cat([one * half_cos - two * half_sin, two * half_cos + one * half_sin], -1)
 
@@ -90,13 +90,13 @@ class MatchRoPE(PatternTransform):
     def check(self, match: Match) -> None:
         x = match.value("x")
         if "half" in match.values:
-            match.require(2 * match.value("half") == x.shape[-1], Reason.CONSTANT, "the axis is not cut in halves")
+            match.require(2 * match.value("half") == x.shape[-1], Reason.CONSTANT, "x is not split into halves")
         for name in sorted(set(match.values) - {"x", "half"}):
             table = match.value(name)
-            match.require(table.dtype == x.dtype, Reason.DTYPE, f"{name} is not of x's dtype", match.node(name))
+            match.require(table.dtype == x.dtype, Reason.DTYPE, f"{name} does not have x's dtype", match.node(name))
             size = table.shape[-1] if table.dim() else 1
             whole = size == (x.shape[-1] // 2 if name.startswith("half") else x.shape[-1])
-            match.require(whole, Reason.SHAPE, f"{name} does not span the axis", match.node(name))
+            match.require(whole, Reason.SHAPE, f"{name} does not span the last axis", match.node(name))
 
     def replacement(  # type: ignore[override]
         self,

@@ -1,4 +1,4 @@
-"""Rotary position embedding over neighbouring pairs becomes `inlay.rope_interleaved`.
+"""Replace rotary position embedding over neighboring pairs by `inlay.rope_interleaved`.
 
 x * cos + stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin        inlay.rope_interleaved(x, cos, sin)
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @transform("match_rope_interleaved", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT)
 class MatchRoPEInterleaved(PatternTransform):
-    """Rotary position embedding, neighbours rotated against each other, becomes one operator."""
+    """Replace rotary position embedding over neighboring pairs by one operator."""
 
     ignored_args = frozenset({"size"})
 
@@ -85,7 +85,7 @@ class MatchRoPEInterleaved(PatternTransform):
                 match.require(same, Reason.SHAPE, "the pairs are not flattened to x's shape", node)
         for name in ("cos", "sin"):
             match.require(
-                match.value(name).dtype == x.dtype, Reason.DTYPE, f"{name} is not of x's dtype", match.node(name)
+                match.value(name).dtype == x.dtype, Reason.DTYPE, f"{name} does not have x's dtype", match.node(name)
             )
 
     def replacement(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Attention written out with a softmax becomes `inlay.attention`; `match_attention` then looks at heads and mask.
+"""Replace attention written as matmul and softmax by `inlay.attention`; `match_attention` then handles heads and mask.
 
 scores = q @ k.transpose(2, 3) * scale + mask        inlay.attention(q, k, v, mask, scale, …, zero_rows=False)
 softmax(scores, dtype=float32).to(q.dtype) @ v
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @transform("match_softmax_attention", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
 class MatchSoftmaxAttention(PatternTransform):
-    """Attention written out with a softmax, soft-capped, biased or with sinks, becomes one operator."""
+    """Replace attention written as matmul and softmax, also with soft cap, bias or sinks, by one operator."""
 
     ignored_args = frozenset({"size"})
 
@@ -137,7 +137,7 @@ class MatchSoftmaxAttention(PatternTransform):
         return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone(), v)
 
     def pattern_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
-        """One more score a head takes part in the softmax and is dropped."""
+        """The softmax includes one more score per head, which is dropped after it."""
         scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], -1)
         scores = scores - scores.max(-1, keepdim=True).values
@@ -161,7 +161,7 @@ class MatchSoftmaxAttention(PatternTransform):
         match.require(sizes(k)[1:2] != ["0"], Reason.SHAPE, "there are no heads", match.node("k"))
         mask, scores = sizes(match.value("mask")), [*sizes(q)[:3], sizes(k)[2]]
         fits = len(mask) <= 4 and all(one in ("1", two) for one, two in zip(mask[::-1], scores[::-1], strict=False))
-        match.require(fits, Reason.SHAPE, "the mask is larger than the scores")
+        match.require(fits, Reason.SHAPE, "the mask does not broadcast to the scores")
         if "sinks" in match.values:
             self._check_sinks(match)
         if "bias" in match.values:
@@ -170,10 +170,10 @@ class MatchSoftmaxAttention(PatternTransform):
     def _check_sinks(self, match: Match) -> None:
         heads = str(match.value("q").shape[1])
         for node, shape in _views(match):
-            match.require(shape == ["1", heads, "1", "1"], Reason.AXIS, "the sinks are not one a head", node)
+            match.require(shape == ["1", heads, "1", "1"], Reason.AXIS, "the sinks are not one per head", node)
 
     def _check_bias(self, match: Match) -> None:
-        """The views take batch and heads together and apart again. A view's last size follows from the others."""
+        """Check that views merge batch and heads and split them again. A view's last size follows from the others."""
         batch, heads, rows, _ = match.value("q").shape
         together = str(batch * heads)
         allowed = (
@@ -182,9 +182,9 @@ class MatchSoftmaxAttention(PatternTransform):
             [together, str(match.value("k").shape[2])],
         )
         bias = match.value("bias")
-        match.require(bias.dim() == 3 and str(bias.shape[0]) == together, Reason.SHAPE, "the bias is not one a head")
+        match.require(bias.dim() == 3 and str(bias.shape[0]) == together, Reason.SHAPE, "the bias is not one per head")
         for node, shape in _views(match):
-            match.require(shape[:-1] in allowed, Reason.AXIS, "batch and heads are not taken together", node)
+            match.require(shape[:-1] in allowed, Reason.AXIS, "the view does not merge batch and heads", node)
 
     def replacement(  # type: ignore[override]
         self,

@@ -1,4 +1,4 @@
-"""Gated SiLU becomes `inlay.swiglu`.
+"""Replace a SiLU-gated product by `inlay.swiglu`.
 
 silu(gate) * up        inlay.swiglu(gate, up)
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @transform("match_swiglu", stage=Stage.CANONICALIZE, numerics=Numerics.EXACT, anchors=("aten.silu.default",))
 class MatchSwiGLU(PatternTransform):
-    """A SiLU-gated product becomes one operator."""
+    """Replace a SiLU-gated product by one operator."""
 
     @classmethod
     def positive_cases(cls) -> list[Case]:
@@ -59,7 +59,7 @@ class MatchSwiGLU(PatternTransform):
     def check(self, match: Match) -> None:
         gate, up = match.value("gate"), match.value("up")
         match.require(gate.dtype == up.dtype, Reason.DTYPE, f"the gate is {gate.dtype}, the other factor {up.dtype}")
-        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ, so this is no gated layer")
+        match.require(gate.shape == up.shape, Reason.SHAPE, "gate and factor differ in shape")
 
     def replacement(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         result: Tensor = torch.ops.inlay.swiglu(gate, up)

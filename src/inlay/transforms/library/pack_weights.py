@@ -1,9 +1,10 @@
-"""Weights of linear layers are packed for the kernels that read them: as stored in a GGUF file, or quantised here.
+"""Pack weights of linear layers for the kernels, as stored in a GGUF file or quantized here.
 
 linear(x, weight, bias)         inlay.packed_linear(x, packed, bias, features, bits, zero)
 embedding(weight, tokens)       inlay.packed_embedding(packed, tokens, features, bits, zero, group, dtype)
 
-A weight stays a reference: it is packed when it is read, one at a time. A package names the map, and can be refitted.
+A weight stays a reference and is packed when it is read, one at a time. A package records the weight map, so it can be
+refitted.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ aten = torch.ops.aten
 
 @transform("pack_weights", stage=Stage.LOWER, numerics=Numerics.APPROXIMATE, anchors=("aten.linear.default",))
 class PackWeights(ProgramTransform):
-    """Weights of linear layers and tied embeddings are packed: as stored, or quantised to int4 or int8."""
+    """Pack weights of linear layers and tied embeddings, as stored or quantized to int4 or int8."""
 
     class Options(base.TransformOptions):
-        """`format`: `stored` keeps GGUF blocks, `int4` (in groups of `group`; the head as int8) and `int8` quantise,
-        `bfloat16` rounds, `float32` keeps values. A weight is packed when `only` is empty or names it, and `skip` does
-        not, by patterns such as `lm_head*`."""
+        """`format`: `stored` keeps GGUF blocks; `int4` (in groups of `group`; the head as int8) and `int8` quantize;
+        `bfloat16` rounds; `float32` keeps values; `none` packs nothing. `only` and `skip` are name patterns such as
+        `lm_head*`. A weight is packed if `only` is empty or matches its name, and `skip` does not match it."""
 
         format: Literal["stored", "int4", "int8", "bfloat16", "float32", "none"] = "int8"
         group: Literal[32, 64, 128] = 32
@@ -94,7 +95,7 @@ class PackWeights(ProgramTransform):
                 yield Match.at(*node.users, weight=node, row=row, format=chosen, packed=made)
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
-        """The weight in this format, and its readers with it."""
+        """Retype the weight as packed, and replace the operators that read it."""
         node, row, chosen = match.values["weight"], match.values["row"], match.values["format"]
         features, depth = (int(size) for size in node.meta["val"].shape)
         shape = chosen.packing.shape(features, depth)
@@ -120,36 +121,36 @@ class PackWeights(ProgramTransform):
         return options.format == "stored" and any(quantized_blocks(ref) for ref in sources.values())
 
     def _choose_format(self, node: fx.Node, sources: Mapping[str, TensorRef], ref: TensorRef) -> PackedFormat:
-        """The format that a weight is packed in; a weight that stays as it is is refused."""
+        """Return the format to pack a weight in, or refuse the weight."""
         options: Any = self.options
         if options.format == "none":
-            raise Refused(Reason.REFUSED, "the format is none")
+            raise Refused(Reason.REFUSED, "the option format is none")
         unwanted = [name for name in sources if not _is_included(name, options.only, options.skip)]
         if unwanted:
-            raise Refused(Reason.REFUSED, f"{unwanted[0]} is left out by the options only and skip")
+            raise Refused(Reason.REFUSED, f"{unwanted[0]} is excluded by the options only and skip")
         for user in node.users:
             if not any(_reads(user, node, each) for each in (aten.linear.default, aten.embedding.default)):
                 raise Refused(Reason.ANOTHER_CONSUMER, f"{user} reads {node}")
         if isinstance(ref, DerivedTensor) and ref.map != "concat":
-            raise Refused(Reason.REFUSED, f"{node} is made by another transform")
+            raise Refused(Reason.REFUSED, f"{node} was created by another transform")
         name = f"int4-g{options.group}" if options.format == "int4" else options.format
         if options.format == "int4" and _is_head(node):
             name = "int8"
         if options.format == "stored":
             found = {each.format if (each := quantized_blocks(ref)) else "plain values" for ref in sources.values()}
             if len(found) > 1 or found == {"plain values"}:
-                raise Refused(Reason.REFUSED, f"it is stored as {' and '.join(sorted(found))}")
+                raise Refused(Reason.REFUSED, f"the weight is stored as {' and '.join(sorted(found))}")
             (name,) = found
         if name not in FORMATS:
-            raise Refused(Reason.REFUSED, f"there is no way to pack {name}")
+            raise Refused(Reason.REFUSED, f"{name} cannot be packed")
         depth, group = node.meta["val"].shape[1], FORMATS[name].packing.group_size
         if depth % group:
-            raise Refused(Reason.SHAPE, f"{depth} columns are no whole groups of {group}")
+            raise Refused(Reason.SHAPE, f"{depth} columns are not a multiple of the group size {group}")
         return FORMATS[name]
 
 
 def _reads(user: fx.Node, weight: fx.Node, target: Any) -> bool:
-    """Whether a call of this operator reads a node as its weight and as nothing else."""
+    """Return whether a call of this operator reads a node as its weight only."""
     if user.target is not target:
         return False
     given = dict(normalize_args(user))
@@ -157,7 +158,7 @@ def _reads(user: fx.Node, weight: fx.Node, target: Any) -> bool:
 
 
 def _is_head(node: fx.Node) -> bool:
-    """Whether a weight makes the results or is an embedding as well: four bits cost more there than anywhere else."""
+    """Return whether a weight computes an output or is also an embedding, where four bits lose the most accuracy."""
     return any(
         user.target is aten.embedding.default or any(each.op == "output" for each in user.users) for user in node.users
     )
@@ -172,7 +173,7 @@ def _is_included(name: str, only: Sequence[str], skip: Sequence[str]) -> bool:
 
 
 def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str:
-    """What was done to the weights of a kind, and how far they are from the original."""
+    """Describe how the weights of a kind were packed, and the error."""
     what = f"{kind} × {len(made)}: {wanted.name}"
     if wanted.is_exact:
         return f"{what}, kept as stored"
@@ -187,7 +188,7 @@ def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str
 
 
 def _measure_error(wanted: PackedFormat, made: DerivedTensor) -> ErrorStats:
-    """The error of one weight, whose rows are read for it and dropped."""
+    """Return the error of one weight, whose rows are read for it and freed."""
     with torch.no_grad():
         return wanted.measure_error(torch.cat([read() for read in made.readers()]))
 
@@ -204,7 +205,7 @@ def _packed_reader(rewriter: Rewriter, user: fx.Node, weight: fx.Node, features:
 
 
 class _Layer(nn.Module):
-    """A linear layer that a function calls, with weights that int8 holds exactly: what the examples are made of."""
+    """A linear layer for the cases, which a function calls. int8 represents its weights exactly."""
 
     def __init__(self, function: Any, bias: bool = False, depth: int = 64) -> None:
         super().__init__()
