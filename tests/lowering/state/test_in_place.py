@@ -336,7 +336,7 @@ def test_declared_wrongly(args: list[Any], alias: dict[Any, Any], sentence: str)
 
 def test_two_outputs_in_one_input() -> None:
     program = program_of(lambda s, x: (s + x, s - x), [torch.ones(4), torch.ones(4)])
-    with pytest.raises(UsageError, match="already does"):
+    with pytest.raises(UsageError, match="already lives there"):
         declare_aliases(program, {0: 0, 1: 0})
 
 
