@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inlay.rewrite.rule import Alternative, Match, Rule
 
 _MAX_ANCHORS = 400
-"""A call that occurs more often than this outside the sites is not used as a starting point everywhere."""
+"""If a call occurs more often than this outside the sites, the search starts only at code locations of sites."""
 _MAX_USERS = 16
 _COMMON_OPERATORS = (
     "add",

@@ -61,7 +61,8 @@ class Aligner:
         """Set up an aligner.
 
         `site_values` are the values of variables at matched sites; an alignment with such values is preferred.
-        `is_site_location` returns whether a node is where other layers have nodes of sites; it then replaces one.
+        `is_site_location` returns whether a node is where other layers have nodes of sites; it is then reported as
+        found instead of a missing node.
         `site_nodes` are the nodes of matched sites; they cannot be part of another site.
         """
         self.tree, self.example, self.ignored_args = tree, example, ignored_args

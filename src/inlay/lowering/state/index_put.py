@@ -307,7 +307,7 @@ def _rewrite(rewriter: Rewriter, state: StateUpdate) -> fx.Node | None:
     rewriter.commit()
     try:
         now = _put_writes(rewriter, state)
-        keep = {*now, now[0].graph.output_node()}  # a put may read an earlier version of the state
+        keep = {*now, now[0].graph.output_node()}  # a put may read a value that equals the state after it
         rewriter.replace_all(_find_versions(rewriter, state, now), keep)
     except (LookupError, RuntimeError, ProgramError, Refused):  # a size that no node computes, or that depends on data
         rewriter.rollback()
@@ -332,7 +332,7 @@ def _put_writes(rewriter: Rewriter, state: StateUpdate) -> list[fx.Node]:
 
 
 def _find_versions(rewriter: Rewriter, state: StateUpdate, now: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return the replacements of values that equal a part of the state: views of the current version."""
+    """Return the replacements of values that equal a part of the state: views of its version."""
     found = {}
     for node, (place, count) in state.versions.items():
         if node is not now[0] and node.users:
