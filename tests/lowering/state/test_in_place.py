@@ -319,7 +319,7 @@ def test_declared(alias: dict[Any, Any]) -> None:
     ("args", "alias", "sentence"),
     [
         ([torch.ones(4), torch.ones(4)], {"nw_state": 0}, "no output nw_state. Did you mean new_state?"),
-        ([torch.ones(4), torch.ones(4)], {"new_state": 7}, "no input 7: the program has 2"),
+        ([torch.ones(4), torch.ones(4)], {"new_state": 7}, "no input 7; the program has 2"),
         ([torch.ones(4), torch.ones(4)], {"y": 0}, "y (f32[]) cannot live in values_0 (f32[4]): the shapes differ"),
         (
             [torch.ones(4), torch.ones(4).double()],
