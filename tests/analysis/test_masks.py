@@ -92,25 +92,25 @@ UNDERSTOOD: dict[str, tuple[MaskKind, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 _ALONE = "and not on row - column alone"
 REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "a fraction": ("is no integer", lambda r, c: (c <= r) & (c > r - 64.5)),
-    "8 bits": ("int8 does not hold row exactly", lambda r, c: (c <= r) & (r.to(torch.int8) - c < 100)),
-    "half precision": ("float16 does not hold row exactly", lambda r, c: c <= r.half()),
+    "a fraction": ("is not an integer", lambda r, c: (c <= r) & (c > r - 64.5)),
+    "8 bits": ("int8 cannot represent row exactly", lambda r, c: (c <= r) & (r.to(torch.int8) - c < 100)),
+    "half precision": ("float16 cannot represent row exactly", lambda r, c: c <= r.half()),
     "a prefix": ("-column + 3 >= 0, " + _ALONE, lambda r, c: (c <= r) | (c < 4)),
     "a first token": (_ALONE, lambda r, c: (c <= r) & (c > r - 8) | (c == 0)),
     "from a position on": (_ALONE, lambda r, c: (c <= r) & ((r < 150) | (c > r - 3))),
     "of the length": (_ALONE, lambda r, c: (c <= r) & (c > r - r.shape[0] + 3)),
-    "both ways": ("shows -3 <= row - column < 5: neither", lambda r, c: (c <= r + 3) & (c > r - 5)),
+    "both ways": ("shows -3 <= row - column < 5, which is neither", lambda r, c: (c <= r + 3) & (c > r - 5)),
     "a gap": (
-        "shows 0 <= row - column < 2 or 5 <= row - column: n",
+        "shows 0 <= row - column < 2 or 5 <= row - column, which",
         lambda r, c: (c <= r) & ((r - c < 2) | (c <= r - 5)),
     ),
     "later only": ("shows row - column < 0", lambda r, c: c > r),
     "blocks": ("aten.floor_divide", lambda r, c: (c <= r) & (r // 8 == c // 8)),
     "a number that its dtype does not hold": (
-        "float32 does not hold 1e-50 exactly",
+        "float32 cannot represent 1e-50 exactly",
         lambda r, c: torch.full((r.shape[0], r.shape[0]), 1e-50).bool(),
     ),
-    "too little": ("it adds -10000, which neither", lambda r, c: torch.where(c <= r, 0.0, -10000.0)),
+    "too little": ("it adds -10000, which is neither 0 nor", lambda r, c: torch.where(c <= r, 0.0, -10000.0)),
 }
 
 
@@ -275,14 +275,17 @@ def _an_unknown_number(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        (lambda x: torch.where(_columns() <= _rows(), 0.0, INF).to(torch.int64) == 0, "_to_copy: -inf is no integer"),
-        (lambda x: torch.arange(4.5)[None, :] <= _rows(), "arange: 4.5 is no integer"),
-        (_an_unknown_number, "add: how large u0 may be is not known"),
+        (
+            lambda x: torch.where(_columns() <= _rows(), 0.0, INF).to(torch.int64) == 0,
+            "_to_copy: -inf is not an integer",
+        ),
+        (lambda x: torch.arange(4.5)[None, :] <= _rows(), "arange: 4.5 is not an integer"),
+        (_an_unknown_number, "add: the range of u0 is unknown"),
         (_many_cases, "xor_8: it has too many cases"),
-        (lambda x: (x + 1).expand(2, 2) > 0, "the mask is not understood: it depends on the values of values_0"),
+        (lambda x: (x + 1).expand(2, 2) > 0, "the mask is not recognized: it depends on the values of values_0"),
         (lambda x: torch.arange(5) < 3, "the mask has no rows and columns"),
         (lambda x: torch.arange(3)[:, None] >= torch.arange(5)[None, :], "the mask has 3 rows and 5 columns"),
-        (lambda x: torch.arange(5)[:, None] - torch.arange(5)[None, :], "not understood: its dtype is torch.int64"),
+        (lambda x: torch.arange(5)[:, None] - torch.arange(5)[None, :], "not recognized: its dtype is torch.int64"),
     ],
 )
 def test_what_is_no_mask(mask: Callable[[Tensor], Tensor], reason: str) -> None:
@@ -304,19 +307,21 @@ def _numbers(count: Any = 5) -> Tensor:
 
 NOT_UNDERSTOOD: dict[str, Callable[[Tensor], Tensor]] = {
     "arange: its step is not a constant": lambda x: torch.arange(0, 5 * x.shape[0], x.shape[0]),
-    "view: it takes axes together or apart": lambda x: _numbers(25).view(5, 5),
-    "slice_1: where it begins or how far it goes depends": lambda x: _numbers(x.shape[0])[x.shape[0] - 5 :],
-    "select: which one it takes depends on a size": lambda x: _numbers(2 * x.shape[0])[x.shape[0]],
-    "index: it takes position column - 1, which may be counted": lambda x: _numbers()[_numbers() - 1],
-    "index: it selects by values": lambda x: _numbers()[_numbers() > 2][0],
-    "cat: tensors of different ranks are joined": lambda x: torch.cat([torch.zeros(0, dtype=torch.int64), _columns()]),
-    "diff: it takes differences of differences": lambda x: _numbers(7).diff(2),
-    "diff: it takes differences of booleans": lambda x: (_numbers(6) > 2).diff().to(torch.int64),
-    "cumsum: it sums up a single number": lambda x: torch.ones((), dtype=torch.int64).cumsum(0),
-    "cumsum: it sums up what differs": lambda x: _numbers().cumsum(0),
-    "and_1: it works on the bits of numbers": lambda x: _columns() & _rows(),
-    "bitwise_not: it works on the bits of numbers": lambda x: ~_numbers(),
-    "lt: 0.5 is no integer": lambda x: (torch.where(_columns() <= _rows(), 0.5, INF) < 0.25).to(torch.int64),
+    "view: it merges or splits axes": lambda x: _numbers(25).view(5, 5),
+    "slice_1: its start or step depends on a size": lambda x: _numbers(x.shape[0])[x.shape[0] - 5 :],
+    "select: its index depends on a size": lambda x: _numbers(2 * x.shape[0])[x.shape[0]],
+    "index: its index column - 1 may be negative": lambda x: _numbers()[_numbers() - 1],
+    "index: it indexes with a mask": lambda x: _numbers()[_numbers() > 2][0],
+    "cat: it concatenates tensors of different ranks": lambda x: torch.cat(
+        [torch.zeros(0, dtype=torch.int64), _columns()]
+    ),
+    "diff: it computes differences of higher order": lambda x: _numbers(7).diff(2),
+    "diff: it computes differences of booleans": lambda x: (_numbers(6) > 2).diff().to(torch.int64),
+    "cumsum: it is a cumulative sum of a scalar": lambda x: torch.ones((), dtype=torch.int64).cumsum(0),
+    "cumsum: it is a cumulative sum of values that differ": lambda x: _numbers().cumsum(0),
+    "and_1: it is a bitwise operation on numbers": lambda x: _columns() & _rows(),
+    "bitwise_not: it is a bitwise operation on numbers": lambda x: ~_numbers(),
+    "lt: 0.5 is not an integer": lambda x: (torch.where(_columns() <= _rows(), 0.5, INF) < 0.25).to(torch.int64),
 }
 
 
@@ -329,7 +334,7 @@ def test_operators_that_are_not_understood(reason: str) -> None:
     graph = program_of(mask, [torch.randn(6)], {"x": {0: "length"}}).graph
     (value,) = graph.output_node().all_input_nodes
     found = MaskAnalysis(graph).classify(value, graph.output_node()).reason
-    assert found.startswith(f"the mask is not understood: {reason}")
+    assert found.startswith(f"the mask is not recognized: {reason}")
 
 
 @pytest.mark.fast
@@ -359,7 +364,7 @@ def test_sizes_that_do_not_fit() -> None:
     for node, size in ((three, 3), (five, 5), (total, 5)):
         node.meta["val"] = torch.arange(size)
     output = graph.output(total)
-    assert "a size of 3 meets one of 5" in MaskAnalysis(graph).classify(total, output).reason
+    assert "a size of 3 is broadcast to 5" in MaskAnalysis(graph).classify(total, output).reason
 
 
 def _slopes(x: Tensor, *, add: bool = False, batch: int = 2, times: int = 1) -> Tensor:

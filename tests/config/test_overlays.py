@@ -63,7 +63,7 @@ def test_a_count_that_is_violated_is_an_error_in_one_sentence(tmp_path: Path) ->
         run(program, configure(resolve_config(architecture="llama")))
     text = str(error.value)
     assert "match_rms_norm matched 4 sites, expected 5 (2 * layers + 1)." in text
-    assert "constant differs: exponent of pow_3 is 4, 2 expected" in text
+    assert "constant differs: exponent of pow_3 is 4; expected 2" in text
     assert "set match_rms_norm.expect" in text
     assert "\n" not in text
 

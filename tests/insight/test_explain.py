@@ -146,7 +146,7 @@ def test_a_place_that_an_earlier_transform_took() -> None:
 
     first = _first(program_of(model, [torch.ones(3)]), "match_geglu")
     assert (first.kind, first.sites) == (Reason.OVERLAP, 2)
-    assert "made it inlay.swiglu.default" in first.text
+    assert "replaced it by inlay.swiglu.default" in first.text
 
 
 @pytest.mark.fast

@@ -241,7 +241,7 @@ def test_state_that_is_copied_is_said() -> None:
         torch.testing.assert_close(fast(one, torch.ones(1, 4)), model(two, torch.ones(1, 4)))
         assert torch.equal(one, two)
         (note,) = seen[0].notes
-        assert "computed apart: cat" in note
+        assert "out of place: cat" in note
         assert "f32[8, 4], 128 bytes" in note
 
 

@@ -26,11 +26,15 @@ def _compiled(backend: str = "eager") -> CompiledProgram:
 @pytest.mark.parametrize(
     ("x", "state", "sentence"),
     [
-        (torch.ones(2, 4), torch.zeros(2, 3), r"x is f32\[2, 3\], and f32\[2, 4\] was given."),
-        (torch.ones(6), torch.zeros(2, 3), r"x is f32\[2, 3\], and f32\[6\] was given."),
-        (torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.float64), r"state is f32\[2, 3\], and f64\[2, 3\] was given."),
-        (torch.ones(2, 3), torch.zeros(3, 2).t(), "state is state, and a part or another view of a larger tensor"),
-        (3, torch.zeros(2, 3), r"x is f32\[2, 3\], and a int was given."),
+        (torch.ones(2, 4), torch.zeros(2, 3), r"x must be f32\[2, 3\]; got f32\[2, 4\]."),
+        (torch.ones(6), torch.zeros(2, 3), r"x must be f32\[2, 3\]; got f32\[6\]."),
+        (torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.float64), r"state must be f32\[2, 3\]; got f64\[2, 3\]."),
+        (
+            torch.ones(2, 3),
+            torch.zeros(3, 2).t(),
+            "state is state and must be contiguous; got a view of another tensor",
+        ),
+        (3, torch.zeros(2, 3), r"x must be f32\[2, 3\]; got a value of type int."),
     ],
 )
 def test_refused(x: Any, state: Any, sentence: str) -> None:

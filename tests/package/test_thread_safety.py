@@ -93,13 +93,13 @@ def test_one_session_on_two_threads_is_refused(package: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"slots": [0, 4]}, "A slot is 4, and must be from 0 to 3"),
-        ({"slots": [-1, 0]}, "A slot is -1, and must be from 0 to 3"),
-        ({"slots": [1, 1]}, r"Two sequences are in one slot: \[1, 1\]"),
-        ({"lengths": [0, -3]}, f"The length of a sequence is -3, and must be from 0 to {ROOM - 2}"),
-        ({"lengths": [ROOM - 1, 0]}, f"The length of a sequence is {ROOM - 1}, and must be from 0 to {ROOM - 2}"),
-        ({"input_ids": [[1, 2], [3, 320]]}, "A token is 320, and must be from 0 to 319"),
-        ({"input_ids": [[1, 2], [-1, 3]]}, "A token is -1, and must be from 0 to 319"),
+        ({"slots": [0, 4]}, "A slot must be from 0 to 3; got 4"),
+        ({"slots": [-1, 0]}, "A slot must be from 0 to 3; got -1"),
+        ({"slots": [1, 1]}, r"Two sequences use the same slot: \[1, 1\]"),
+        ({"lengths": [0, -3]}, f"The length of a sequence must be from 0 to {ROOM - 2}; got -3"),
+        ({"lengths": [ROOM - 1, 0]}, f"The length of a sequence must be from 0 to {ROOM - 2}; got {ROOM - 1}"),
+        ({"input_ids": [[1, 2], [3, 320]]}, "A token must be from 0 to 319; got 320"),
+        ({"input_ids": [[1, 2], [-1, 3]]}, "A token must be from 0 to 319; got -1"),
     ],
 )
 def test_indices_outside_are_refused(package: Path, changed: dict[str, Any], sentence: str) -> None:

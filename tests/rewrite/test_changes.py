@@ -251,7 +251,7 @@ def test_a_refusal_after_a_replacement_is_an_error() -> None:
             super().rewrite(match, rewriter)
             raise Refused(Reason.REFUSED, "too late")
 
-    with pytest.raises(ProgramError, match="refused after something of it was replaced"):
+    with pytest.raises(ProgramError, match="refused after one of its values had been replaced"):
         Late().apply(program_of(lambda x: x.relu() + 1, [torch.randn(2, 3)]))
 
 

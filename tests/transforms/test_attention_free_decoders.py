@@ -37,7 +37,8 @@ def test_a_convolution_is_state() -> None:
     with pytest.raises(ContractError) as refused:
         transform(prepare(capture(_example(4)), BuildOptions()), BuildOptions())
     assert "_Model cannot be built as a decoder: " in str(refused.value)
-    assert "is not known to keep positions apart, and there is no attention to cache (at " in str(refused.value)
+    reason = "is not known to keep positions independent, and there is no attention to cache (at "
+    assert reason in str(refused.value)
 
 
 def test_as_a_program_of_whole_sequences() -> None:

@@ -1,1 +1,1 @@
-"""What is known of a program before it is rewritten: aliasing, state updates, liveness, the sequence axis, masks."""
+"""Analyses of a program: aliasing, state updates, liveness, the sequence axis, masks. They change nothing."""

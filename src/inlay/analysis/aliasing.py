@@ -1,7 +1,7 @@
-"""Which nodes of a graph may share storage, and which bytes of it each of them sees.
+"""Alias analysis: which nodes of a graph may share storage, and which bytes of it each node addresses.
 
-Two nodes are said to share when an operator's schema says so (views, in-place calls), when their values do, or when
-nothing is known about the call between them. Where a claim cannot be checked, they share.
+Two nodes may share when an operator's schema declares it (views, in-place calls), when their fake tensors share, or
+when the call between them has no schema. The analysis is conservative: in doubt, two nodes share.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SIZE_OPS = frozenset(
         torch.ops.aten.sym_storage_offset.default,
     )
 )
-"""Operators that look at a tensor's sizes, never at its values."""
+"""Operators that read a tensor's sizes, never its values."""
 _UNDECLARED_ALIASES = frozenset((torch.ops.aten._unsafe_view.default,))
 _POSSIBLE_IDENTITIES = frozenset((torch.ops.prims.convert_element_type.default, torch.ops.prims.device_put.default))
-"""Inductor hands on the operand itself when dtype and device are what they were."""
+"""Inductor returns the operand itself when dtype and device do not change."""
 
 
 class ByteRange(NamedTuple):
@@ -40,7 +40,7 @@ class ByteRange(NamedTuple):
 
 
 def may_be_tensor(node: fx.Node) -> bool:
-    """Whether a node holds tensors, or may: what states no value is taken to."""
+    """Whether a node holds tensors, or may: True for a node without a recorded value."""
     if "val" not in node.meta:
         return True
     value = node.meta["val"]
@@ -49,17 +49,17 @@ def may_be_tensor(node: fx.Node) -> bool:
 
 
 def storage_id(value: Any) -> int | None:
-    """An identity of the storage behind a value, if it has one."""
+    """Return an identity of the storage of a value, or None if it has no storage."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     try:
         return int(value.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
-        return None  # a tensor without storage, such as a wrapper of one
+        return None  # a tensor without storage, such as a wrapper subclass
 
 
 def byte_range(value: Any) -> ByteRange | None:
-    """The bytes a tensor spans, when sizes and strides are numbers.
+    """Return the bytes that a tensor spans, or None when sizes or strides are symbolic.
 
     >>> byte_range(torch.empty(4, 4)[1:3])[1:]
     (16, 48)
@@ -71,7 +71,7 @@ def byte_range(value: Any) -> ByteRange | None:
 
 
 def strided_byte_range(storage: int, size: Any, stride: Any, offset: Any, itemsize: int) -> ByteRange | None:
-    """The bytes that a size, a stride and an offset span, when all of them are numbers."""
+    """Return the bytes that a size, a stride and an offset span, or None when one of them is symbolic."""
     if not all(type(each) is int for each in (*size, *stride, offset)):
         return None
     count = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -79,7 +79,7 @@ def strided_byte_range(storage: int, size: Any, stride: Any, offset: Any, itemsi
 
 
 def may_overlap(one: ByteRange | None, two: ByteRange | None) -> bool:
-    """Whether two regions may have a byte in common; a region that is not known may have any.
+    """Whether two regions may have a byte in common; an unknown region (None) overlaps with every other.
 
     >>> may_overlap(ByteRange(1, 0, 8), ByteRange(1, 8, 16)), may_overlap(ByteRange(1, 0, 8), None)
     (False, True)
@@ -90,7 +90,7 @@ def may_overlap(one: ByteRange | None, two: ByteRange | None) -> bool:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether a tensor fills the bytes it spans exactly once, in whatever order of its axes.
+    """Whether a tensor fills the bytes that it spans exactly once, in any order of its axes.
 
     >>> is_dense(torch.empty(4, 6).t()), is_dense(torch.empty(4, 6)[:, :3])
     (True, False)
@@ -107,7 +107,7 @@ def is_dense(value: Any) -> bool:
 
 
 def is_non_overlapping(value: Any) -> bool:
-    """Whether no two elements of a tensor of known sizes are the same byte.
+    """Whether no two elements of a tensor share a byte; False when sizes or strides are symbolic.
 
     >>> is_non_overlapping(torch.empty(4, 6)[:, ::2]), is_non_overlapping(torch.empty(4).expand(3, 4))
     (True, False)
@@ -124,7 +124,7 @@ def is_non_overlapping(value: Any) -> bool:
 
 
 def is_same_size(one: Any, two: Any) -> bool:
-    """Whether two sizes are the same number or the same expression; asks nothing that would become a guard."""
+    """Whether two sizes are the same number or the same expression. The comparison adds no guard."""
     if type(one) is int and type(two) is int:
         return one == two
     node, other = getattr(one, "node", None), getattr(two, "node", None)
@@ -132,7 +132,7 @@ def is_same_size(one: Any, two: Any) -> bool:
 
 
 def bind_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Each argument of an operator's schema that a call gives, with what it gives."""
+    """Yield each schema argument that a call passes, with the value that it passes."""
     for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if index < len(node.args):
             yield argument, node.args[index]
@@ -141,31 +141,32 @@ def bind_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in an argument."""
+    """Return the nodes in an argument."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
 
 
 def is_only_indexed(node: fx.Node) -> bool:
-    """Whether every reader of a list takes one element of it, by number."""
+    """Whether every user of a list takes one element of it, by a constant index."""
     return all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
 
 
 def possible_writes(node: fx.Node) -> list[fx.Node]:
-    """The nodes a call may write to; all of its tensors when nothing is known about it."""
+    """Return the nodes that a call may write to; all of its tensors when the call has no schema."""
     if getattr(node.target, "_schema", None) is None:
         return [] if node.target is operator.getitem else [each for each in operands(node) if may_be_tensor(each)]
     return written_operands(node)
 
 
 class Aliases:
-    """The nodes of a graph in sets that may share storage."""
+    """The nodes of a graph, grouped into sets that may share storage."""
 
     def __init__(self, graph: fx.Graph, wrappers: dict[fx.Node, tuple[int, ...] | None]) -> None:
-        """`wrappers`: calls whose results are new storages, each its own; with the places of results that are lists.
+        """Group the nodes of `graph`.
 
-        None instead of places: nothing is known but that the storages are new.
+        `wrappers` maps calls whose results are new storages to the indices of results that are lists. The results are
+        then separate storages. With None instead of indices, the results are new but may share with each other.
         """
         self._parent: dict[Hashable, Hashable] = {}
         self._members: dict[Hashable, list[fx.Node]] = {}
@@ -193,11 +194,11 @@ class Aliases:
         return self._members[self._root(node)]
 
     def merge(self, one: fx.Node, two: fx.Node) -> None:
-        """From now on these two may share storage, and so may all that share with them."""
+        """Record that these two nodes may share storage, and so may all nodes that share with them."""
         self._union(self._keys[one], self._keys[two])
 
     def add(self, node: fx.Node, like: fx.Node | None = None) -> None:
-        """A new node, which shares with `like` or with nothing."""
+        """Add a new node, which shares with `like` or with no node."""
         self._keys[node] = node
         self._members[node] = [node]
         if like is not None:
@@ -210,7 +211,7 @@ class Aliases:
         return node
 
     def _read(self, node: fx.Node) -> None:
-        """Merge what a call hands on."""
+        """Merge the result of a call with the operands that it may alias."""
         if node.target is operator.getitem or not may_be_tensor(node):
             return
         schema = getattr(node.target, "_schema", None)
@@ -253,7 +254,7 @@ class Aliases:
 
 
 def _may_be_identity(node: fx.Node) -> bool:
-    """Whether a conversion converts nothing, or may."""
+    """Whether a conversion leaves dtype and device unchanged, or may."""
     if node.target not in _POSSIBLE_IDENTITIES:
         return False
     before, after = (each.meta.get("val") for each in (*operands(node)[:1], node))

@@ -1,8 +1,8 @@
-"""A mutating operator that functionalization wrapped, read and called again.
+"""Parse the wrappers that functionalization puts around mutating operators.
 
-`auto_functionalized(op, **arguments)` copies each argument that `op` writes, calls it on the copies and returns what
-`op` returned, then the copies. `auto_functionalized_v2` copies the *bases* those arguments are views of: an argument is
-then told as `_{name}_base_index` and how to make the view again, and the copied bases are returned.
+`auto_functionalized(op, **arguments)` copies each argument that `op` writes, calls `op` on the copies, and returns the
+results of `op` followed by the copies. `auto_functionalized_v2` copies the *bases* that those arguments are views of.
+An argument is then given by `_{name}_base_index` and how to recreate the view, and the copied bases are returned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BaseView:
-    """How an argument is seen in a base: the base itself, a slice of it, or sizes, strides and an offset."""
+    """An argument as a view of a base: the base itself, a slice of it, or sizes, strides and an offset."""
 
     base: int
     slice: tuple[Any, Any, Any] | None = None
     strided: tuple[Any, Any, Any] | None = None
 
     def apply(self, base: Any, call: Callable[..., Any]) -> Any:
-        """The argument, made from its base."""
+        """Create the argument from its base."""
         if self.slice is not None:
             return call(aten.slice.Tensor, base, *self.slice)
         if self.strided is not None:
@@ -41,7 +41,7 @@ class BaseView:
         return base
 
     def byte_range(self, base: torch.Tensor) -> ByteRange | None:
-        """The bytes of the base that the argument spans, when they are known."""
+        """Return the bytes of the base that the argument spans, or None when they are unknown."""
         storage = storage_id(base)
         if storage is None:
             return None
@@ -60,22 +60,22 @@ class BaseView:
 
 @dataclass(frozen=True, eq=False)
 class AutoFunctionalized:
-    """What a wrapper says."""
+    """A parsed wrapper: its operator, the bases that it copies, and the arguments."""
 
     node: fx.Node
     operator: Any
     bases: tuple[fx.Node, ...]
-    """What is copied before the call, one entry a copy."""
+    """The tensors that are copied before the call, one entry per copy."""
     result_indices: tuple[tuple[int, ...], ...]
-    """Where in the wrapper's result the new value of each base is: one index, or one and a place in a list."""
+    """Where in the wrapper's result the new value of each base is: an index, or an index and a position in a list."""
     arguments: Mapping[str, Any]
-    """By name; for what is written a `BaseView`, a list of them, or None."""
+    """By name. A written argument is a `BaseView`, a list of them, or None."""
 
     def base_offset(self, index: int) -> Any:
-        """The offset a base had when its views were told.
+        """Return the storage offset that a base had when its views were recorded.
 
-        Inductor replaces a clone by what was cloned, also where that begins elsewhere in a larger storage, and leaves
-        the views as they were told; what the call was given in eager mode still knows.
+        Inductor replaces a clone by its source, even where the source starts at another offset of a larger storage, and
+        does not update the recorded views. The eager inputs of the call still have the original offset.
         """
         eager = self.node.meta.get("eager_input_vals")
         if self.node.target is V2 and eager is not None:
@@ -83,17 +83,17 @@ class AutoFunctionalized:
         return self.bases[index].meta["val"].storage_offset()
 
     def has_strided_view(self, index: int) -> bool:
-        """Whether a view of a base is told by strides and an offset."""
+        """Whether a view of a base is given by strides and an offset."""
         return any(view.base == index and view.strided is not None for view in self.views)
 
     @property
     def return_count(self) -> int:
-        """How many results of the wrapper are the operator's own; None is one."""
+        """How many results of the wrapper are the operator's; an operator without results counts as one (None)."""
         return max(1, len(self.operator._schema.returns))
 
     @property
     def views(self) -> list[BaseView]:
-        """Every argument that is written."""
+        """The views of all arguments that are written."""
         found: list[BaseView] = []
         for value in self.arguments.values():
             found += [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, BaseView)]
@@ -110,7 +110,7 @@ class AutoFunctionalized:
         return nodes_in(list(self.read_only_arguments.values()))
 
     def find_bases(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """The bases among the arguments of a wrapper such as this one."""
+        """Return the bases among the arguments of a wrapper of the same form."""
         if self.node.target is V2:
             return list(arguments["_all_bases"])
         found: list[Any] = []
@@ -121,24 +121,24 @@ class AutoFunctionalized:
 
     @property
     def lists(self) -> tuple[int, ...]:
-        """Which results are lists of new values."""
+        """The indices of results that are lists of new values."""
         return tuple(dict.fromkeys(place[0] for place in self.result_indices if len(place) > 1))
 
     @property
     def aliased_results(self) -> list[fx.Node]:
-        """The results of the operator that are what it wrote, or may be."""
+        """The results of the operator that alias what it wrote, or may."""
         hands_on = any(each.alias_info is not None for each in self.operator._schema.returns)
         return [each for index in range(self.return_count) for each in self.result_nodes((index,))] if hands_on else []
 
     def result_nodes(self, place: tuple[int, ...]) -> list[fx.Node]:
-        """The nodes that take the result at a place."""
+        """Return the nodes that take the result at a place."""
         owners = [self.node]
         for index in place:
             owners = [user for owner in owners for user in owner.users if user.args[1] == index]
         return owners
 
     def build_arguments(self, bases: Sequence[Any], others: Mapping[str, Any], call: Callable[..., Any]) -> Any:
-        """The arguments of the operator itself, by position and by name; `call` makes its views of `bases`."""
+        """Return the positional and keyword arguments of the operator; `call` creates the views of `bases`."""
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for argument in self.operator._schema.arguments:
@@ -162,12 +162,12 @@ def _is_mutated(value: Any) -> bool:
 
 
 def is_auto_functionalized(node: Any) -> bool:
-    """Whether a node is a mutating call that functionalization wrapped."""
+    """Whether a node is a wrapper of a mutating call."""
     return isinstance(node, fx.Node) and node.op == "call_function" and (node.target is V1 or node.target is V2)
 
 
 def mutated_base(result: fx.Node) -> fx.Node | None:
-    """What a result of a wrapper is the new value of, if it is that of one tensor."""
+    """Return the base that a result of a wrapper is the new value of; None if it is not the new value of one tensor."""
     wrapped = parse_auto_functionalized(result.args[0])  # type: ignore[arg-type]
     places = wrapped.result_indices if wrapped is not None else ()
     index = next((index for index, place in enumerate(places) if place == (result.args[1],)), None)
@@ -175,7 +175,7 @@ def mutated_base(result: fx.Node) -> fx.Node | None:
 
 
 def parse_auto_functionalized(node: fx.Node) -> AutoFunctionalized | None:
-    """What a wrapper says, or None if it says something this file does not know or is used in another way."""
+    """Parse a wrapper; None if its form is unknown, or if it is used other than by indexing its results."""
     target = node.args[0]
     if not isinstance(target, torch._ops.OpOverload) or not is_only_indexed(node):
         return None
@@ -185,7 +185,7 @@ def parse_auto_functionalized(node: fx.Node) -> AutoFunctionalized | None:
     if not all(is_only_indexed(each) for index in wrapped.lists for each in wrapped.result_nodes((index,))):
         return None
     if not target._schema.returns and any(each.users for each in wrapped.result_nodes((0,))):
-        return None  # somebody reads the None that stands for no result
+        return None  # the None of an operator without results has a user
     return wrapped if all(_is_strided(base) for base in wrapped.bases) else None
 
 

@@ -1,4 +1,4 @@
-"""What happens to a storage after a write that is to move there: who still reads the old value, who writes over it."""
+"""Liveness of a storage after a candidate in-place write: later readers of the old value, and later writes."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ _COPY = torch.ops.aten.copy_.default
 
 
 class CopyReason(StrEnum):
-    """Why a write stays on a copy."""
+    """Why a write stays a copy."""
 
-    READ_AFTER_WRITE = "its old value is read later"
+    READ_AFTER_WRITE = "its old value is read after the write"
     SHARED_STORAGE = "another argument of the call shares its storage"
     NOT_COPIED_BACK = "it is an input or a constant that the program does not change"
-    RETURNED = "its new value is returned, and would be the input itself"
-    OVERWRITTEN = "its storage is written again while its value is needed"
-    OFFSET_MISMATCH = "a view of it is told by an offset in a storage where it does not begin"
-    UNKNOWN = "what shares its storage is not known"
-    PARTIAL_CALL = "another write of the call stays, in a layout that is only copied by the wrapper"
-    REORDERED_CALLS = "the compiler is set to move calls about after this pass"
-    OPAQUE = "the wrapped call has a form that is not known"
+    RETURNED = "its new value is returned, and would alias the input"
+    OVERWRITTEN = "its storage is overwritten while its value is still needed"
+    OFFSET_MISMATCH = "the storage offset of a strided view of it may not be valid in place"
+    UNKNOWN = "it is unknown which tensors share its storage"
+    PARTIAL_CALL = "another write of the call stays a copy, in a layout that only the wrapper can copy"
+    REORDERED_CALLS = "the compiler is configured to reorder calls after this pass"
+    OPAQUE = "the wrapped call has an unknown form"
 
 
 class CopyRequired(NamedTuple):
-    """A reason, and the node that is it."""
+    """A reason for a copy, and the node that causes it."""
 
     reason: CopyReason
     node_name: str = ""
 
 
 class _Phase(Enum):
-    """What the storage holds, compared with the graph before the change."""
+    """The contents of the storage after the change, compared with the original graph."""
 
     AHEAD = auto()
-    """The new value, where it held the old one."""
+    """The new value; in the original graph still the old one."""
     SAME = auto()
-    """The new value, as before: it has been copied back."""
+    """The new value, as in the original graph: it has been copied back."""
     GONE = auto()
-    """Something else, as before: it has been copied over."""
+    """Another value, as in the original graph: the storage has been overwritten."""
 
 
 class WriteLiveness:
-    """The life of one base after its wrapper."""
+    """The uses of one base after its wrapper."""
 
     def __init__(self, aliases: Aliases, place: Mapping[fx.Node, int], wrapped: AutoFunctionalized, index: int) -> None:
         self.aliases, self.order, self.call = aliases, place, wrapped
@@ -79,11 +79,11 @@ class WriteLiveness:
         self.inputs = [each for each in self.old_aliases if each.op in ("placeholder", "get_attr")]
         self.written_range = _find_written_range(wrapped, index)
         self.self_copies: list[fx.Node] = []
-        """Copies of the new value back to where it comes from: nothing is left to copy."""
+        """Copies of the new value back to its base: in place they copy a tensor to itself."""
         self._phase = _Phase.AHEAD
 
     def copy_required(self) -> CopyRequired | None:
-        """Why the write cannot move to the base, or None if it can."""
+        """Return why the write cannot happen in the base, or None if it can."""
         if self.old_aliases & self.new_aliases or len(self.inputs) > 1:
             return CopyRequired(CopyReason.UNKNOWN, self.base.name)
         found = self._check_arguments() or self._check_offset() or self._check_input_bounds()
@@ -112,7 +112,7 @@ class WriteLiveness:
         return None
 
     def _check_offset(self) -> CopyRequired | None:
-        """What an offset means in a view that a compiler may or may not give a storage of its own is not known."""
+        """Refuse a strided view whose offset is ambiguous: the compiler may or may not give the base a new storage."""
         offset, told = self.base.meta["val"].storage_offset(), self.call.base_offset(self.index)
         begins = self.base.op in ("placeholder", "get_attr") or is_same_size(offset, 0)
         if self.call.has_strided_view(self.index) and not (begins and is_same_size(offset, told)):
@@ -120,7 +120,7 @@ class WriteLiveness:
         return None
 
     def _check_input_bounds(self) -> CopyRequired | None:
-        """An input is changed where the program copies back, and nowhere else: not between its rows, not beside it."""
+        """An input may change only where the program copies back: not between its rows, not outside its bounds."""
         if not self.inputs:
             return None
         target = self.inputs[0]
@@ -137,7 +137,7 @@ class WriteLiveness:
         return CopyRequired(CopyReason.UNKNOWN, target.name)
 
     def _is_harmless(self, user: fx.Node) -> bool:
-        """A view reads nothing, its readers do; sizes are what they were. What may be a copy and no view reads."""
+        """Whether a user reads no values: a view, whose users are checked, or a size. A possible copy does read."""
         if user.target in SIZE_OPS or user.target is operator.getitem:
             return True
         schema = getattr(user.target, "_schema", None)
@@ -154,7 +154,7 @@ class WriteLiveness:
             if self.inputs:
                 changed = self._phase is not _Phase.AHEAD
                 return CopyRequired(CopyReason.RETURNED if changed else CopyReason.NOT_COPIED_BACK, self.inputs[0].name)
-            if reads & self.old_aliases:  # also where the write did not reach: two results would become one storage
+            if reads & self.old_aliases:  # even outside the written bytes: two results would become one storage
                 return CopyRequired(CopyReason.READ_AFTER_WRITE, user.name)
         match self._phase:
             case _Phase.AHEAD:
@@ -166,7 +166,7 @@ class WriteLiveness:
                 if writes & self.old_aliases:
                     return self._check_overwrite(user, reads)
                 if writes & self.new_aliases:
-                    self.written_range = None  # from here on the old value differs in other places too
+                    self.written_range = None  # from here on the old value differs outside this range too
             case _Phase.SAME if writes & (self.old_aliases | self.new_aliases):
                 return CopyRequired(CopyReason.OVERWRITTEN, user.name)
             case _Phase.GONE if (reads | writes) & self.new_aliases:
@@ -174,7 +174,7 @@ class WriteLiveness:
         return None
 
     def _check_overwrite(self, user: fx.Node, reads: set[fx.Node]) -> CopyRequired | None:
-        """The end of a program copies what its inputs become: over the storage, or back to where it came from."""
+        """Check a write to the storage. A final copy to an input may overwrite it, or copy the new value back to it."""
         if user.target is not _COPY or user.args[0] not in self.inputs:
             return CopyRequired(CopyReason.OVERWRITTEN, user.name)
         if self._is_self_copy(user):
@@ -200,7 +200,7 @@ class WriteLiveness:
 
 
 def _is_view_of(user: fx.Node, seen: fx.Node) -> bool:
-    """Whether a result, or each tensor of a list of them, is in the storage of an operand."""
+    """Whether a result, or each tensor of a list result, is in the storage of an operand."""
     value = user.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     storage = storage_id(seen.meta.get("val"))
@@ -215,7 +215,7 @@ def _has_same_layout(one: Any, two: Any) -> bool:
 
 
 def _find_written_range(wrapped: AutoFunctionalized, index: int) -> ByteRange | None:
-    """The bytes of a base that a call may write: those between the first and the last argument seen in it."""
+    """Return the bytes of a base that a call may write: the range that spans all written views of it."""
     value = wrapped.bases[index].meta["val"]
     regions = [view.byte_range(value) for view in wrapped.views if view.base == index]
     if not regions or any(each is None for each in regions):

@@ -1,4 +1,4 @@
-"""Where a program says which position a token stands at: nodes that count up along the length, from sizes alone."""
+"""Find the position ids of a program: nodes that count up along the length, computed from sizes alone."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _COUNTING_OPS = {
     *(aten.cumsum.default, aten.unsqueeze.default, aten.expand.default),
 }
 _SIZES = ((2, 5), (3, 9))
-"""Batch and length to compute with: linear functions of positions that agree here agree everywhere."""
+"""Batch and length to evaluate with: linear functions of positions that agree at both agree everywhere."""
 
 _UNLIKELY = 10007
-"""No constant of a model is this, or a little more."""
+"""A size that no constant of a model equals; the same holds for the next few integers."""
 
 
 @dataclass(frozen=True)
 class PositionIds:
-    """A node that is the position of each token, plus an offset."""
+    """A node whose value is the position of each token plus an offset."""
 
     node: fx.Node
     offset: int
@@ -39,26 +39,26 @@ class PositionIds:
 
 @dataclass(frozen=True)
 class PositionSources:
-    """All of them, and nodes that have the same value at every position."""
+    """All position ids of a graph, and the nodes that have the same value at every position."""
 
     position_ids: tuple[PositionIds, ...]
     uniform_nodes: frozenset[fx.Node]
 
     @property
     def nodes(self) -> set[fx.Node]:
-        """Every node that is known."""
+        """Every node of both kinds."""
         return {each.node for each in self.position_ids} | self.uniform_nodes
 
 
 def find_position_sources(graph: fx.Graph, batch: str, length: str) -> PositionSources | MixingCall:
-    """The sources of positions, or the first node made of sizes that is neither a position nor the same everywhere."""
+    """Return the sources of positions, or the first node computed from sizes that is neither a position nor uniform."""
     counting: list[PositionIds] = []
     uniform: set[fx.Node] = set()
     of_sizes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not all(each in of_sizes for each in node.all_input_nodes):
             if isinstance(node.meta.get("val"), torch.SymInt):
-                of_sizes.add(node)  # the size of an input says nothing of its values
+                of_sizes.add(node)  # the size of an input does not depend on its values
             continue
         of_sizes.add(node)
         known = {each.node for each in counting}
@@ -69,9 +69,11 @@ def find_position_sources(graph: fx.Graph, batch: str, length: str) -> PositionS
             continue
         offset = _offset(node, batch, length)
         if offset is None and axes_with_symbol(value, length):
-            return MixingCall(node, "it is made of sizes alone, and neither a position nor the same at every one")
+            return MixingCall(
+                node, "it is computed from sizes alone, and is neither a position nor the same at every position"
+            )
         if offset is None:
-            return MixingCall(node, "it is made of sizes alone, and not the same for every sequence")
+            return MixingCall(node, "it is computed from sizes alone, and is not the same for every sequence")
         if isinstance(offset, int):
             counting.append(PositionIds(node, offset))
         else:
@@ -80,7 +82,7 @@ def find_position_sources(graph: fx.Graph, batch: str, length: str) -> PositionS
 
 
 def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
-    """How much more than the position a node is; "uniform" when it has one value; None when it is something else."""
+    """Return a node's offset from the position, "uniform" if it has one value everywhere, None otherwise."""
     found: set[Any] = set()
     axes = axes_with_symbol(node.meta["val"], length)
     for rows, columns in _SIZES:
@@ -95,7 +97,7 @@ def _offset(node: fx.Node, batch: str, length: str) -> int | str | None:
 
 
 def _rest(value: torch.Tensor, axes: list[int], columns: int) -> float | None:
-    """What a value is beyond the position, if that is the same everywhere."""
+    """Return the difference between a value and the position, if it is the same everywhere."""
     if len(axes) != 1 or value.shape[axes[0]] != columns or value.dtype == torch.bool:
         return None
     shape = [-1 if axis == axes[0] else 1 for axis in range(value.dim())]
@@ -103,7 +105,7 @@ def _rest(value: torch.Tensor, axes: list[int], columns: int) -> float | None:
 
 
 def _constant(value: torch.Tensor) -> float | None:
-    """What a value is everywhere."""
+    """Return the number that all elements of a value are, if they are equal."""
     if not value.numel():
         return None
     first = value.flatten()[0]
@@ -111,7 +113,7 @@ def _constant(value: torch.Tensor) -> float | None:
 
 
 def _evaluate(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
-    """The value of a node that depends on sizes alone, for these sizes."""
+    """Return the value of a node that depends on sizes alone, for these sizes."""
     values: dict[fx.Node, Any] = {}
     for each in ancestors(node):
         held = each.meta.get("val")
@@ -123,16 +125,16 @@ def _evaluate(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
             try:
                 args, kwargs = fx.map_arg((each.args, dict(each.kwargs)), values.__getitem__)
                 values[each] = each.target(*args, **kwargs)
-            except (KeyError, RuntimeError, IndexError):  # it reads what is no such call, or cannot be computed
+            except (KeyError, RuntimeError, IndexError):  # an operand is not a counting call, or the call fails
                 return None
     result = values.get(node)
     return result if isinstance(result, torch.Tensor) else None
 
 
 def check_symbolic_shapes(node: fx.Node) -> None:
-    """Compute a call's shape with sizes that no constant of a model is equal to.
+    """Compute a call's shape with sizes that no constant of a model equals.
 
-    Sizes of a capture are small: where a batch of 2 meets 2 heads, torch would take them to be the same for ever.
+    Sizes of a capture are small: where a batch of 2 is broadcast with 2 heads, torch would specialize them to be equal.
     """
     chosen: dict[str, int] = {}
 

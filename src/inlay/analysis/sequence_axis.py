@@ -1,9 +1,9 @@
-"""Does a program treat every position alone, and every sequence of a batch? Only then may it be run on a few of them.
+"""Check that a program computes positions, and the sequences of a batch, independently of each other.
 
-A sequence may be cut anywhere, and sequences be put into one batch, when no value of one depends on another, but
-through attention over a cache. The axis of positions is the one whose size holds the symbol of the length, the axis of
-sequences the one that holds the symbol of the batch; a view may merge them. Every call that reads a value with such an
-axis must be known to keep its entries apart. A call that is not known is refused.
+Only then may a sequence be split into chunks, and sequences be batched: no value of one position or sequence depends on
+another, except through attention over a cache. The axis of positions is the axis whose size contains the symbol of the
+length. The axis of sequences is the one whose size contains the symbol of the batch. A view may merge them. Every call
+that reads a value with such an axis must be known to keep its entries independent. An unknown call is refused.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ canonical = torch.ops.inlay
 
 @dataclass(frozen=True)
 class MixingCall:
-    """A call that brings positions together, or may."""
+    """A call that combines positions or sequences, or may, and the reason."""
 
     node: fx.Node
     reason: str
 
     def __str__(self) -> str:
-        """Which value, what computes it, and why that is too much."""
+        """Return the node, its operator and the reason."""
         named = self.node.op != "call_function" or target_text(self.node.target) in self.reason
         return (
             f"{self.node}: {self.reason}" if named else f"{self.node} ({target_text(self.node.target)}): {self.reason}"
@@ -44,7 +44,7 @@ class MixingCall:
 
 
 def depends_on_symbol(size: Any, symbol: str) -> bool:
-    """Whether a number is an expression of a symbol."""
+    """Whether a size is an expression that contains a symbol."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
     return any(str(each) == symbol for each in size.node.expr.free_symbols)
@@ -59,7 +59,7 @@ def axes_with_symbol(value: Any, length: str) -> list[int]:
 
 @dataclass(frozen=True)
 class SequenceAxis:
-    """What is kept apart: a symbol of sizes, what its entries are called, and why its size is no number to use."""
+    """An axis whose entries must stay independent: its symbol, names for messages, why its size must not be used."""
 
     symbol: str
     entry_name: str
@@ -68,28 +68,27 @@ class SequenceAxis:
 
     @property
     def size_message(self) -> str:
-        """What is said where the size itself is computed with."""
+        """The message for a computation that uses the size itself."""
         return f"{self.size_name} is used as a number, {self.size_reason}"
 
 
 def position_axis(length: str) -> SequenceAxis:
     """The positions of a sequence."""
-    return SequenceAxis(length, "positions", "the length", "which is another one for a part of the sequence")
+    return SequenceAxis(length, "positions", "the length", "which differs when only a part of the sequence is computed")
 
 
 def batch_axis(batch: str) -> SequenceAxis:
     """The sequences of a batch."""
-    return SequenceAxis(
-        batch, "sequences", "the size of the batch", "which depends on what else is run at the same time"
-    )
+    return SequenceAxis(batch, "sequences", "the size of the batch", "which depends on the other requests in the batch")
 
 
 def find_mixing_call(
     graph: fx.Graph, axis: SequenceAxis, sources: set[fx.Node], attention: set[fx.Node]
 ) -> MixingCall | None:
-    """The first call that mixes entries of an axis. `sources` are known to be harmless; `attention` is to get a cache.
+    """Return the first call that mixes entries of an axis, or None.
 
-    A choice of the last position is none of them: what it gives is of one position.
+    `sources` are known not to mix. `attention` contains the calls that will read a cache. Selecting the last position
+    does not mix: its result has one position.
     """
     apart, length = AxisTracker(axis), axis.symbol
     picked: set[fx.Node] = set()
@@ -106,7 +105,7 @@ def find_mixing_call(
         elif any(each in picked for each in node.all_input_nodes):
             picked.add(node)
             if any(_axes(each, length) for each in (*node.all_input_nodes, node)):
-                reason = "the last position is brought together with others"
+                reason = "the last position is combined with others"
             elif _size_operands(node, length):
                 reason = axis.size_message
         elif axis.entry_name == "positions" and _picks_last(node, length):
@@ -126,12 +125,12 @@ def _axes(node: fx.Node, length: str) -> list[int]:
 
 
 def _size_operands(node: fx.Node, length: str) -> list[fx.Node]:
-    """The operands that are the length, or a number computed from it."""
+    """Return the operands that are the length, or a number computed from it."""
     return [each for each in node.all_input_nodes if depends_on_symbol(each.meta.get("val"), length)]
 
 
 def _is_size(node: fx.Node) -> bool:
-    """A size, or something computed from sizes alone: harmless until a tensor is computed with it."""
+    """Whether a node is a size or computed from sizes alone: it mixes nothing until a tensor is computed with it."""
     if node.target in (aten.sym_size.int, aten._assert_scalar.default):
         return True
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
@@ -139,7 +138,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _check_placeholder(node: fx.Node, axis: SequenceAxis) -> str | None:
-    """An input may have the axis, but none that is longer or shorter by a rule."""
+    """An input may have the axis, but its size must be the symbol itself, not an expression of it."""
     value: Any = node.meta.get("val")
     exact = all(str(value.shape[each]) == axis.symbol for each in axes_with_symbol(value, axis.symbol))
     return None if exact else f"the size of an axis is computed from {axis.size_name}"
@@ -149,7 +148,7 @@ def _check_attention(node: fx.Node, axis: SequenceAxis, picked: set[fx.Node]) ->
     given: dict[str, Any] = dict(normalize_args(node))
     operands = {given[name] for name in ("query", "key", "value")}
     if any(each in picked for each in node.all_input_nodes):
-        return "the last position is brought together with others"
+        return "the last position is combined with others"
     if _size_operands(node, axis.symbol):
         return axis.size_message
     place = [2] if axis.entry_name == "positions" else [0]
@@ -160,7 +159,7 @@ def _check_attention(node: fx.Node, axis: SequenceAxis, picked: set[fx.Node]) ->
 
 
 def _check_size_use(node: fx.Node, axis: SequenceAxis) -> str | None:
-    """A shape may hold the size, when the call is known to make nothing else of it."""
+    """The size may be used as a shape, by calls that use it for nothing else."""
     if not _size_operands(node, axis.symbol) or node.target is aten.expand.default:
         return None
     if node.target in _VIEWS and any(_axes(each, axis.symbol) for each in node.all_input_nodes):
@@ -182,8 +181,8 @@ def _picks_last(node: fx.Node, length: str) -> bool:
 class AxisTracker:
     """Follows one axis through the calls of a graph, in their order.
 
-    A view may merge the axis with others, [batch, length, 8] to [batch * length, 8]. So beside the place of the axis,
-    which its size tells, it is known how many values lie behind one entry within it: `length` for the batch there.
+    A view may merge the axis with others, [batch, length, 8] to [batch * length, 8]. The size shows which axis it is.
+    The tracker also records how many elements of that axis belong to one entry: `length` for the batch in this example.
     """
 
     def __init__(self, axis: SequenceAxis) -> None:
@@ -191,7 +190,7 @@ class AxisTracker:
         self._inner_sizes: dict[fx.Node, Any] = {}
 
     def record(self, node: fx.Node) -> None:
-        """Note where the axis lies in a value that was examined."""
+        """Record where the axis is in a value that was checked."""
         if len(_axes(node, self.symbol)) != 1:
             return
         carrying = [each for each in node.all_input_nodes if len(_axes(each, self.symbol)) == 1]
@@ -202,11 +201,11 @@ class AxisTracker:
         self._inner_sizes[node] = 1 if inner is None else inner
 
     def inner_size(self, node: fx.Node) -> Any:
-        """How many steps along its axis lie between two entries."""
+        """Return how many elements along its axis lie between two entries."""
         return self._inner_sizes.get(node, 1)
 
     def mixing_reason(self, node: fx.Node) -> str | None:
-        """Why a call may bring entries together."""
+        """Return why a call may combine entries, or None if it does not."""
         symbol, entries, name = self.symbol, self.axis.entry_name, target_text(node.target)
         carrying = [each for each in node.all_input_nodes if _axes(each, symbol)]
         if not carrying:
@@ -223,15 +222,15 @@ class AxisTracker:
         if known is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
             known = _pointwise_rule
         if known is None:
-            return f"{name} is not known to keep {entries} apart"
+            return f"{name} is not known to keep {entries} independent"
         together = len({self.inner_size(each) for each in carrying}) == 1 and known(node, carrying, symbol)
         return None if together else f"{name} works along the axis of {entries}"
 
     def _inner_size_after_view(self, node: fx.Node, source: fx.Node) -> Any:
-        """How many steps lie between two entries after a view; None where it moves entries into other axes.
+        """Return how many elements lie between two entries after a view; None where it moves entries into other axes.
 
-        With as many values behind an entry as before, and the axis a multiple of what lies between two of them and
-        of their number, an entry is found in this axis and in no other.
+        An entry stays in this axis and in no other under two conditions: as many values follow an entry as before, and
+        the size of the axis is a multiple of the distance between two entries times their number.
         """
         behind, size = _trailing_size(node, self.symbol)
         stride = self.inner_size(source) * _trailing_size(source, self.symbol)[0]
@@ -241,13 +240,13 @@ class AxisTracker:
 
 
 def _default_inner_size(node: fx.Node, axis: SequenceAxis) -> Any:
-    """Entries that are all the same may be taken to lie anywhere: a batch is outermost, positions innermost."""
+    """Entries that are all equal may be assumed to lie anywhere: a batch is outermost, positions innermost."""
     size = _trailing_size(node, axis.symbol)[1]
     return sympy.cancel(size / _symbol(axis.symbol)) if axis.entry_name == "sequences" else 1
 
 
 def _trailing_size(node: fx.Node, symbol: str) -> tuple[Any, Any]:
-    """How many values lie behind the axis of a symbol, and its size; symbols are told by their names."""
+    """Return how many values follow one index of a symbol's axis, and the axis size. Symbols are identified by name."""
     value = next(each for each in tree_leaves(node.meta["val"]) if axes_with_symbol(each, symbol))
     place = axes_with_symbol(value, symbol)[0]
     sizes = [_sympy_size(size) for size in value.shape[place:]]
@@ -273,7 +272,7 @@ def _negative_axis(node: fx.Node, length: str) -> int:
 
 
 def _pointwise_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
-    """Value by value: operands are lined up from the end."""
+    """Pointwise calls: the axes of operands are aligned from the end."""
     axis = _negative_axis(node, length)
     return all(_negative_axis(each, length) == axis for each in carrying)
 
@@ -283,7 +282,7 @@ def _any_axis_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
 
 
 def _dim_rule(*names: str) -> Callable[[fx.Node, list[fx.Node], str], bool]:
-    """Calls that work along axes they are given, by these names."""
+    """Return the rule of calls that work along the axes in these arguments."""
 
     def apart(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
         given: dict[str, Any] = dict(normalize_args(node))
@@ -300,7 +299,7 @@ def _dim_rule(*names: str) -> Callable[[fx.Node, list[fx.Node], str], bool]:
 
 
 def _last_axes(count: Callable[[dict[str, Any]], int], operand: str) -> Callable[[fx.Node, list[fx.Node], str], bool]:
-    """Calls that bring values together along the last axes of one operand, the only one that may have positions."""
+    """Return the rule of calls that reduce the last axes of one operand, the only one that may have the axis."""
 
     def apart(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
         given: dict[str, Any] = dict(normalize_args(node))
@@ -310,12 +309,12 @@ def _last_axes(count: Callable[[dict[str, Any]], int], operand: str) -> Callable
 
 
 def _norm(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
-    """Norms of the last axis, rotations within it: operands lined up, positions along another axis."""
+    """Norms of the last axis and rotations within it: operands are aligned, and the entries lie along another axis."""
     return _pointwise_rule(node, carrying, length) and _negative_axis(node, length) < -1
 
 
 def _matmul(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
-    """A product of matrices works along the last axis of one operand and the last but one of the other."""
+    """A matrix product reduces the last axis of one operand and the second last of the other."""
     left, right = node.args[:2]
     if len(carrying) == 2 or left is right:
         axes = {_negative_axis(each, length) for each in carrying}

@@ -1,8 +1,8 @@
-"""Recognise how a program updates its state, and judge whether that can happen in place.
+"""Recognize how a program updates its state, and decide whether the update can happen in place.
 
-A captured program is functional: it computes the state's new value from the old one and hands it back. Followed from
-the new value to the old, that is a chain of writes, each to a part of the storage. They may happen in place when nobody
-reads an older value after it is written over, and nothing that is written lies in the same storage.
+A captured program is functional: it computes the new value of a state from the old one and returns it. Traced from the
+new value back to the old, the update is a chain of writes, each to a part of the storage. The writes may happen in
+place when no call reads an older value after it is overwritten, and no written value lies in the same storage.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class IneligibleState(Exception):  # noqa: N818 - a refusal is a result, not an 
 
 @dataclass(frozen=True, eq=False)
 class StateWrite:
-    """One write to a state: which value it makes, at which call, where to, by which operator."""
+    """One write to a state: the value it creates, the call, the part of the storage, the operator."""
 
     node: fx.Node
-    """The functional value that is then the state, or the part of it at `storage_slice`."""
+    """The functional value that becomes the state, or the part of it at `storage_slice`."""
     call: fx.Node
     """The call that writes: `node` itself, or the wrapped operator that it is a result of."""
     storage_slice: StorageSlice
@@ -47,28 +47,28 @@ class StateWrite:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     size: Any
-    """How many values are written, a number or an expression of symbols; None when an operator does not say."""
+    """How many values are written, a number or an expression of symbols; None when unknown for the operator."""
 
     @property
     def form(self) -> str:
-        """The operator that the model used, as people know it."""
+        """The short name of the operator."""
         return target_text(self.target).split(".")[1]
 
 
 @dataclass(frozen=True, eq=False)
 class StateUpdate:
-    """A state binding, the writes to it, and why they cannot happen in place, if they cannot."""
+    """A state binding, the writes to it, and the reason if they cannot happen in place."""
 
     binding: Binding
     output: Binding
     output_index: int
-    """Which of the graph's outputs hands the new value back."""
+    """The index of the graph output that returns the new value."""
     writes: tuple[StateWrite, ...] = ()
     reason: str = ""
     is_certain: bool = True
-    """Whether the reason is known to cost a copy; a backend that is not known not to copy is not certain."""
+    """Whether the reason is known to cost a copy. False where a backend only may copy."""
     versions: dict[fx.Node, tuple[StorageSlice, int]] = field(default_factory=dict, repr=False)
-    """Nodes that are nothing but a part of the state as it is after so many writes."""
+    """Nodes that equal a part of the state → that part, and the number of writes before it."""
 
     @property
     def is_eligible(self) -> bool:
@@ -82,7 +82,7 @@ class StateUpdate:
 
 
 def find_state_updates(program: Program) -> list[StateUpdate]:
-    """Every state of a program, in the order of its binding table."""
+    """Return every state of a program, in the order of its binding table."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     values: Any = program.graph.output_node().args[0]
     found = []
@@ -111,7 +111,7 @@ def _check_state(state: StateUpdate, base: fx.Node, value: Any) -> StateUpdate:
 
 
 def _exclude_partial_calls(states: list[StateUpdate]) -> list[StateUpdate]:
-    """An operator that writes to several tensors goes in place for all of them or for none."""
+    """An operator that writes to several tensors is in place for all of them or for none."""
     while alone := _find_partial_calls(states):
         states = [
             replace(each, reason=alone[each.binding.name]) if each.binding.name in alone else each for each in states
@@ -120,14 +120,14 @@ def _exclude_partial_calls(states: list[StateUpdate]) -> list[StateUpdate]:
 
 
 def _find_partial_calls(states: list[StateUpdate]) -> dict[str, str]:
-    """Eligible states that an operator writes to beside something else: binding → reason."""
+    """Find eligible states whose operator also writes to another tensor: binding → reason."""
     writers: dict[fx.Node, list[StateUpdate]] = {}
     for state in states:
         for write in state.writes if state.is_eligible else ():
             if is_auto_functionalized(write.call):
                 writers.setdefault(write.call, []).append(state)
     return {
-        state.binding.name: f"together: {target_text(call.args[0])} also writes to something that is not state"
+        state.binding.name: f"partial call: {target_text(call.args[0])} also writes to a tensor that is not in place"
         for call, group in writers.items()
         if (wrapped := parse_auto_functionalized(call)) is None or len(group) < len(wrapped.bases)
         for state in group
@@ -135,19 +135,19 @@ def _find_partial_calls(states: list[StateUpdate]) -> dict[str, str]:
 
 
 class _UpdateChain:
-    """Follows a new value back to the old one."""
+    """Traces a new value back to the old one."""
 
     def __init__(self, base: fx.Node) -> None:
         self.base = base
         self.slices: dict[fx.Node, StorageSlice] = {base: StorageSlice()}
         self.versions: dict[fx.Node, int] = {base: 0}
-        """How many writes a node comes after."""
+        """The number of writes before a node."""
         self.whole: dict[fx.Node, int] = {base: 0}
-        """Nodes that have the value of the whole state after so many writes, in its storage or not."""
+        """Nodes that equal the whole state, in its storage or not → the number of writes before it."""
         self.writes: list[StateWrite] = []
 
     def follow(self, value: fx.Node, place: StorageSlice) -> Iterator[StateWrite]:
-        """The writes that turn what `place` held into `value`."""
+        """Yield the writes that turn the contents of `place` into `value`."""
         if self._is_current(value, place):
             self._note(value, place)
         elif value.target in SCATTERS and self._lies_alike(value, place):
@@ -163,7 +163,7 @@ class _UpdateChain:
         elif (variant := in_place_variant(value.target)) and self._derives_from(value.args[0], place):
             yield from self.follow(value.args[0], place)  # type: ignore[arg-type]
             if variant is aten.copy_.default and self._is_current(value.args[1], place):
-                self._note(value, place)  # a part is written back to where it is, as `cache[1:2] += 1` does
+                self._note(value, place)  # a part is copied to itself, as in `cache[1:2] += 1`
             else:
                 yield self._write(value, place, variant, value.args[1:], dict(value.kwargs))
         else:
@@ -191,13 +191,13 @@ class _UpdateChain:
         return write
 
     def _is_current(self, value: Any, place: StorageSlice) -> bool:
-        """Whether a value is what the place holds now: the state itself, or the same part of a value that is."""
+        """Whether a value equals the current contents of a place: the state, or the same part of such a value."""
         if not place.views:
             return self.whole.get(value) == len(self.writes)
         return place.views[-1].matches(value) and self._is_current(value.args[0], StorageSlice(place.views[:-1]))
 
     def _derives_from(self, value: Any, place: StorageSlice) -> bool:
-        """Whether a value is made by writing to what the place held."""
+        """Whether a value is derived from the contents of the place by writes."""
         while isinstance(value, fx.Node):
             if self._is_current(value, place):
                 return True
@@ -212,7 +212,7 @@ class _UpdateChain:
         return False
 
     def held(self, place: StorageSlice) -> torch.Tensor:
-        """A part of the state as it lies in memory."""
+        """Return a fake tensor of a part of the state, with its memory layout."""
         value: torch.Tensor = self.base.meta["val"]
         with symbolic_sizes():
             for view in place.views:
@@ -220,14 +220,14 @@ class _UpdateChain:
         return value
 
     def _lies_alike(self, scatter: fx.Node, place: StorageSlice) -> bool:
-        """Whether what a scatter takes apart lies in memory as the state does, where it says which elements by that."""
+        """Whether the operand of a scatter has the layout of the state; required only of `as_strided_scatter`."""
         whole: Any = scatter.args[0]
         return scatter.target is not aten.as_strided_scatter.default or (
             _layout(whole.meta["val"]) == _layout(self.held(place))
         )
 
     def _find_inverse_view(self, back: fx.Node, place: StorageSlice) -> fx.Node | None:
-        """`back` looks at an updated value differently; the call that looked at the state that way before it."""
+        """Return the view of the state that `back`, a view of the updated value, inverts; None if there is none."""
         if back.op != "call_function" or not is_view(back) or back.target is operator.getitem:
             return None
         at: Any = back.args[0]
@@ -246,17 +246,17 @@ class _UpdateChain:
             yield self._write(value, place, aten.copy_.default, (value,), {})
             return
         if place.views or operand is None:
-            raise IneligibleState(f"part: {target_text(call.args[0])} is given a part of the state")
+            raise IneligibleState(f"part: {target_text(call.args[0])} receives only a part of the state")
         yield from self.follow(operand, place)
         yield self._write(value, place, call.args[0], (), {})
 
 
 def _is_round_trip(there: fx.Node, back: fx.Node, whole: torch.Tensor) -> bool:
-    """Whether looking at a part of the state one way and then the other gives the part itself."""
+    """Whether a view of a part of the state, followed by a second view, is the part itself."""
     try:
         with symbolic_sizes():
             seen = _apply_view(back, _apply_view(there, whole))
-    except (RuntimeError, ValueError):  # the value lies in memory in another way than the state, which has no such view
+    except (RuntimeError, ValueError):  # the layouts differ, and the state does not allow this view
         return False
     return _layout(seen) == _layout(whole)
 
@@ -272,7 +272,7 @@ def _layout(value: torch.Tensor) -> list[str]:
 
 
 def _count_written(target: Any, held: torch.Tensor, args: tuple[Any, ...]) -> Any:
-    """How many values a write changes at most."""
+    """Return the maximum number of values that a write changes; None for operators outside aten."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
@@ -284,14 +284,14 @@ def _count_written(target: Any, held: torch.Tensor, args: tuple[Any, ...]) -> An
         case "aten::index_put_":
             indices = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args[0]]
             if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
-                return held.numel()  # data decides; to ask for the size would make a symbol that nobody binds
+                return held.numel()  # depends on data; computing the size would create an unbound symbol
             with symbolic_sizes():
                 return aten.index.Tensor(held, indices).numel()
     return held.numel()
 
 
 def _check_operands(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
-    """Nothing that is written may lie in the storage that is written to."""
+    """Refuse writes whose operands lie in the storage that is written to."""
     for write in chain.writes:
         operands = tree_leaves((write.args, write.kwargs))
         if (
@@ -301,22 +301,20 @@ def _check_operands(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
             operands = [*wrapped.read_only_nodes, *(base for base in wrapped.bases if base is not own)]
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in shared:
-                raise IneligibleState(f"overlap: {write.form} reads {operand}, which lies in the storage it writes to")
+                raise IneligibleState(f"overlap: {write.form} reads {operand}, which shares the storage it writes to")
 
 
 def _check_layouts(chain: _UpdateChain) -> None:
-    """Who reads a value by where its elements lie in memory must find them there."""
+    """A value that is read with as_strided must have the memory layout of the state."""
     for node in chain.versions:
         if has_strided_reader(node) and _layout(node.meta["val"]) != _layout(chain.held(chain.slices[node])):
-            raise IneligibleState(
-                f"layout: {node} is read with as_strided, and lies in memory otherwise than the state"
-            )
+            raise IneligibleState(f"layout: {node} is read with as_strided, and its layout differs from the state's")
 
 
 def find_aliases(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Nodes that share the storage of known ones: views of them, with the number of writes they come after.
+    """Return the known nodes and all views of them, with the number of writes before each.
 
-    What a wrapped operator gives is new.
+    The results of a wrapped operator are new tensors, not views.
     """
     shared = dict(known)
     todo = list(shared)
@@ -332,11 +330,11 @@ def find_aliases(known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
 
 
 def _check_readers(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
-    """Who reads a value must do so before it is written over."""
+    """Every read of a value must come before the write that overwrites it."""
     order = {node: index for index, node in enumerate(chain.base.graph.nodes)}
     for one, two in pairwise(chain.writes):
         if order[one.call] >= order[two.call]:
-            raise IneligibleState(f"order: {two.call} is computed before {one.call}, which is written first")
+            raise IneligibleState(f"order: {two.call} is computed before {one.call}, but must write after it")
     own = {write.call for write in chain.writes} | set(chain.versions)
     for node, version in shared.items():
         limit = order[chain.writes[version].call] if version < len(chain.writes) else len(order)
@@ -344,8 +342,8 @@ def _check_readers(chain: _UpdateChain, shared: dict[fx.Node, int]) -> None:
             if user in own:
                 continue
             if is_mutation(user):
-                raise IneligibleState(f"written by another: {user} writes to {node}")
+                raise IneligibleState(f"other write: {user} also writes to {node}")
             if user.op == "output" and limit < len(order):
-                raise IneligibleState(f"returned: {node} is returned as it was before the write")
+                raise IneligibleState(f"returned: the value of {node} before the write is returned")
             if order[user] >= limit:
-                raise IneligibleState(f"read after the write: {user} reads {node} as it was before")
+                raise IneligibleState(f"read after the write: {user} reads the old value of {node}")

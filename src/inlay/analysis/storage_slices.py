@@ -1,4 +1,4 @@
-"""Places in the storage of a state binding, and the operators that write to them."""
+"""Parts of the storage of a state binding, and the operators that write to them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SCATTERS: Mapping[Any, Any] = {
     aten.as_strided_scatter.default: aten.as_strided.default,
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
-"""What puts a part back into a whole → what takes that part out."""
+"""Scatter operator → the view operator that takes the same part."""
 
 
 @dataclass(frozen=True, eq=False)
 class ViewCall:
-    """One step from a whole to a part: a view operator and its arguments but the first."""
+    """One view step from a whole to a part: the view operator, and its arguments except the first."""
 
     target: Any
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class ViewCall:
 
 
 def _normalize_args(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with defaults filled in, `end` of a slice written one way."""
+    """Return the arguments with defaults filled in, and the `end` of a slice in one form."""
     defaults = [each.default_value for each in target._schema.arguments[1:]]
     filled = [*args, *defaults[len(args) :]]
     if target is aten.slice.Tensor:
@@ -54,12 +54,12 @@ class StorageSlice:
     views: tuple[ViewCall, ...] = ()
 
     def extend(self, target: Any, args: tuple[Any, ...]) -> StorageSlice:
-        """A part of this part."""
+        """Return a part of this part."""
         return StorageSlice((*self.views, ViewCall(target, args)))
 
 
 def in_place_variant(target: Any) -> Any | None:
-    """The operator that writes its result over its first operand, where there is one.
+    """Return the operator that writes its result to its first operand, or None.
 
     >>> in_place_variant(torch.ops.aten.index_copy.default)
     <OpOverload(op='aten.index_copy_', overload='default')>
@@ -69,7 +69,7 @@ def in_place_variant(target: Any) -> Any | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     if is_view(fx.Graph().call_function(target)):
-        return None  # transpose_ and its like change what a tensor looks like, not what it holds
+        return None  # transpose_ and similar operators change metadata, not values
     packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
     variant = getattr(packet, target._overloadname, None) if packet is not None else None
     if variant is None or not variant._schema.is_mutable:

@@ -1,1 +1,1 @@
-"""From a transformed program to running code: partitioning, backends, compiled libraries, execution."""
+"""Lower a transformed program to running code: partitioning, backends, compiled libraries, execution."""

@@ -1,4 +1,4 @@
-"""Adapter: a program without weights → a library made by AOTInductor, and what its code does to state."""
+"""Adapter: compile a program without weights with AOTInductor, and record how its code accesses state."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 FILLED_ROW_OPS = {"inlay.cached_attention.default"}
-"""Operators that read no more of a state than the rows that hold something."""
+"""Operators that read only the filled rows of a state."""
 READS_FILLED_ROWS = "filled rows"
-"""What those read."""
+"""The `reads` text of those operators."""
 
 
 _LEVELS: dict[str, dict[str, Any]] = {
@@ -43,46 +43,46 @@ _LEVELS: dict[str, dict[str, Any]] = {
 _HEADERS = Path(__file__).parent / "headers"
 _INCLUDES = "CPLUS_INCLUDE_PATH"
 _ENVIRONMENT_LOCK = threading.Lock()
-"""Where compilers look for headers is said by the environment, which all threads share."""
+"""Guards the include path, an environment variable that all threads share."""
 
-_UNSIZED = "the compiler does not say how large its results are"
+_UNSIZED = "the compiler does not report the size of its results"
 
 
 @dataclass(frozen=True)
 class StateAccess:
-    """A kernel or call that touches a state: how many bytes it reads and writes there, as expressions of sizes."""
+    """A kernel or call that accesses a state: the bytes that it reads and writes there, as expressions of sizes."""
 
     state: str
-    """The input that the state is."""
+    """The name of the input that is the state."""
     kernel: str
     reads: str
     writes: str
     copies: str = ""
-    """Bytes of the state that it writes somewhere else."""
+    """Bytes of the state that it writes to another buffer."""
     unknown: str = ""
-    """Why it is not understood."""
+    """Why the access cannot be analyzed; empty if it can."""
 
     def to_json(self) -> dict[str, str]:
-        """The access for the manifest."""
+        """Return the access as a JSON object for the manifest."""
         return {key: value for key, value in vars(self).items() if value}
 
 
 @dataclass(frozen=True)
 class CompiledLibrary:
-    """What AOTInductor made: a library without weights, its source, and the calls it leaves to torch."""
+    """The output of AOTInductor: a library without weights, its source, and the calls that fall back to torch."""
 
     library: bytes
     source: str
     fallback_calls: list[Any]
     constants: tuple[str, ...]
-    """The names it wants its constants bound by, in the order of the program's table."""
+    """The names under which its constants are bound, in the order of the binding table."""
     accesses: tuple[StateAccess, ...]
 
 
 def build_library(program: Program, states: Sequence[str] = (), level: str = "native") -> CompiledLibrary:
-    """Compile a program whose weights are given later, one set a container, for processors of a level.
+    """Compile a program for processors of a level. Weights are bound later, one set per container.
 
-    `states` are inputs to keep an eye on.
+    `states` are the inputs whose accesses are recorded.
     """
     import torch._inductor as inductor
 
@@ -100,7 +100,7 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
         options = {
             "aot_inductor.output_path": f"{folder}/piece.so",
             "aot_inductor.package_constants_in_so": False,
-            # A small weight would become part of the code, and a buffer of one value a constant: pytorch#165444.
+            # Otherwise a small weight becomes part of the code, and a buffer of one value a constant: pytorch#165444.
             "always_keep_tensor_constants": True,
             "joint_graph_constant_folding": False,
             "_post_fusion_custom_pass": watching,
@@ -122,9 +122,9 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
 
 @contextmanager
 def _lean_headers() -> Iterator[None]:
-    """Wrappers without the standard library's regular expressions, which cost half of their compile time.
+    """Replace the <regex> header while wrappers compile: it takes half of their compile time.
 
-    Tested on torch 2.13; where torch's header uses them in another way, it gets what it asks for.
+    Tested on torch 2.13. If torch's headers use regular expressions in another way, the real header is used.
     """
     import torch
 
@@ -151,13 +151,13 @@ def _lean_headers() -> Iterator[None]:
 
 
 def _constants_as_buffers(program: Program) -> Program:
-    """torch computes with constants of one element while it traces; here they have no values yet."""
+    """Turn constants into buffers: torch evaluates one-element constants while tracing, and they have no values yet."""
     rows = (replace(row, role=Role.BUFFER) if row.role is Role.CONSTANT else row for row in program.bindings)
     return replace(program, bindings=Bindings(tuple(rows)))
 
 
 def _constants(program: Program, source: str) -> tuple[str, ...]:
-    """Every weight under the name the library has for it; a constant that is none of them fails the build."""
+    """Return the library's name of every weight; raise for a constant that is not a weight, and for a missing one."""
     rows = program.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
     known: dict[str, str] = {}
     for line in source.splitlines():
@@ -169,12 +169,12 @@ def _constants(program: Program, source: str) -> tuple[str, ...]:
     strange = sorted(set(names) - {row.target for row in rows})
     if strange:
         raise ProgramError(
-            f"The compiler made a constant {strange[0]} that no weight of the model is.",
-            "Weights are packed by weight maps, not by the compiler: switch its freezing and packing off.",
+            f"The compiler created a constant {strange[0]} that is not a weight of the model.",
+            "Turn off freezing and packing in the compiler: weight maps pack the weights.",
         )
     lost = [row.target for row in rows if row.target not in names]
     if lost:
-        raise ProgramError(f"The compiler did not keep {lost[0]} as a constant of its own.", "Pass it as an argument.")
+        raise ProgramError(f"The compiler did not keep {lost[0]} as a separate constant.", "Pass it as an argument.")
     return tuple(names[row.target] for row in rows)
 
 
@@ -183,7 +183,7 @@ def _constant_indices(known: dict[str, str]) -> Iterator[str]:
 
 
 class _AccessRecorder:
-    """A pass of Inductor's scheduler that changes nothing and notes who touches state."""
+    """A scheduler pass of Inductor that changes nothing and records which kernels access state."""
 
     def __init__(self, program: Program, states: Sequence[str]) -> None:
         rows = [row for row in program.bindings.with_role(Role.INPUT) if row.is_tensor]
@@ -192,10 +192,10 @@ class _AccessRecorder:
         self.accesses: list[StateAccess] = []
 
     def __deepcopy__(self, memo: Any) -> _AccessRecorder:
-        return self  # options are copied on their way, and what is noted is wanted here
+        return self  # Inductor copies its options; the accesses must be recorded in this object
 
     def _rename_symbols(self, text: str) -> str:
-        """An expression with the names that people know for its symbols."""
+        """Return an expression with the user's names of its symbols."""
         return re.sub(r"\bs\d+\b", lambda found: self.names.get(found[0], found[0]), text)
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -218,7 +218,7 @@ class _AccessRecorder:
         return nodes
 
     def _access(self, node: Any, name: str, root: dict[str, str], held: Any) -> tuple[str, ...] | None:
-        """What one kernel or call does to the state `name`."""
+        """Return how one kernel or call accesses the state `name`, or None if it does not."""
         reads = [dep for dep in node.read_writes.reads if root.get(dep.name) == name]
         writes = [dep for dep in node.read_writes.writes if root.get(dep.name) == name]
         if not reads and not writes:
@@ -230,24 +230,24 @@ class _AccessRecorder:
         by = target_text(operator) if operator is not None else _label(node)
         if kernel is not None:
             return self._call(node, by, operator, bool(writes), str(whole))
-        # A kernel that writes to a state depends on all of it, for the order of things; what it reads it names.
+        # A kernel that writes to a state has an ordering dependency on all of it; its real reads have a size.
         read = [_bytes(dep, width) for dep in reads if hasattr(dep, "size")]
         if any(not hasattr(dep, "size") for dep in reads) and not writes:
-            return by, "", "", "", "it reads the state in a way the compiler does not name"
+            return by, "", "", "", "it reads an unknown part of the state"
         written = [_bytes(dep, width) for dep in writes if hasattr(dep, "size")]
         if len(written) < len(writes):
-            return by, "", "", "", "it writes to the state in a way the compiler does not name"
+            return by, "", "", "", "it writes to an unknown part of the state"
         elsewhere = self._writes_elsewhere(node, root, whole) if read else False
         if elsewhere is None:
             return by, "", "", "", _UNSIZED
         return by, " + ".join(read), " + ".join(written), str(whole) if elsewhere else "", ""
 
     def _call(self, node: Any, by: str, operator: Any, writes: bool, whole: str) -> tuple[str, ...]:
-        """A call that is left to torch."""
+        """Return how a call that falls back to torch accesses a state."""
         if operator is None:
-            return by, "", "", "", "a call that is no operator of torch"
+            return by, "", "", "", "a call that is not a torch operator"
         if writes:
-            return by, "", "", "", "an operator that writes to the state itself"
+            return by, "", "", "", "an operator that writes to the state directly"
         if by in FILLED_ROW_OPS:
             return by, READS_FILLED_ROWS, "", "", ""
         elsewhere = self._writes_elsewhere(node, {}, int(whole) if whole.isdigit() else 0)
@@ -256,12 +256,12 @@ class _AccessRecorder:
         return by, whole, "", whole if elsewhere else "", ""
 
     def _writes_elsewhere(self, node: Any, root: dict[str, str], whole: Any) -> bool | None:
-        """Whether something at least as large as the state, which is none, is written; None when that is not known."""
+        """Whether a buffer that is not a state, and at least as large as the state, is written; None if unknown."""
         from torch._inductor.virtualized import V
 
         written = [each for each in node.get_outputs() if each.get_name() not in root and not each.get_mutations()]
         for buffer in written:
-            # A call with several results has a buffer without a size, and a part for each result.
+            # The buffer of a call with several results has no size; each result has its own buffer.
             parts = getattr(buffer.node, "outputs", None) or [buffer.node]
             try:
                 sizes = [math.prod([1, *each.get_size()]) * each.get_dtype().itemsize for each in parts]
@@ -273,7 +273,7 @@ class _AccessRecorder:
 
 
 def _label(node: Any) -> str:
-    """What a kernel computes, from the calls it was made of."""
+    """Return a label of a kernel: the operators that it was fused from."""
     names = [target_text(each.target) for part in node.get_nodes() for each in getattr(part.node, "origins", ())]
     return f"kernel({', '.join(sorted(set(names)))})"
 

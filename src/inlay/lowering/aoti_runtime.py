@@ -1,13 +1,14 @@
-"""Adapter: compiled libraries, loaded directly. Imports no compiler.
+"""Adapter: load compiled libraries directly. Imports no compiler.
 
-torch.cpu._init_amx comes first: code with AMX instructions dies without it. A library is a file `NAME.so`; the calls
-that it leaves to torch are listed in `NAME.json` beside it, where torch's loader looks for them. A library that leaves
-none is called through its C interface, and a run of such calls is one call of `run.cpp` (`inlay.ops.native`).
+torch.cpu._init_amx is called first: without it, code with AMX instructions crashes. A library is a file `NAME.so`. Its
+calls that fall back to torch are listed in `NAME.json` in the same folder, where torch's loader reads them. A library
+without such calls is called through its C interface, and consecutive such calls are one call of `run.cpp`
+(`inlay.ops.native`).
 
-What is made here may be called by any number of threads. Arguments, values and results belong to a call; what calls
-share are containers, and AOTInductor lets one thread at a time into one: its first run folds constants, and its own way
-of waiting hangs when the run that it waits for fails. So every container has a lock: a mutex in `run.cpp`, or one of
-Python where a library calls back into torch, which may need the interpreter that a waiting thread must not hold.
+Any number of threads may call what this module returns. Arguments, values and results belong to one call. Calls share
+containers, and only one thread at a time may run an AOTInductor container: its first run folds constants, and its
+built-in waiting hangs when the run that it waits for fails. So every container has a lock. It is a mutex in `run.cpp`,
+or a Python lock where a library calls back into torch, which may need the GIL that a waiting thread must not hold.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 _REMEDY = "Build the package again."
 _API = "AOTInductorModelContainer"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""As malloc.h numbers them."""
+"""The constants of malloc.h."""
 _Int = ctypes.c_int32
 _Pointer = ctypes.c_void_p
 
 
 @cache
 def _prepare() -> None:
-    """AMX for this process, and an allocator that keeps what a step frees: the next one wants as much again."""
+    """Enable AMX, and configure malloc to keep freed memory: the next step allocates as much again."""
     torch.cpu._init_amx()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -48,10 +49,10 @@ def _prepare() -> None:
 
 
 class Library:
-    """A compiled library. Each container has constants of its own, which stay the tensors they are.
+    """A compiled library. Each container has its own constants, which are the caller's tensors, not copies.
 
-    `num_inputs` and `num_outputs` say how many tensors a call takes and gives, where that is known; `kernels` are the
-    C++ kernels it may call, loaded.
+    `num_inputs` and `num_outputs` are the numbers of tensors that a call takes and returns, if known. `kernels` is the
+    loaded library of C++ kernels that it may call.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Library:
         self._types: dict[str, int] = {}
 
     def bind(self, constants: Mapping[str, torch.Tensor]) -> Any:
-        """A container whose constants are these tensors, which must be all it has and of the right types."""
+        """Create a container with these tensors as constants. They must be all its constants, in the right dtypes."""
         container = self._unbound if self._unbound is not None else self._open()
         self._unbound = None if self.kernels is None else container
         if set(self._types) != set(constants):
@@ -74,7 +75,7 @@ class Library:
             raise PackageError(f"{self.file.name} and its manifest disagree about the constant {strange[0]}.", _REMEDY)
         for name, value in constants.items():
             if self._types[name] != _DTYPE_CODES[value.dtype]:
-                raise PackageError(f"{self.file.name} wants {name} in another format than {value.dtype}.", _REMEDY)
+                raise PackageError(f"{self.file.name} requires {name} in another dtype than {value.dtype}.", _REMEDY)
         if self.kernels is not None:
             return Container(self.file, self.kernels, constants)
         if constants:
@@ -90,7 +91,7 @@ class Library:
         self._types = container.get_constant_names_to_dtypes()
         for known, spec in zip((self.num_inputs, self.num_outputs), container.get_call_spec(), strict=True):
             if known is not None and spec.count('"type": null') != known:
-                raise PackageError(f"{self.file.name} takes or gives something else than its manifest says.", _REMEDY)
+                raise PackageError(f"{self.file.name} has other inputs or outputs than its manifest lists.", _REMEDY)
         return container
 
 
@@ -105,7 +106,7 @@ def _with_lock(run: Run) -> Run:
 
 
 class Container:
-    """A library with constants, called without Python in between when others like it come before or after."""
+    """A library with bound constants. Consecutive containers are called without Python in between."""
 
     def __init__(self, file: Path, kernels: ctypes.CDLL, constants: Mapping[str, torch.Tensor]) -> None:
         self.kernels, self.constants = kernels, constants
@@ -128,7 +129,7 @@ class Container:
         self.piece = _Pointer(kernels.inlay_piece_new(run, self._handle))
 
     def last_error(self) -> str:
-        """What AOTInductor says of the last call of this thread, if that failed."""
+        """Return AOTInductor's error message of the last call of this thread, if it failed."""
         text = ctypes.c_char_p()
         self._last_error(ctypes.byref(text))
         return (text.value or b"").decode(errors="replace")
@@ -149,7 +150,7 @@ class _Constant(ctypes.Structure):
 
 
 def chain_steps(steps: Sequence[BoundStep], results: Sequence[str]) -> list[BoundStep]:
-    """The same steps, but neighbours that need no Python are one step."""
+    """Return the same steps, with consecutive steps that need no Python merged into one."""
     made: list[BoundStep] = []
     group: list[BoundStep] = []
     for place, step in enumerate((*steps, None)):
@@ -173,7 +174,7 @@ def _chain(group: Sequence[BoundStep], later: set[str]) -> BoundStep:
 
 
 class _ContainerChain:
-    """Steps that run one after the other in C++."""
+    """Consecutive steps that run in C++."""
 
     def __init__(self, steps: Sequence[BoundStep], ins: Sequence[str], outs: Sequence[str]) -> None:
         names = dict.fromkeys([*ins, *(name for step in steps for name in step.outs)])
@@ -191,7 +192,7 @@ class _ContainerChain:
         self._input_array, self._results = _Pointer * len(ins), _Pointer * len(outs)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        # A tensor in C++ is a pointer to what `_cdata` says: an array of those is an array of tensors, borrowed.
+        # A tensor in C++ is one pointer, the value of `_cdata`: an array of those is an array of borrowed tensors.
         given, results = self._input_array(*(value._cdata for value in inputs)), self._results()
         failed = self._api.inlay_plan_run(self._plan, given, self._output_ids, len(self._output_ids), results)
         if failed:
@@ -199,11 +200,11 @@ class _ContainerChain:
         return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(each, None, None) for each in results])
 
     def _error(self, failed: int) -> PackageError:
-        """Why the call of this thread failed: what a kernel said, or else the step itself."""
+        """Return the error of this thread's call: the message of a kernel, or else of the step."""
         said = self._api.inlay_last_error().decode(errors="replace")
         if failed < 0:
             return PackageError(f"The package failed: {said}.")
-        said = said or self.steps[failed - 1].last_error() or "no reason was given"
+        said = said or self.steps[failed - 1].last_error() or "no error message"
         return PackageError(f"Step {failed} of the package failed: {one_line(RuntimeError(said))}.")
 
     def __del__(self) -> None:
@@ -232,4 +233,4 @@ _DTYPE_CODES = {
     torch.bool: 11,
     torch.bfloat16: 15,
 }
-"""How torch numbers its number formats."""
+"""torch's numbers of its dtypes."""

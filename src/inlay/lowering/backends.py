@@ -1,7 +1,7 @@
-"""Backends: what runs a program. Each turns a program into code, which is bound to what the program holds, then called.
+"""Backends: each turns a program into code that is bound to weights and state, then called.
 
-Weights and state that a program holds are bound by name, once; what it takes is given at every call, in the order of
-its table. State is written to by the code itself, so calls return everything else.
+Weights and state that a program owns are bound by name, once. Inputs are passed at every call, in the order of the
+binding table. The code itself writes state, so calls return all outputs except states.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 def eager(program: Program) -> BindableCode:
-    """The calls of the graph, one by one; state is written in place by them."""
+    """Run the calls of the graph one by one; they write state in place."""
     return _code(program, flat_module(write_in_place(program)))
 
 
 def inductor(program: Program) -> BindableCode:
-    """Code that Inductor makes of the graph, in this process."""
+    """Compile the graph with Inductor, in this process."""
     module = flat_module(write_in_place(canonicalize_updates(program)[0]))
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad():  # or a backward pass is compiled as well, wherever a weight could be trained
+    with torch.no_grad():  # with gradients, a backward pass would be compiled for trainable weights
         return _code(program, compile_with("inductor", module, examples))
 
 
 def aot(program: Program) -> BindableCode:
-    """A library that AOTInductor makes, loaded; weights and state stay the caller's tensors."""
+    """Compile a library with AOTInductor and load it; weights and state stay the caller's tensors."""
     from inlay.lowering.aoti import build_library
     from inlay.lowering.aoti_runtime import Library
 
@@ -62,7 +62,7 @@ def aot(program: Program) -> BindableCode:
     tensors = [row.is_tensor for row in program.bindings.with_role(Role.INPUT)]
 
     def bind(held: Mapping[str, torch.Tensor]) -> Run:
-        assert folder is not None  # it lives as long as what was loaded from it
+        assert folder is not None  # keeps the folder as long as the loaded library
         run = Library(file).bind({name: held[row.name] for name, row in zip(built.constants, rows, strict=True)})
 
         def call(values: list[Any]) -> Sequence[Any]:
@@ -78,14 +78,14 @@ BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor, "aot": aot
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of this name."""
+    """Return the backend of this name."""
     if name not in BACKENDS:
         raise UsageError(f"There is no backend {name}.", suggest(name, BACKENDS) or f"Known: {', '.join(BACKENDS)}.")
     return BACKENDS[name]
 
 
 def _code(program: Program, function: Callable[..., Any]) -> BindableCode:
-    """A function of all inputs in the order of the table, as code that some of them are bound to."""
+    """Wrap a function of all inputs, in table order, so that weights and state can be bound first."""
     rows = program.bindings.ins
 
     def bind(held: Mapping[str, torch.Tensor]) -> Run:
@@ -106,7 +106,7 @@ def _code(program: Program, function: Callable[..., Any]) -> BindableCode:
 
 
 def flat_module(in_place_program: InPlaceProgram) -> fx.GraphModule:
-    """The program as a module from all inputs to all outputs but state, which it writes to itself."""
+    """Return the program as a module from all inputs to all outputs except states, which it writes itself."""
     graph = copy_graph(in_place_program.program.graph)
     output = graph.output_node()
     states = {state.output_index for state in in_place_program.states}

@@ -1,4 +1,4 @@
-"""Buckets: code for ranges of sizes. Each is a list of steps over compiled pieces, as the manifest stores it."""
+"""Buckets: code for ranges of sizes. A bucket is a list of steps over compiled pieces, as stored in the manifest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _LENGTH = "length"
-"""The size that says how many tokens of a sequence a call has."""
+"""The size that is the number of tokens per sequence in a call."""
 
 
 def find_decode_buckets(buckets: Sequence[Mapping[str, tuple[int, int | None]]]) -> list[bool]:
-    """Which of these buckets, the last of which takes all sizes, are for the tokens of answers alone.
+    """Return which of these buckets are for decode only. The last bucket accepts all sizes.
 
-    Those of one token, if one of them takes every number of sequences. Otherwise answers need code of prompts too.
+    They are the buckets of one token, if one of them accepts every number of sequences. Otherwise decode needs prefill
+    code too, and no bucket is for decode only.
 
     >>> every = {"batch": (1, 4), "length": (1, 64)}
     >>> find_decode_buckets([{"batch": (1, 4), "length": (1, 1)}, every])
@@ -32,7 +33,7 @@ def find_decode_buckets(buckets: Sequence[Mapping[str, tuple[int, int | None]]])
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A linear layer of a piece: its weight, and which way was the fastest for how many rows (`compile.kernels`)."""
+    """A linear layer of a piece: its weight, and the fastest kernel variant by number of rows (`compile.kernels`)."""
 
     weight: str
     features: int
@@ -45,36 +46,36 @@ class KernelRow:
     timings: dict[str, dict[str, float]]
     """Rows → kernel → microseconds of the fastest call."""
     spread: float = 0.0
-    """How much longer than the fastest call half of the calls took, at most; 0: nothing was timed."""
+    """The largest ratio of the median to the fastest call; 0 if nothing was timed."""
 
     def variant(self, rows: int) -> str:
-        """How the kernel multiplies so many rows."""
+        """Return the kernel variant for this number of rows."""
         return "dot" if rows <= self.dot_rows else "tiles8" if rows <= self.tiles8_rows else "tiles16"
 
 
 @dataclass(frozen=True)
 class PieceFile:
-    """A piece: a library and its source, or calls; and what it does to the states among its inputs."""
+    """A piece in a package: a library and its source, or a list of calls; and its accesses to states."""
 
     name: str
     file: str
     constants: tuple[str, ...]
-    """What the library calls its constants, in the order in which steps bind them; empty for calls."""
+    """The library's names of its constants, in the order in which steps bind them; empty for a list of calls."""
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     states: tuple[str, ...] = ()
     """Inputs that are state."""
     mutated_inputs: tuple[str, ...] = ()
-    """Inputs that it writes to."""
+    """Inputs that the piece writes to."""
     accesses: tuple[dict[str, str], ...] = ()
     fallback_calls: int = 0
-    """How many calls it leaves to torch. Pieces that leave none run without Python in between."""
+    """How many calls fall back to torch. Consecutive pieces without any run without Python in between."""
     kernels: tuple[KernelRow, ...] = ()
 
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One call of a piece: which weights are its constants, which values it takes, what its results are called."""
+    """One call of a piece: the weights for its constants, and the names of its inputs and results."""
 
     piece: str
     constants: tuple[str, ...]
@@ -102,7 +103,7 @@ class Bucket:
 
     @property
     def text(self) -> str:
-        """The ranges as people read them."""
+        """The ranges as text for messages."""
         return ", ".join(
             f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
             for name, (low, high) in self.sizes.items()

@@ -1,4 +1,4 @@
-"""Compile a Program and call it: weights and state bound once, the rest by the signature of the model."""
+"""Compile a Program and call it with the model's signature. Weights and state are bound once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def compile_program(
     alias: Mapping[str | int, str | int] | None = None,
     lift_mutable_buffers: bool = False,
 ) -> CompiledProgram:
-    """Compile a program as it is: no transforms, no package.
+    """Compile a program without transforms and without a package.
 
-    `alias` declares outputs that live in the storage of inputs. With `lift_mutable_buffers` state that the module owns
-    is left to the caller, who reads `bindings`, makes tensors of those types, and passes them by name.
+    `alias` declares outputs that live in the storage of inputs. With `lift_mutable_buffers`, state that the module owns
+    becomes arguments: the caller reads `bindings`, creates tensors of those types, and passes them by name.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -61,7 +61,7 @@ def compile_program(
 
 @dataclass(eq=False)
 class CompiledProgram:
-    """A program that runs. Its table says what it takes, what it returns, and which state it writes to."""
+    """A compiled program that can be called. Its `bindings` list inputs, outputs, and the state that it writes to."""
 
     in_place_program: InPlaceProgram
     code: BindableCode
@@ -79,21 +79,21 @@ class CompiledProgram:
 
     @property
     def bindings(self) -> Bindings:
-        """The one table of all that goes in and comes out."""
+        """The table of all inputs and outputs."""
         return self.in_place_program.program.bindings
 
     @property
     def states(self) -> tuple[StateUpdate, ...]:
-        """The state bindings, how each is written, and whether this backend does that in place."""
+        """The state bindings, how each is written, and whether this backend updates it in place."""
         return self.in_place_program.states
 
     @property
     def remarks(self) -> list[Remark]:
-        """What is not in place, or not known to be, and why."""
+        """Which states are not updated in place, or not known to be, and why."""
         return self.in_place_program.remarks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it like the model; state that was lifted is passed by name."""
+        """Call the program like the model; lifted state is passed by name."""
         calling = self.in_place_program.program.call_spec
         given, spec = tree_flatten((args, kwargs))
         if spec != calling.in_spec:
@@ -107,7 +107,7 @@ class CompiledProgram:
         return tree_unflatten(users, calling.out_spec)
 
     def _bind(self) -> Run:
-        """The code, bound to what is held now."""
+        """Return the code, bound to the current `owned_tensors`."""
         places = [value.data_ptr() for value in self.owned_tensors.values()]
         if self._bound_run is None or self._bound_run[0] != places:
             self._bound_run = places, self.code(self.owned_tensors)
@@ -117,12 +117,12 @@ class CompiledProgram:
         return [index for index, row in enumerate(self.bindings.outs) if row.alias is None]
 
     def _user_value(self, index: int, every: list[Any], values: Mapping[str, Any]) -> Any:
-        """An output that was declared to be a state is that state."""
+        """Return an output value; a declared output is the state itself."""
         declared = self.in_place_program.declared_outputs.get(index)
         return every[index] if declared is None else values[declared]
 
     def _reorder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Arguments given by name where the capture had them by position, or in another order."""
+        """Reorder arguments that are passed by name where the capture had positions, or in another order."""
         spec = self.in_place_program.program.call_spec.in_spec
         wanted_args, wanted_kwargs = tree_unflatten(list(range(spec.num_leaves)), spec)
         names = self.in_place_program.program.call_spec.arg_names
@@ -130,22 +130,20 @@ class CompiledProgram:
         missing = [name for name in (*names[: len(wanted_args)], *wanted_kwargs) if name not in by_name]
         unknown = sorted(set(kwargs) - set(names) - set(wanted_kwargs))
         if missing or unknown:
-            what = f"lacks {', '.join(missing)}" if missing else f"takes no {', '.join(unknown)}"
-            raise UsageError(
-                f"The call {what}.", f"The program takes {', '.join(dict.fromkeys((*names, *wanted_kwargs)))}."
-            )
+            what = f"lacks {', '.join(missing)}" if missing else f"has unknown arguments {', '.join(unknown)}"
+            raise UsageError(f"The call {what}.", f"Pass {', '.join(dict.fromkeys((*names, *wanted_kwargs)))}.")
         made = (
             tuple(by_name[name] for name in names[: len(wanted_args)]),
             {name: by_name[name] for name in wanted_kwargs},
         )
         given, found = tree_flatten(made)
         if found != spec:
-            raise UsageError("The arguments are not nested like those the program was captured with.")
+            raise UsageError("The arguments are not nested like those that the program was captured with.")
         return given
 
 
 class InputValidator:
-    """The arguments of a program: types are checked, and tensors laid out in memory as they were captured."""
+    """Checks the types of a program's arguments, and makes tensors contiguous where they were at capture."""
 
     def __init__(self, program: Program) -> None:
         captured = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
@@ -156,24 +154,24 @@ class InputValidator:
         }
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """All values, those that need it in another layout."""
+        """Return all values, made contiguous where required."""
         return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
 
     def _validate(self, row: Binding, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"{row.target} is {row.type_text}, and a {type(value).__name__} was given.")
+            raise UsageError(f"{row.target} must be {row.type_text}; got a value of type {type(value).__name__}.")
         dtype = str(value.dtype).removeprefix("torch.")
         fits = len(value.shape) == len(row.shape) and all(
             isinstance(wanted, str) or wanted == size for wanted, size in zip(row.shape, value.shape, strict=True)
         )
         if dtype != row.dtype or not fits:
             found = tensor_text(dtype, tuple(value.shape))
-            raise UsageError(f"{row.target} is {row.type_text}, and {found} was given.")
+            raise UsageError(f"{row.target} must be {row.type_text}; got {found}.")
         if row.name not in self.contiguous_inputs or value.is_contiguous():
             return value
         if row.name in self.state:
             raise UsageError(
-                f"{row.target} is state, and a part or another view of a larger tensor was given.",
-                "Give a contiguous tensor: it is written to in place.",
+                f"{row.target} is state and must be contiguous; got a view of another tensor.",
+                "Pass a contiguous tensor: it is updated in place.",
             )
         return value.contiguous()

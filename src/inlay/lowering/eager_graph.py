@@ -1,4 +1,4 @@
-"""Pieces that are run call by call: a graph of a few operators as JSON, and what runs it."""
+"""Pieces that run call by call: encode a graph of a few operators as JSON, and run it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 
 
 def encode(graph: fx.Graph) -> dict[str, Any]:
-    """A graph without nested graphs as JSON; what can be read back is exactly what `EagerGraph` runs."""
+    """Encode a graph without nested graphs as JSON that `EagerGraph` can run."""
     calls = []
     ins: list[str] = []
     for node in graph.nodes:
@@ -38,7 +38,7 @@ def encode(graph: fx.Graph) -> dict[str, Any]:
             kwargs = {name: _encode_value(value) for name, value in node.kwargs.items()}
             calls.append([node.name, _name(node.target), [_encode_value(each) for each in node.args], kwargs])
         elif node.op != "output":
-            raise ProgramError(f"{node.name} is no call, and cannot be written to a package.")
+            raise ProgramError(f"{node.name} is not a call, and cannot be written to a package.")
     return {"ins": ins, "calls": calls, "outs": [_encode_value(each) for each in graph.output_node().args[0]]}  # type: ignore[union-attr]
 
 
@@ -82,11 +82,11 @@ class EagerGraph:
 
     @classmethod
     def read(cls, file: Path) -> EagerGraph:
-        """The calls in a file of a package."""
+        """Read the calls in a file of a package."""
         try:
             return cls(json.loads(file.read_bytes()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise PackageError(f"{file.name} holds no calls.", "Build the package again.") from error
+            raise PackageError(f"{file.name} is not a valid list of calls.", "Build the package again.") from error
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         values = dict(zip(self.ins, inputs, strict=True))
@@ -109,7 +109,8 @@ def _target(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
     except AttributeError as error:
-        raise PackageError(f"The package calls {name}, which this torch does not have.", "Build it again.") from error
+        text = f"The package calls {name}, which this version of torch does not have."
+        raise PackageError(text, "Build the package again.") from error
 
 
 def _decode_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Running a plan: steps in order, each value dropped after its last use."""
+"""Run a plan: steps in order, each value freed after its last use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A piece with its weights bound, the values it takes and the values it makes."""
+    """A piece with its weights bound, and the names of its inputs and results."""
 
     run: Any
     ins: tuple[str, ...]
@@ -33,7 +33,7 @@ class BoundStep:
 
 
 class PlanExecutor:
-    """A plan that runs. It keeps nothing between calls, which may overlap: state is among what it is given."""
+    """A plan that can be called. It keeps nothing between calls; state is an input. Calls may overlap."""
 
     def __init__(self, steps: Sequence[BoundStep], results: Sequence[str]) -> None:
         last: dict[str, int] = {}
@@ -47,7 +47,7 @@ class PlanExecutor:
         self.results = tuple(results)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """All inputs and states by name → what the program returns, states left out."""
+        """Run all steps: inputs and states by name → the outputs of the program, without states."""
         values = dict(inputs)
         with torch.no_grad():
             for run, ins, outs, gone in self.steps:
@@ -60,9 +60,9 @@ class PlanExecutor:
 class Executable:
     """A program in one or several buckets that share their weights, and the state it works on.
 
-    Any number of threads may call it at once, each with state of its own, or with slots of one state that no other call
-    names. State that a remark says is copied is written as a whole: calls with one such state must not overlap. Calls
-    that overlap follow each other through its pieces.
+    Any number of threads may call it concurrently, each with its own state, or with slots of a shared state that no
+    other concurrent call uses. A state that a remark reports as copied is written as a whole: calls with the same such
+    state must not overlap. Overlapping calls follow each other through the pieces.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Executable:
         initial: Mapping[str, torch.Tensor],
         remarks: Sequence[Remark] = (),
     ) -> None:
-        """`remarks` say which state is not updated in place, and why."""
+        """`remarks` report which states are not updated in place, and why."""
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
         self.remarks = tuple(remarks)
         self.results = [row.name for row in bindings.outs if row.alias is None]
@@ -82,15 +82,15 @@ class Executable:
             if row.is_tensor
         ]
         self.cache = CacheSizes.from_bindings(bindings)
-        """None for programs that are no decoders."""
+        """None for programs that are not decoders with a KV cache."""
         answers = find_decode_buckets([bucket.sizes for bucket, _ in self.buckets])
         self._prefill = [each for each, decodes in zip(self.buckets, answers, strict=True) if not decodes]
         self._decode = [each for each, decodes in zip(self.buckets, answers, strict=True) if decodes] + self._prefill
         self.has_decode_buckets = any(answers)
-        """Whether tokens of prompts and tokens of answers are computed by different code."""
+        """Whether prefill and decode use different code."""
 
     def new_state(self) -> dict[str, torch.Tensor]:
-        """Memory for all state, by name. What starts with a value has it; what is filled row by row has any."""
+        """Allocate all state, by name. State without an initial value is uninitialized memory."""
         made = {}
         for row in self.bindings.state:
             if row.name in self.initial:
@@ -101,10 +101,10 @@ class Executable:
         return made
 
     def __call__(self, inputs: Mapping[str, Any], *, is_prefill: bool = False) -> dict[str, Any]:
-        """Inputs and state by name → results by name. State is written to in place.
+        """Run one call: inputs and state by name → results by name. State is updated in place.
 
-        With `is_prefill`, a single token is computed as those of a longer prompt are: what a token of a prompt gives is
-        the same bits however the prompt is cut, and what a token of an answer gives, whoever is served beside it.
+        With `is_prefill`, a single token uses the code for longer prompts. So a prompt token gives bitwise the same
+        result however the prompt is chunked, and a decoded token gives the same result in every batch.
         """
         sizes = self._sizes(inputs)
         if self.cache is not None:
@@ -114,10 +114,10 @@ class Executable:
                 return dict(zip(self.results, execution(inputs), strict=True))
         asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
         ranges = " or ".join(bucket.text for bucket, _ in self.buckets)
-        raise UsageError(f"Nothing was built for {asked}.", f"It takes {ranges}.")
+        raise UsageError(f"No bucket was built for {asked}.", f"Use {ranges}.")
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes that a call has, by name; inputs that do not fit their types are refused."""
+        """Return the sizes of a call, by name; reject inputs that do not match their types."""
         sizes: dict[str, int] = {}
         for row, dtype, shape in self._types:
             value: Any = given.get(row.name)
@@ -126,13 +126,13 @@ class Executable:
                 found = (
                     tensor_text(str(value.dtype)[6:], tuple(value.shape)) if isinstance(value, torch.Tensor) else value
                 )
-                raise UsageError(f"{row.target} must be {row.type_text}, contiguous, and {found} was given.")
+                raise UsageError(f"{row.target} must be {row.type_text} and contiguous; got {found}.")
         return sizes
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The valid ranges of the indices that a decoder is given. A slot of -1 would otherwise be the last slot."""
+    """The valid ranges of a decoder's index inputs. Without a check, slot -1 would be the last slot."""
 
     slots: int
     max_seq_len: int
@@ -140,7 +140,7 @@ class CacheSizes:
 
     @classmethod
     def from_bindings(cls, bindings: Bindings) -> CacheSizes | None:
-        """The cache of a program that takes tokens, slots and lengths; None for others."""
+        """Return the cache sizes of a program that takes tokens, slots and lengths; None for others."""
         shapes = [row.shape for row in bindings.state if len(row.shape) == 4]
         scores = [row.shape[-1] for row in bindings.outs if row.name == SIGNATURE.logits]
         if not has_kv_cache(bindings) or not shapes or not scores:
@@ -148,16 +148,17 @@ class CacheSizes:
         slots, _, room, _ = shapes[0]
         if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
             raise PackageError(
-                f"The cache has {slots} slots of {room} rows, and {scores[0]} tokens: no numbers.", "Build it again."
+                f"Expected integers for slots, rows and tokens of the cache; found {slots}, {room}, {scores[0]}.",
+                "Build the package again.",
             )
         return cls(slots, room, scores[0])
 
     def is_cache(self, shape: Sequence[int | str]) -> bool:
-        """Whether a state of this shape, `[slot, head, row, …]`, holds rows of sequences."""
+        """Whether a state of this shape, `[slot, head, row, …]`, is a KV cache."""
         return len(shape) == 4 and shape[0] == self.slots and shape[2] == self.max_seq_len
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse what lies outside, before anything is written."""
+        """Reject indices out of range, before anything is written."""
         slots = inputs[SIGNATURE.slots].tolist()
         _check_range("A token", inputs[SIGNATURE.tokens].reshape(-1).tolist(), self.vocab_size - 1)
         _check_range("A slot", slots, self.slots - 1)
@@ -167,23 +168,23 @@ class CacheSizes:
             self.max_seq_len - inputs[SIGNATURE.tokens].shape[1],
         )
         if len(set(slots)) < len(slots):
-            raise UsageError(f"Two sequences are in one slot: {slots}.", "Give each a slot of its own.")
+            raise UsageError(f"Two sequences use the same slot: {slots}.", "Give each sequence its own slot.")
 
 
 def _check_range(what: str, values: list[int], most: int) -> None:
     if values and (min(values) < 0 or max(values) > most):
         strange = next(value for value in values if not 0 <= value <= most)
-        raise UsageError(f"{what} is {strange}, and must be from 0 to {most}.")
+        raise UsageError(f"{what} must be from 0 to {most}; got {strange}.")
 
 
 def _static_shape(row: Binding) -> torch.Size | None:
-    """The shape of a binding that has one, whatever the sizes of a call."""
+    """Return the shape of a binding if it is static, or None."""
     known = [size for size in row.shape if isinstance(size, int)]
     return torch.Size(known) if len(known) == len(row.shape) else None
 
 
 def _note_sizes(row: Binding, shape: torch.Size, sizes: dict[str, int]) -> bool:
-    """Take the sizes that have names from a shape; whether it fits what is known."""
+    """Record the symbolic sizes of a shape; return whether the shape matches the binding and the recorded sizes."""
     return len(shape) == len(row.shape) and all(
         (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)) == size
         for wanted, size in zip(row.shape, shape, strict=True)

@@ -1,4 +1,4 @@
-"""Adapter: what runs a graph in this process: torch itself, AOTAutograd, or code that Inductor makes."""
+"""Adapter: run a graph in this process, with eager torch, AOTAutograd or Inductor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from inlay.program.remarks import Remark
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
-"""What may run the program: its calls one by one, the same after AOTAutograd made them functional, or compiled code."""
+"""Calls one by one, calls one by one after AOTAutograd has functionalized them, or compiled code."""
 
 
 def compile_with(backend: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Something that computes `module`: itself, or what AOTAutograd or Inductor makes of it."""
+    """Return a function that computes `module`: its `forward`, or the result of AOTAutograd or Inductor."""
     if backend == "eager":
         run: Callable[..., Any] = module.forward
         return run
@@ -42,7 +42,7 @@ def compile_with(backend: str, module: fx.GraphModule, inputs: Sequence[Any]) ->
 
 
 def is_restart(error: Exception) -> bool:
-    """Whether an error is how a compiler tells Dynamo to trace once more, or to leave a piece to Python."""
+    """Whether an error is a compiler's request that Dynamo traces again or skips a frame."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return isinstance(error, (RestartAnalysis, SkipFrame))
@@ -50,16 +50,17 @@ def is_restart(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class InnerModule:
-    """A program as a module, and what is said of the states that it copies."""
+    """A program as a module, and the remarks on states that it copies."""
 
     module: fx.GraphModule
     remarks: list[Remark]
 
 
 def build_inner_module(program: Program, output_aliases: Sequence[int | None], backend: str = "eager") -> InnerModule:
-    """The program as a module that takes its flat inputs, writes to those it mutates, and returns its flat outputs.
+    """Return the program as a module that takes flat inputs, writes to those it mutates, and returns flat outputs.
 
-    `output_aliases` says for every value to return which input it is; None takes the program's next output.
+    `output_aliases` contains, for every value to return, the index of the input that it is; None is the program's next
+    output.
     """
     canonical, _ = canonicalize_updates(program)
     made = write_in_place(canonical)

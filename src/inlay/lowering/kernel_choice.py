@@ -1,9 +1,10 @@
-"""Which kernel for which number of rows: measured at build on the shapes of a package, kept in it, shown by `inspect`.
+"""Choose kernel variants by number of rows, from measurements at build on the shapes of a package.
 
-The C++ kernel has three ways to multiply by a packed weight, and all read the same bytes. Two of them turn x into bytes
-and give the same bits, so which of those is taken may depend on the number of rows; the third turns x into bfloat16. A
-bucket uses bytes or bfloat16, whatever the number of rows: what a row gives must not depend on the rows beside it.
-Kernels that want a layout of their own are timed beside them: what a second copy of the weights would buy.
+The choice is stored in the package and shown by `inspect`. The C++ kernel has three variants that multiply by a packed
+weight. All read the same bytes. Two of them quantize x to bytes and give bitwise equal results, so the choice between
+them may depend on the number of rows. The third converts x to bfloat16. A bucket uses either bytes or bfloat16 for
+every number of rows: the result of a row must not depend on the other rows of the batch. Kernels that require another
+weight layout are timed too, which shows what a second copy of the weights would gain.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 _LINEAR, _ATTENTION = torch.ops.inlay.packed_linear.default, torch.ops.inlay.cached_attention.default
 VARIANTS = {"dot": 1, "tiles8": 2, "tiles16": 3}
-"""Bytes row by row, bytes in tiles, bfloat16 in tiles."""
+"""Bytes row by row, bytes in tiles, bfloat16 in tiles. The numbers are those of the C++ kernel."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _WORKING_SET = 1 << 25
-"""Bytes of weights that are read in turn while timing: more than the caches next to a core hold."""
+"""Bytes of weights that are read in turn while timing: more than the per-core caches can hold."""
 _TURNS = 3
 """How often each weight is read while timing."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -44,10 +45,10 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def choose_kernels(
     program: Program, sizes: Mapping[str, tuple[int, int | None]], level: str = "native", *, prefill: bool = False
 ) -> tuple[Program, tuple[KernelRow, ...]]:
-    """A piece whose packed linear layers take the fastest way for rows of these sizes, and what was measured.
+    """Return a piece whose packed linear layers use the fastest variant for these sizes, and the measurements.
 
-    `prefill`: it is used for prompts alone, so attention may take many rows at once. Portable kernels have one way,
-    which is timed nowhere: who knows where it will run.
+    `prefill`: the piece computes prompts only, so attention may process many rows at once. Portable kernels have one
+    variant. It is not timed, because the target machine is unknown.
     """
     program = program.copy()
     table = []
@@ -72,7 +73,7 @@ def choose_kernels(
 
 
 def _rows(shape: Sequence[Any], sizes: Mapping[str, tuple[int, int | None]]) -> tuple[int, ...]:
-    """Numbers of rows that may come, up to the largest that is timed."""
+    """Return the numbers of rows to time: those that can occur, up to the largest that is timed."""
     low = high = 1
     for size in shape:
         least, most = (int(size),) * 2 if str(size).isdigit() else sizes.get(str(size), (1, None))
@@ -81,13 +82,14 @@ def _rows(shape: Sequence[Any], sizes: Mapping[str, tuple[int, int | None]]) -> 
 
 
 MAX_ROWS = 1 << 31
-"""More rows than come."""
+"""Larger than any number of rows."""
 
 
 def thresholds(timings: Mapping[int, Mapping[str, float]], bits: int = 4) -> tuple[int, int]:
-    """Up to how many rows `dot` is taken, and up to how many `tiles8` from there on: what loses least over all rows.
+    """Return up to how many rows `dot` is used, and up to how many `tiles8`: the choice that loses least over all rows.
 
-    Beyond come no rows, or all of them: bytes and bfloat16 are not mixed. Weights of 16 bits are not made bytes.
+    `tiles16` is used for more rows than both: for none or for all, because bytes and bfloat16 are not mixed. Weights
+    of 16 bits do not use `tiles8`: `dot` is used for all rows or for none.
 
     >>> few = {1: {"dot": 1, "tiles8": 5, "tiles16": 6}, 16: {"dot": 9, "tiles8": 5, "tiles16": 6}}
     >>> thresholds(few) == (8, MAX_ROWS)
@@ -106,7 +108,7 @@ def thresholds(timings: Mapping[int, Mapping[str, float]], bits: int = 4) -> tup
 
 
 def _extend_threshold(count: int, timings: Mapping[int, Any]) -> int:
-    """Between two numbers that were timed, the way of the lower one goes on up to half the next."""
+    """Between two timed numbers of rows, the variant of the lower one applies up to half of the next."""
     later = [each for each in sorted(timings) if each > count]
     return max(count, later[0] // 2) if later and count else count
 
@@ -115,7 +117,7 @@ def _extend_threshold(count: int, timings: Mapping[int, Any]) -> int:
 def time_kernels(
     features: int, depth: int, packing: Packing, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> tuple[dict[int, dict[str, float]], float]:
-    """Microseconds of each kernel for each number of rows, and how much longer than that half of the calls took."""
+    """Return microseconds of each kernel for each number of rows, and the largest ratio of median to minimum."""
     shape = packing.shape(features, depth)
     size = shape[0] * shape[1] * shape[2]
     weights = [torch.full(shape, 17, dtype=torch.uint8) for _ in range(max(1, min(_WORKING_SET // size, 64)))]
@@ -136,7 +138,7 @@ def time_kernels(
 
 
 def _time_interleaved(calls: Mapping[str, KernelTrial]) -> dict[str, list[float]]:
-    """Seconds of every call. Kernels take turns, so what disturbs disturbs them all; each reads another weight."""
+    """Return seconds of every call. Kernels alternate, so noise affects all of them; each reads another weight."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for turn in range(_TURNS * max(len(weights) for _, _, weights in calls.values())):
@@ -164,7 +166,7 @@ def _library() -> Any:
 
 
 def native_kernel(features: int, depth: int, packing: Packing, variant: str) -> KernelCall:
-    """The C++ kernel, one of its ways."""
+    """Return one variant of the C++ kernel as a function."""
     function = _library()
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -175,7 +177,7 @@ def native_kernel(features: int, depth: int, packing: Packing, variant: str) -> 
             *(packing.group_size, packing.bits, packing.zero_point, VARIANTS[variant]),
         )
         if failed:
-            raise ProgramError(f"The kernel refuses {features} features of {depth} columns in {packing}.")
+            raise ProgramError(f"The kernel does not support {features} features of {depth} columns in {packing}.")
         return y
 
     return run
@@ -184,7 +186,7 @@ def native_kernel(features: int, depth: int, packing: Packing, variant: str) -> 
 def _aten_int4(
     features: int, depth: int, packing: Packing, count: int
 ) -> tuple[str, KernelCall, list[torch.Tensor]] | None:
-    """ATen's kernel for four bits. It reads as many bytes; which, does not matter here."""
+    """ATen's kernel for four bits. It reads as many bytes; their values do not affect the time."""
     if packing.bits != 4 or features % 16:
         return None
     aten: Any = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Lowering: a transformed program cut into pieces for each bucket of sizes, and compiled to run in this process."""
+"""Lower a transformed program: split it into pieces for each bucket of sizes, and compile it for this process."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SizeRanges = dict[str, tuple[int, int | None]]
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A program cut into pieces, once for each bucket of sizes; the last one takes all sizes."""
+    """A program split into pieces, once for each bucket of sizes. The last bucket accepts all sizes."""
 
     program: Program
     buckets: tuple[tuple[str, SizeRanges, Plan], ...]
 
     @property
     def compiled_pieces(self) -> list[Piece]:
-        """The pieces that a compiler has to work on."""
+        """The pieces that must be compiled."""
         return [piece for _, _, each in self.buckets for piece in each.pieces if not piece.is_eager]
 
 
 def lower(program: Program, buckets: Sequence[str] = ()) -> LoweredProgram:
-    """Plans for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for every size."""
+    """Make a plan for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for all sizes."""
     every: SizeRanges = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
     wanted = [_parse_bucket(text, every) for text in buckets]
     named = [(text.replace(" ", ""), sizes) for text, sizes in zip(buckets, wanted, strict=True)]
@@ -48,7 +48,7 @@ def lower(program: Program, buckets: Sequence[str] = ()) -> LoweredProgram:
 
 
 def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
-    """A bucket from its text.
+    """Parse the text of a bucket.
 
     >>> _parse_bucket("length=1", {"batch": (1, 4), "length": (1, 64)})
     {'batch': (1, 4), 'length': (1, 1)}
@@ -72,7 +72,7 @@ def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
 
 
 def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Executable:
-    """Compile all pieces with a backend; weights are read once and shared by all buckets."""
+    """Compile all pieces with a backend. Weights are read once and shared by all buckets."""
     program = lowered.program
     used = {name for _, _, plan in lowered.buckets for step in plan.steps for name in step.constants}
     weights = {name: program.tensors[name].read() for name in used}

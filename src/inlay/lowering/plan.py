@@ -1,7 +1,7 @@
-"""Plan: a program as an ordered list of pieces over one binding table. A block that repeats is one piece.
+"""Plan: a program as an ordered list of steps over pieces. A repeated block is one piece.
 
-Nothing here compiles. A piece is a Program of its own: its weights are constants that each step binds to weights of the
-whole program, its inputs and outputs are values that steps hand on, and state is an input that it writes to.
+Nothing is compiled here. A piece is a Program: its weights are constants that each step binds to weights of the whole
+program, its inputs and outputs are values that steps exchange, and state is an input that it writes to.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from inlay.program.fold import BlockKind
 
 MAX_EAGER_CALLS = 24
-"""A piece that runs once a step and makes no more calls than this is not worth compiling, unless it calls kernels."""
+"""A piece that is not a block, uses no state and has at most this many calls runs eagerly, unless it calls kernels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a program that is compiled once. `is_eager` ones are run call by call instead."""
+    """A part of a program that is compiled once; with `is_eager` it runs call by call instead."""
 
     name: str
     program: Program
     is_eager: bool = False
     states: tuple[str, ...] = ()
-    """Inputs that are state of the whole program, written to or not."""
+    """Inputs that are state of the whole program, whether the piece writes to them or not."""
     is_block: bool = False
-    """Whether it stands in several places, or is all there is."""
+    """Whether it is a repeated block, or the only piece."""
 
     @property
     def constants(self) -> tuple[Binding, ...]:
@@ -53,7 +53,7 @@ class Piece:
 
     @property
     def ins(self) -> tuple[Binding, ...]:
-        """What it takes at every call."""
+        """Its inputs at every call."""
         return self.program.bindings.with_role(Role.INPUT)
 
 
@@ -65,14 +65,14 @@ class Plan:
     pieces: tuple[Piece, ...]
     steps: tuple[PlanStep, ...]
     results: tuple[str, ...]
-    """The values that the program returns, states left out."""
+    """The values that the program returns, without states."""
 
 
 def make_plan(program: Program, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> Plan:
-    """Cut a program into pieces, for sizes in these ranges (by the names people know; one number: fixed).
+    """Split a program into pieces, for sizes in these ranges (symbol name → low and high; equal means fixed).
 
-    The pieces are blocks that repeat and what lies between them. A program whose state cannot be written in place, or
-    that does not fold, is a plan of one piece.
+    The pieces are the repeated blocks and the parts between them. A program with state that cannot be written in place,
+    with nested graphs, or without repeated blocks becomes a plan of one piece.
     """
     ranges = {raw: (ranges or {}).get(each.name, (each.low, each.high)) for raw, each in program.symbols.items()}
     program = _add_missing_getitems(program)
@@ -95,7 +95,7 @@ class _Segment:
 
 
 class _CannotPartition(Exception):  # noqa: N818 - one more piece is a result, not an error
-    """A cut would need a value that cannot be handed on."""
+    """A split would need a value that cannot be passed between pieces."""
 
 
 def _calls(program: Program) -> list[fx.Node]:
@@ -104,7 +104,7 @@ def _calls(program: Program) -> list[fx.Node]:
 
 
 def _add_missing_getitems(program: Program) -> Program:
-    """A copy in which every part of a result has a name, read or not: the last block is then like the others."""
+    """Return a copy with a getitem for every result, used or not, so that the last block equals the others."""
     made = program.copy()
     for node in list(made.graph.nodes):
         value = node.meta.get("val")
@@ -123,7 +123,7 @@ def _add_missing_getitems(program: Program) -> Program:
 
 
 def _segments(program: Program) -> Iterator[_Segment]:
-    """The blocks of the main kinds in order, and what lies between them."""
+    """Yield the blocks of the largest kinds in order, and the parts between them."""
     folds = fold(program, maximize_blocks=True)
     nodes = _calls(program)
     largest = max((kind.size for kind in folds.kinds), default=0)
@@ -141,7 +141,7 @@ def _segments(program: Program) -> Iterator[_Segment]:
 
 @dataclass(frozen=True)
 class _Interface:
-    """What a piece looks like from outside, in terms of one of the places where it stands."""
+    """The inputs and outputs of a piece, by the names of values at one of its occurrences."""
 
     constants: tuple[str, ...]
     ins: tuple[str, ...]
@@ -149,7 +149,7 @@ class _Interface:
 
 
 class _Partitioner:
-    """Makes pieces of segments. Values are called by the nodes that make them, state by its binding."""
+    """Creates pieces from segments. A value has the name of its node, a state the name of its binding."""
 
     def __init__(
         self, program: Program, segments: Sequence[_Segment], ranges: Mapping[str, tuple[int, int | None]]
@@ -172,7 +172,7 @@ class _Partitioner:
         self.results = [value for row, value in zip(program.bindings.outs, values, strict=True) if row.alias is None]
 
     def plan(self) -> Plan:
-        """All steps in order; a piece is made where its kind stands first."""
+        """Return the plan; a piece is created at the first occurrence of its kind."""
         pieces: dict[Any, Piece] = {}
         steps = []
         for index, segment in enumerate(self.segments):
@@ -183,11 +183,11 @@ class _Partitioner:
             steps.append(PlanStep(pieces[key].name, shape.constants, shape.ins, shape.outs))
         results = tuple(self._value(each) if isinstance(each, fx.Node) else "" for each in self.results)
         if not all(results):
-            raise ProgramError("The program returns a constant that is no tensor.", "Return tensors only.")
+            raise ProgramError("The program returns a constant that is not a tensor.", "Return tensors only.")
         return Plan(self.program, tuple(pieces.values()), tuple(steps), results)
 
     def _value(self, node: fx.Node) -> str:
-        """What a value is called between steps; parts of a result by their place in it."""
+        """Return the name of a value between steps; an element of a tuple is named by its index."""
         if node in self.state_updates:
             return self.state_updates[node]
         if node.target is operator.getitem and self.segment_of.get(node) != self.segment_of.get(node.args[0]):  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class _Partitioner:
         return node.name
 
     def _input_nodes(self, index: int) -> list[fx.Node]:
-        """The nodes whose values come in from outside, in order of first use; parts of results one by one."""
+        """Return the nodes outside a segment that it reads, in order of first use; tuple elements are separate."""
         if index not in self.input_nodes:
             self.input_nodes[index] = self._find_input_nodes(index)
         return self.input_nodes[index]
@@ -225,7 +225,7 @@ class _Partitioner:
         )
 
     def _is_weight(self, node: fx.Node, index: int, place: int) -> bool:
-        """Whether this input is a weight here, and wherever else the block stands."""
+        """Whether this input is a weight at this and every other occurrence of the block."""
 
         def weight(each: fx.Node) -> bool:
             return (
@@ -240,7 +240,7 @@ class _Partitioner:
         return all(weight(self._input_nodes(other)[place]) for other in self.segments_of_kind[kind])
 
     def _outputs(self, index: int) -> list[fx.Node]:
-        """What the segment hands on, where it stands or where another of its kind does; state left out."""
+        """Return the outputs of a segment: nodes read outside at any occurrence of its kind, without states."""
         segment = self.segments[index]
         if segment.kind is not None and self._has_same_states(segment.kind):
             places = sorted({place for each in segment.kind.occurrences for place in self._find_live_out(each.nodes)})
@@ -261,7 +261,7 @@ class _Partitioner:
         return found
 
     def _has_same_states(self, kind: BlockKind) -> bool:
-        """Whether all blocks of a kind also agree in what is state to them."""
+        """Whether all blocks of a kind have state at the same inputs and outputs."""
         looks = {
             (
                 tuple(self._value(each) in self.states for each in self._input_nodes(index)),
@@ -300,7 +300,7 @@ class _Partitioner:
         return Piece(name, program, plain, touched, segment.kind is not None or len(self.segments) == 1)
 
     def _names(self, index: int, value: str) -> list[fx.Node]:
-        """Every outside node of a segment that is this value: an old state and a new one lie in the same storage."""
+        """Return every outside node of a segment with this name: an old and a new state share one storage."""
         return [each for each in self._input_nodes(index) if self._value(each) == value]
 
 
@@ -328,7 +328,7 @@ class _Builder:
                 self.node_map[node] = self.graph.node_copy(node, self._operand)
 
     def _operand(self, node: fx.Node) -> Any:
-        """A node of the piece for a node of the whole; sizes are asked of what the piece is given."""
+        """Return the piece's node for a node of the program; sizes are read from the inputs of the piece."""
         if node in self.node_map:
             return self.node_map[node]
         value = node.meta.get("val")
@@ -355,7 +355,7 @@ class _Builder:
         raise _CannotPartition
 
     def _make_contiguous(self, node: fx.Node) -> fx.Node:
-        """A value as the next piece expects it in memory: compiled code reads it as it was told to."""
+        """Return a contiguous value: compiled code of the next piece expects this layout."""
         if node.meta["val"].is_contiguous():
             return node
         return self.graph.call_function(

@@ -1,4 +1,4 @@
-"""Pattern → match → refusal or replacement."""
+"""Pattern rewriting: match a pattern, then refuse the match with a reason or replace it."""
 
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rewriter import Rewriter

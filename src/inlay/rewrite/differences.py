@@ -1,4 +1,4 @@
-"""What a partial match holds: which nodes were found, and everything that differs, with what it costs."""
+"""Partial matches: the nodes that were found, and every difference with its cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AXES = {"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"}
 
 @dataclass(frozen=True, eq=False)
 class PatternDifference:
-    """One disagreement between a pattern and a program, and the node to look at."""
+    """One difference between a pattern and a program, and the node to look at."""
 
     kind: Reason
     text: str
@@ -30,33 +30,33 @@ class PatternDifference:
 
     @property
     def reason(self) -> str:
-        """The reason in words, its kind first."""
+        """The reason as text, its kind first."""
         return self.kind.sentence(self.text)
 
 
 @dataclass(frozen=True, eq=False)
 class PartialMatch:
-    """A pattern laid over a graph as well as it can be: what it found, what differs."""
+    """The best alignment of a pattern with a graph: the nodes that match, and the differences."""
 
     nodes: Mapping[PatternCall, fx.Node] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     extra_nodes: frozenset[fx.Node] = frozenset()
-    """Nodes that stand where the pattern has none, or another one."""
+    """Nodes at positions where the pattern has no node, or another one."""
     differences: tuple[PatternDifference, ...] = ()
     cost: float = 0.0
 
     def bind(self, name: str, value: Any) -> PartialMatch:
-        """A variable stands for this value."""
+        """Return the match with a variable bound to this value."""
         return replace(self, values={**self.values, name: value})
 
     def with_node(self, call: PatternCall, node: fx.Node) -> PartialMatch:
-        """A call of the pattern is this node."""
+        """Return the match with a call of the pattern assigned to this node."""
         return replace(self, nodes={**self.nodes, call: node})
 
     def with_difference(
         self, difference: PatternDifference, *extra_nodes: fx.Node, extra_cost: float = 0.0
     ) -> PartialMatch:
-        """One more difference, which costs `extra_cost` more than it does by itself."""
+        """Return the match with one more difference, which costs its own cost plus `extra_cost`."""
         return replace(
             self,
             differences=(*self.differences, difference),
@@ -66,18 +66,18 @@ class PartialMatch:
 
 
 def code_location(node: fx.Node) -> tuple[str, str]:
-    """Where in the model a node stands, the same for each layer: module without numbers, and source line."""
+    """Return where in the model a node is, equal for all layers: module path without numbers, and source line."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", str(node.meta.get(MODULE, ""))), str(node.meta.get(SOURCE, ""))
 
 
 def constant_difference(name: str, expected: Any, found: Any, node: fx.Node) -> PatternDifference:
-    """An argument that is no value of the program: an axis, a dtype, or another constant."""
+    """Return the difference of an argument that is not a value of the program: an axis, a dtype or another constant."""
     kind = Reason.AXIS if name in _AXES else Reason.DTYPE if name == "dtype" else Reason.CONSTANT
-    return PatternDifference(kind, f"{name} of {node} is {found}, {expected} expected", node)
+    return PatternDifference(kind, f"{name} of {node} is {found}; expected {expected}", node)
 
 
 def extra_node(node: fx.Node) -> PatternDifference:
-    """A node the pattern does not have; if it only changes the type of numbers, that is what differs."""
+    """Return the difference of a node that the pattern does not have; a cast is a difference in dtype."""
     value = node.meta.get("val")
     before = operands(node)[0].meta.get("val") if operands(node) else None
     cast = "_to_copy" in target_text(node.target) and getattr(before, "dtype", None) != getattr(value, "dtype", None)
@@ -87,14 +87,14 @@ def extra_node(node: fx.Node) -> PatternDifference:
 
 
 def missing_node(call: PatternCall, value: Any, reader: fx.Node) -> PatternDifference:
-    """A node of the pattern that is not there; what is there instead is named, or who reads it."""
+    """Return the difference of a missing node; it names the node found instead, or the reader."""
     text = target_text(value.target) if isinstance(value, fx.Node) else repr(value)
     node = value if isinstance(value, fx.Node) and value.op == "call_function" else reader
     return PatternDifference(Reason.MISSING, f"{target_text(call.target)} expected, {text} found", node)
 
 
 def missing_node_between(call: PatternCall, value: Any, reader: fx.Node) -> PatternDifference:
-    """A node of the pattern is left out: `reader` reads at once what should have gone through it."""
+    """Return the difference of a skipped node: `reader` reads directly what should pass through the node."""
     return PatternDifference(
         Reason.MISSING, f"{target_text(call.target)} expected between {value} and {reader}", reader
     )
@@ -102,7 +102,7 @@ def missing_node_between(call: PatternCall, value: Any, reader: fx.Node) -> Patt
 
 @lru_cache(maxsize=4096)
 def children(call: PatternCall) -> tuple[PatternCall | PatternVariable, ...]:
-    """The values that a call of a pattern reads, in order."""
+    """Return the values that a call of a pattern reads, in order."""
     return tuple(_values([value for _, value in call.args]))
 
 
@@ -115,7 +115,7 @@ def _values(values: Any) -> Iterator[PatternCall | PatternVariable]:
 
 
 def subtree_calls(pattern: Any) -> frozenset[PatternCall]:
-    """A call and every call it reads from, directly or not."""
+    """Return a call and every call that it depends on."""
     return _subtree_of_call(pattern) if isinstance(pattern, PatternCall) else frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Does a pattern tree match at a node? If not, how far did it get, and what is the first thing that differs?"""
+"""Match a pattern tree at a node. On failure, report how much matched and the first difference."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class PatternMatch:
-    """Which node each call of a pattern is, and what each variable stands for."""
+    """The node of each call of a pattern, and the value of each variable."""
 
     nodes: dict[PatternCall, fx.Node] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> PatternMatch:
-        """The same again, to go on differently from here."""
+        """Return a copy, to try another alternative from here."""
         return PatternMatch(dict(self.nodes), dict(self.values))
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first disagreement on the way that got farthest."""
+    """The first difference of the attempt that matched most."""
 
     kind: Reason
     text: str
@@ -40,7 +40,7 @@ class Mismatch:
 
 
 class Matcher:
-    """Walks one pattern over a graph from a node that may be its output."""
+    """Matches one pattern, starting from a node that may be its output."""
 
     def __init__(self, tree: PatternTree, ignored_args: frozenset[str] = frozenset()) -> None:
         self.tree, self.ignored_args = tree, ignored_args
@@ -60,7 +60,7 @@ class Matcher:
             self.best_mismatch = Mismatch(kind, text, node if isinstance(node, fx.Node) else None, len(found.nodes))
 
     def _match(self, pattern: Any, value: Any, found: PatternMatch) -> Iterator[PatternMatch]:
-        """Every way in which `pattern` can stand for `value`, given what was found before."""
+        """Yield every way in which `pattern` matches `value`, given what was matched before."""
         if isinstance(pattern, PatternVariable):
             yield from self._match_variable(pattern, value, found)
         elif isinstance(pattern, PatternCall):
@@ -101,7 +101,7 @@ class Matcher:
             self._record_mismatch(Reason.MISSING, f"{target_text(pattern.target)} expected, {text} found", value, found)
             return
         if value in found.nodes.values():
-            self._record_mismatch(Reason.MISSING, f"{value} stands for two nodes of the pattern", value, found)
+            self._record_mismatch(Reason.MISSING, f"{value} would match two nodes of the pattern", value, found)
             return
         new = found.copy()
         new.nodes[pattern] = value
@@ -138,7 +138,7 @@ class Matcher:
         return found
 
     def _check_consumers(self, found: PatternMatch) -> bool:
-        """Nothing outside, and no argument of the replacement, may be a value that disappears."""
+        """Check that no outside user and no argument of the replacement reads a value that will be removed."""
         inside = set(found.nodes.values())
         for name, value in found.values.items():
             if isinstance(value, fx.Node) and value in inside:
@@ -156,7 +156,7 @@ class Matcher:
 
 
 def argument_orders(pattern: PatternCall) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """The arguments of a call in every order that means the same."""
+    """Yield the arguments of a call in every equivalent order."""
     yield pattern.args
     swapped = COMMUTATIVE.get(pattern.target)
     values = dict(pattern.args)
@@ -174,7 +174,7 @@ def _has_unit_alpha(values: dict[str, Any]) -> bool:
 
 
 def is_same_constant(one: Any, two: Any) -> bool:
-    """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not. A node is the same as itself."""
+    """Whether two arguments are the same constant: 1 and 1.0 are, 1 and True are not. A node equals only itself."""
     if isinstance(one, bool) or isinstance(two, bool):
         return one is two
     if isinstance(one, (int, float)) and isinstance(two, (int, float)):

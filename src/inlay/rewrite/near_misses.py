@@ -1,4 +1,4 @@
-"""Where a rule almost matched, and what is different there. Slow and thorough: called only when somebody asks."""
+"""Find near misses of a rule and their differences. Slow and thorough: runs only on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inlay.rewrite.rule import Alternative, Match, Rule
 
 _MAX_ANCHORS = 400
-"""A call that stands more often than this beside the sites says nothing about where to look."""
+"""If a call occurs more often than this outside the sites, the search starts only at code locations of sites."""
 _MAX_USERS = 16
 _COMMON_OPERATORS = (
     "add",
@@ -46,28 +46,28 @@ _REFUSAL_COST = 0.25
 
 @dataclass(frozen=True, eq=False)
 class NearMiss(Refusal):
-    """A place that is almost a site: everything that differs, the first first."""
+    """A place that is almost a site, with every difference, the first one first."""
 
     differences: tuple[PatternDifference, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
-    """The nodes of the program that the pattern was laid over."""
+    """The nodes of the program that were aligned with the pattern."""
     cost: float = 0.0
     num_covered_nodes: int = 0
-    """How many nodes of the program it accounts for, those that differ included."""
+    """How many nodes of the program the alignment covers, including those that differ."""
     similarity: float = 0.0
-    """How much of it stands where, in other layers, sites stand: 0 to 1."""
+    """How much of it is at code locations where other layers have sites: 0 to 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class NearMissReport:
-    """What a rule matches in a program, and what it almost matches, best first."""
+    """The matches of a rule in a program, and its near misses, best first."""
 
     sites: tuple[Match, ...]
     misses: tuple[NearMiss, ...]
 
 
 def find_near_misses(program: Program, rule: Rule) -> NearMissReport:
-    """Every place that starts like a rule and is none of its sites; `program` stays as it is."""
+    """Return every place that starts like a match of a rule and is not one; `program` is not changed."""
     alternatives = trace_alternatives(program, rule)
     sites: list[Match] = []
     found: list[NearMiss] = []
@@ -92,7 +92,7 @@ def _rank(miss: NearMiss) -> tuple[float, ...]:
 
 
 def _drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
-    """One miss a place: of those that share nodes, the one that explains most for least."""
+    """Keep one miss per place: of those that share nodes, the one with the lowest cost that covers most nodes."""
     taken: set[fx.Node] = set()
     kept = []
     for miss in sorted(misses, key=lambda each: (each.cost - each.similarity / 2, -each.num_covered_nodes)):
@@ -103,7 +103,7 @@ def _drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
 
 
 class _NearMissFinder:
-    """The places of one graph where a pattern may be laid over."""
+    """Finds the near misses of a rule in one graph."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _NearMissFinder:
         trees: dict[PatternTree, Alternative] = {}
         for alternative in alternatives:
             trees.setdefault(PATTERNS.get(alternative.function, alternative.example), alternative)
-        # Written the way that matches elsewhere in this program is the likelier way to be meant here.
+        # An alternative that matches elsewhere in this program is more likely to be the intended one here.
         matched = [each.alternative for each in accepted if each.alternative is not None]
         used = Counter(PATTERNS.get(each.function, each.example) for each in matched)
         self.trees = sorted(trees.items(), key=lambda pair: -used[pair[0]])
@@ -130,7 +130,7 @@ class _NearMissFinder:
                 self.site_values.setdefault(name, set()).add(value_signature(value))
 
     def find_misses(self) -> Iterator[NearMiss]:
-        """The best explanation for each place that may have been meant."""
+        """Yield the best explanation for each place that may be an intended site."""
         best: dict[fx.Node, NearMiss] = {}
         for tree, alternative in self.trees:
             aligner = self._aligner(tree, alternative, self.site_nodes)
@@ -150,11 +150,11 @@ class _NearMissFinder:
         return Aligner(tree, alternative.example, self.rule.ignored_args, self.site_values, at_home, claimed)
 
     def find_already_rewritten(self) -> Iterator[NearMiss]:
-        """Where sites stand in other layers, and here another transform was first."""
+        """Yield places where other layers have sites, and an earlier transform rewrote this layer."""
         for node in self.graph.nodes:
             of = self.site_sizes.get(code_location(node))
             if of is not None and node not in self.site_nodes and target_text(node.target).startswith("inlay."):
-                text = f"an earlier transform, which made it {target_text(node.target)}"
+                text = f"an earlier transform, which replaced it by {target_text(node.target)}"
                 difference = PatternDifference(Reason.OVERLAP, text, node)
                 yield NearMiss(
                     *(node, node, Reason.OVERLAP, text, 0, of, True),
@@ -185,14 +185,15 @@ class _NearMissFinder:
         )
 
     def _similarity(self, root: fx.Node, nodes: Sequence[fx.Node]) -> float:
-        """How much stands where sites stand elsewhere; that the output does counts as much as all the rest."""
+        """Return the share of nodes at code locations of sites; the output counts as much as all other nodes."""
         share = sum(code_location(node) in self.site_locations for node in nodes) / max(len(nodes), 1)
         return (share + (code_location(root) in self.site_sizes)) / 2
 
     def explain_refusal(self, miss: Refusal) -> Iterator[NearMiss]:
-        """A place where everything matched and a check said no: the operand that is odd is to blame.
+        """Explain a place where the pattern matched and a check refused it: name the operand that differs.
 
-        Not told is a place that matched only because a number stood for a tensor: that is a difference like others.
+        A place that matched only because a number took the place of a tensor is not reported here: that is an ordinary
+        difference.
         """
         ways = [self._aligner(tree, each).best_match(miss.root) for tree, each in self.trees]
         exact = next((way for way in ways if way is not None and not way.differences), None)
@@ -210,11 +211,11 @@ class _NearMissFinder:
         )
 
     def explain_overlap(self, miss: Refusal) -> Iterator[NearMiss]:
-        """A place that matched and gave way to another site; told unless that site is the same place, and more."""
+        """Explain a match that overlaps with another site, unless all its nodes are in accepted sites."""
         yield from (each for each in self.explain_refusal(miss) if not self.site_nodes.issuperset(each.nodes))
 
     def _differing_operand(self, miss: Refusal, partial: PartialMatch) -> fx.Node | None:
-        """The operand whose type is another than at the most similar site; none if the check named a node inside."""
+        """Return the operand whose type differs from the most similar site; None if the check named an inner node."""
         inputs = {name: value for name, value in partial.values.items() if hasattr(value, "meta")}
         if miss.node is not miss.root and miss.node not in inputs.values():
             return None
@@ -227,7 +228,7 @@ class _NearMissFinder:
         return fewest[0] if fewest else None
 
     def _roots(self, tree: PatternTree) -> list[fx.Node]:
-        """Nodes that may be the pattern's output, found from the calls of it that stand outside the sites."""
+        """Return nodes that may be the pattern's output, found from matching calls outside the sites."""
         free: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self.site_nodes:
@@ -245,7 +246,7 @@ class _NearMissFinder:
         return sorted(root for root in free_roots if self._is_plausible_root(root, calls, _height(tree)))
 
     def _is_plausible_root(self, root: fx.Node, calls: Counter[Any], height: int) -> bool:
-        """Whether enough of the pattern's calls stand near above `root` for a few differences to explain the rest."""
+        """Whether enough of the pattern's calls are near `root` for a few differences to explain the rest."""
         near, reached = {root}, {root}
         for _ in range(height + 1):
             reached = {each for node in reached for each in operands(node) if each.op == "call_function"} - near
@@ -256,7 +257,7 @@ class _NearMissFinder:
 
 
 def _readers(tree: PatternTree) -> dict[PatternCall, list[PatternCall]]:
-    """Call of a pattern → the calls that read it."""
+    """Return for each call of a pattern the calls that read it."""
     readers: dict[PatternCall, list[PatternCall]] = {}
     todo = list(tree.outputs)
     while todo:
@@ -287,7 +288,7 @@ def _height(tree: PatternTree) -> int:
 def _find_roots_above(
     tree: PatternTree, readers: dict[PatternCall, list[PatternCall]], call: PatternCall, node: fx.Node
 ) -> set[fx.Node]:
-    """From a node that is this call, to where the pattern's output would be, one difference on the way allowed."""
+    """Return where the pattern's output would be if `node` is this call, with at most one difference on the way."""
     roots: set[fx.Node] = set()
     seen = set()
     todo = [(node, call, 0)]

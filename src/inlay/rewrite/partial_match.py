@@ -1,9 +1,9 @@
-"""Lay a pattern over a graph where it does not match: the way with the fewest differences.
+"""Align a pattern with a graph where it does not match, with the fewest differences.
 
-The matcher stops at the first disagreement, which may be the wrong one to blame: a node too many shifts what follows.
-Here a disagreement is noted, with every way to go on after it: the program has a node too many, lacks one, has another
-operator, another constant. Of all ways the cheapest is the explanation. That takes longer than matching does, and runs
-only when somebody asks why.
+The matcher stops at the first difference, which may not be the cause: an extra node shifts everything after it. The
+aligner records a difference and tries every way to continue: the program has an extra node, lacks one, has another
+operator or another constant. The alignment of lowest cost is the explanation. This is slower than matching, and runs
+only when an explanation is requested.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
 _MAX_STEPS = 4000
-"""A place where more than this was tried is explained by the best found until then."""
+"""After this many steps at a site, the best alignment found so far is used."""
 MAX_DIFFERENCES = 3
-"""A place that differs by more is not almost a site."""
+"""A site with more differences is not a near miss."""
 _BUDGETS = (1.1, 2.1, MAX_DIFFERENCES + 0.6)
 _CONFLICT_COST = 1.5
 _MIN_COST = 1.0
-"""What any difference costs at least."""
+"""The minimum cost of a difference."""
 _UNUSUAL_COST = 0.01
 _OPERAND_COUNT_COST = 0.5
 
 
 class Aligner:
-    """Lays one pattern over places of a graph."""
+    """Aligns one pattern with sites of a graph."""
 
     def __init__(
         self,
@@ -58,17 +58,19 @@ class Aligner:
         is_site_location: Callable[[fx.Node], bool] = lambda node: False,
         site_nodes: Collection[fx.Node] = (),
     ) -> None:
-        """`site_values` says what variables stand for where the pattern matched: of two ways that is the better.
-        `is_site_location` says whether a node stands where, in other layers, nodes of sites do: then it is there
-        instead of one.
-        `site_nodes` are nodes of sites: they cannot be part of another one.
+        """Set up an aligner.
+
+        `site_values` are the values of variables at matched sites; an alignment with such values is preferred.
+        `is_site_location` returns whether a node is where other layers have nodes of sites; it is then reported as
+        found instead of a missing node.
+        `site_nodes` are the nodes of matched sites; they cannot be part of another site.
         """
         self.tree, self.example, self.ignored_args = tree, example, ignored_args
         self.site_values, self.is_site_location, self.site_nodes = site_values or {}, is_site_location, site_nodes
         self.budget, self.steps = 0.0, 0
 
     def best_match(self, root: fx.Node) -> PartialMatch | None:
-        """The pattern with its first output at `root`, differing as little as it can; none when it differs much."""
+        """Return the cheapest alignment with the first output at `root`; None if there are too many differences."""
         for budget in _BUDGETS:
             self.budget, self.steps = budget, 0
             best: PartialMatch | None = None
@@ -86,7 +88,7 @@ class Aligner:
     def _align(
         self, pattern: Any, value: Any, reader: fx.Node, state: PartialMatch, name: str = ""
     ) -> Iterator[PartialMatch]:
-        """Every way to lay `pattern` over `value`, which `reader` reads under `name`."""
+        """Yield every way to align `pattern` with `value`, which `reader` reads as argument `name`."""
         self.steps += 1
         if state.cost > self.budget or self.steps > _MAX_STEPS:
             return
@@ -124,7 +126,7 @@ class Aligner:
         self, pairs: list[tuple[str, Any, Any]], reader: fx.Node, state: PartialMatch
     ) -> Iterator[PartialMatch]:
         (name, one, first), (other, two, second) = pairs
-        difference = PatternDifference(Reason.MISSING, f"the operands of {reader} stand the other way round", reader)
+        difference = PatternDifference(Reason.MISSING, f"the operands of {reader} are swapped", reader)
         yield from self._align_all(
             [(name, one, second), (other, two, first)], reader, state.with_difference(difference)
         )
@@ -156,7 +158,7 @@ class Aligner:
             odd = name in self.site_values and value_signature(value) not in self.site_values[name]
             yield replace(bound, cost=bound.cost + _UNUSUAL_COST) if odd else bound
         elif tensor:
-            text = f"{name} is {value} in {reader}, a tensor expected"
+            text = f"{name} is {value} in {reader}; expected a tensor"
             yield bound.with_difference(PatternDifference(Reason.CONSTANT, text, reader))
         else:
             yield bound.with_difference(
@@ -193,7 +195,7 @@ class Aligner:
     def _align_repeated_call(
         self, pattern: PatternCall, known: fx.Node, value: Any, reader: fx.Node, state: PartialMatch
     ) -> Iterator[PartialMatch]:
-        """A call that the pattern reads twice must be one node."""
+        """Align a call that the pattern reads more than once: it must be one node."""
         if known is value:
             yield state
             return
@@ -227,7 +229,7 @@ class Aligner:
     def _align_other_operator(
         self, pattern: PatternCall, value: fx.Node, reader: fx.Node, state: PartialMatch
     ) -> Iterator[PartialMatch]:
-        """Another operator in the place of the pattern's, its operands perhaps the pattern's."""
+        """Align another operator with a call of the pattern; its operands may still match."""
         wanted, given = children(pattern), operands(value)
         more = 0.0 if len(wanted) == len(given) else _OPERAND_COUNT_COST
         for order in [given, given[::-1]] if len(given) == 2 else [given]:
@@ -267,7 +269,7 @@ class Aligner:
         return partial
 
     def _check_consumers(self, partial: PartialMatch, root: fx.Node) -> PartialMatch:
-        """Nothing outside may read a value that disappears."""
+        """Record a difference for every inner value that is read outside the match."""
         inside = set(partial.nodes.values())
         known = inside | partial.extra_nodes
         outputs = {root, *(partial.nodes[call] for call in self.tree.outputs if call in partial.nodes)}
@@ -284,13 +286,13 @@ class Aligner:
 
 
 def value_signature(value: Any) -> Any:
-    """What a variable stands for, the same for each layer: a number, or an operator and where it is called."""
+    """Return an identity of a variable's value, equal for all layers: a number, or operator and code location."""
     if not isinstance(value, fx.Node):
         return value
     return (value.target, code_location(value)) if value.op == "call_function" else value.op
 
 
 def _connecting_call(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
-    """The call that `start` is, if one step leads from it to `end`."""
+    """Yield `start` if it is a call that reads `end` directly."""
     if start.op == "call_function" and end in operands(start):
         yield start

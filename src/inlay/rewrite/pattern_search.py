@@ -1,4 +1,4 @@
-"""Find the matches of a rule, resolve overlaps, and keep every refusal."""
+"""Find the matches of a rule, resolve overlaps, and collect every refusal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 _MIN_MATCHED_SHARE = 0.5
-"""A place that matched less of a pattern than this does not start like it."""
+"""A site where a smaller share of the pattern matched is not reported."""
 
 
 def trace_alternatives(program: Program, *rules: Rule) -> list[Alternative]:
-    """Every pattern of the rules, in every dtype that the program uses; they are traced together."""
+    """Trace every pattern of the rules, in every dtype that the program uses, together."""
     dtypes = {
         value.dtype
         for _, graph in all_graphs(program.graph)
@@ -45,7 +45,7 @@ def find_matches(
     alternatives: list[Alternative],
     replacements: ReplacementCache | None = None,
 ) -> tuple[list[Match], list[Refusal]]:
-    """The matches of one graph that may be rewritten together, in order, and every refusal."""
+    """Return the matches of one graph that may be rewritten together, in order, and every refusal."""
     found, refusals = _search(program, graph, rule, alternatives, replacements or ReplacementCache(program, rule))
     claimed: dict[fx.Node, Match] = {}
     accepted: list[Match] = []
@@ -92,7 +92,7 @@ def _search(
                 refusal = Refusal(root, node, result.kind, result.text, result.matched, size, is_mismatch=True)
             if root not in refusals or _rank(refusal) > _rank(refusals[root]):
                 refusals[root] = refusal
-    # Where two matches overlap, the one that explains more wins, then the earlier one.
+    # Where two matches overlap, the one with more nodes wins, then the earlier one.
     ordered = sorted(matches.values(), key=lambda match: (-len(match.nodes), order[match.root]))
     return ordered, [refusal for root, refusal in refusals.items() if root not in matches]
 
@@ -108,7 +108,7 @@ def _check_match(
     order: dict[fx.Node, int],
     writes: list[fx.Node],
 ) -> Refusal | None:
-    """Why a match must be left alone, if it must."""
+    """Return why a match must be left alone, or None."""
     first, last = order[match.nodes[0]], order[match.nodes[-1]]
     try:
         for write in writes:
@@ -131,7 +131,7 @@ def _check_match(
 
 
 def _check_types(match: Match, alternative: Alternative) -> None:
-    """The pattern, computed on the match's own inputs, must give what the match gives: else it matched by accident."""
+    """Check that the pattern, computed on the inputs of the match, gives the types of the match."""
     try:
         with symbolic_sizes():
             made = tree_leaves(alternative.function(**arguments(match, alternative.example)))
@@ -141,4 +141,4 @@ def _check_types(match: Match, alternative: Alternative) -> None:
         held = node.meta["val"]
         kind = Reason.DTYPE if held.dtype != value.dtype else Reason.SHAPE
         same = type_text(held) == type_text(value)
-        match.require(same, kind, f"the pattern gives {type_text(value)}, {node} is {type_text(held)}", node)
+        match.require(same, kind, f"the pattern gives {type_text(value)}, but {node} is {type_text(held)}", node)

@@ -1,7 +1,7 @@
 """Adapter: pattern trees from Inductor's `fx_to_pattern`. The only file that imports its private matcher.
 
-A pattern function is exported exactly like a model (torch.export, `run_decompositions({})`), so that it means what it
-says, and turned into Inductor's pattern tree. The tree is then put into our own four shapes, which the matcher reads.
+A pattern function is exported exactly like a model (torch.export, `run_decompositions({})`), so that both give the same
+operators, and converted to Inductor's pattern tree. That tree is then converted to the classes below for the matcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PatternCall:
-    """A call of one operator; `args` are (name, value) with values that are patterns, constants or lists of them."""
+    """A call of one operator; `args` are (name, value). A value is a pattern, a constant or a list of them."""
 
     target: Any
     args: tuple[tuple[str, Any], ...]
@@ -37,14 +37,14 @@ class PatternCall:
 
 @dataclass(frozen=True)
 class PatternVariable:
-    """An argument of the pattern function: any value, the same at each place it is used."""
+    """An argument of the pattern function: any value, the same at each use."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False)
 class PatternTree:
-    """A pattern: what each of its outputs is, and how many calls it has."""
+    """A pattern: the calls that are its outputs, the number of calls, and the variables."""
 
     outputs: tuple[PatternCall, ...]
     num_calls: int
@@ -53,7 +53,7 @@ class PatternTree:
 
 @dataclass(frozen=True, eq=False)
 class _PatternSource:
-    """A pattern function and the arguments it is traced with; a number among them is a variable like any other."""
+    """A pattern function and the arguments to trace it with; a number among them is a variable too."""
 
     function: Callable[..., Any]
     example: Mapping[str, Any]
@@ -61,7 +61,7 @@ class _PatternSource:
     def __post_init__(self) -> None:
         if set(self.variables) != set(self.example):
             raise ProgramError(
-                f"The examples of a pattern name {sorted(self.example)}, its arguments are {self.variables}."
+                f"The examples of a pattern are {sorted(self.example)}, but its arguments are {self.variables}."
             )
 
     @property
@@ -78,7 +78,7 @@ class _PatternSource:
 
 
 class _PatternModule(torch.nn.Module):
-    """Several pattern functions, each on arguments of its own: what export costs, it costs for all of them once."""
+    """Several pattern functions, each with its own arguments, so that export runs once for all of them."""
 
     def __init__(self, patterns: Sequence[_PatternSource]) -> None:
         super().__init__()
@@ -90,18 +90,18 @@ class _PatternModule(torch.nn.Module):
 
 
 def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
-    """The tree of a pattern function, traced with example arguments.
+    """Return the tree of a pattern function, traced with example arguments.
 
-    A number among the example arguments is a variable too: it must be a value that occurs nowhere else.
+    A number among the example arguments is a variable too. Its value must occur nowhere else in the pattern.
     """
     return _trace([_PatternSource(function, example)])[0]
 
 
 def _trace(patterns: Sequence[_PatternSource]) -> list[PatternTree]:
-    """The trees of pattern functions."""
+    """Trace several pattern functions together."""
     values = tuple(value for each in patterns for value in each.tensors.values())
     try:
-        # A backend is called while Dynamo traces: export would take its sizes and guards for those of the pattern.
+        # A backend is called while Dynamo traces: export would mix the sizes and guards of that trace into the pattern.
         with tracing_lock(), tracing(None):
             exported = torch.export.export(_PatternModule(patterns), values, strict=False)
             graph = decompose(exported).graph
@@ -118,7 +118,7 @@ def _trace(patterns: Sequence[_PatternSource]) -> list[PatternTree]:
 
 
 def _tree(pattern: _PatternSource, inputs: list[fx.Node], results: Any) -> PatternTree:
-    """The tree of one pattern, whose nodes are among those of others."""
+    """Return the tree of one pattern, from a graph that also contains other patterns."""
     graph = fx.Graph()
     own = {node: graph.node_copy(node) for node in inputs}
     names: dict[Any, tuple[str, ...]] = {}
@@ -136,7 +136,7 @@ def _tree(pattern: _PatternSource, inputs: list[fx.Node], results: Any) -> Patte
 
 
 class _Converter:
-    """Inductor's tree in our shapes; nodes used twice stay one object."""
+    """Converts Inductor's tree to ours; a node that is used twice stays one object."""
 
     def __init__(self, names: Mapping[Any, tuple[str, ...]]) -> None:
         self.names = names
@@ -164,7 +164,7 @@ class _Converter:
 
 
 def called_operators(pattern: Any) -> list[set[Any]]:
-    """The operators that one of Inductor's own patterns calls; alternatives of one call are together."""
+    """Return the operators that one of Inductor's own patterns calls; the alternatives of one call are one set."""
     found: list[set[Any]] = []
     seen: set[int] = set()
     todo = [pattern]
@@ -183,19 +183,19 @@ def called_operators(pattern: Any) -> list[set[Any]]:
 
 @dataclass
 class PatternCache:
-    """Traced patterns, by function and example types: traced together they take half the time."""
+    """Traced patterns, by function and example types. Tracing several together takes half the time."""
 
     trees: dict[Any, PatternTree] = field(default_factory=dict)
 
     def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
-        """The tree of a pattern, traced once."""
+        """Return the tree of a pattern, traced once."""
         key = self._key(function, example)
         if key not in self.trees:
             self.trees[key] = trace_pattern(function, example)
         return self.trees[key]
 
     def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
-        """Trace together what is not traced yet; if one of them cannot be, that is said when it is asked for."""
+        """Trace patterns that are not cached, together. If this fails, `get` traces each alone and raises the error."""
         fresh = {self._key(*each): each for each in patterns}
         fresh = {key: each for key, each in fresh.items() if key not in self.trees}
         if len(fresh) > 1:

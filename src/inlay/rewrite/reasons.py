@@ -1,4 +1,4 @@
-"""Why a place that starts like a pattern is left alone: a small fixed set of kinds."""
+"""The kinds of reasons why a site is left alone: a small fixed set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """The kind of a reason. Beside it stands a text."""
+    """The kind of a reason. A text with details follows it."""
 
     ANOTHER_CONSUMER = "another consumer"
     DTYPE = "dtype"
@@ -18,12 +18,12 @@ class Reason(StrEnum):
     MUTATION = "mutation between"
     OVERLAP = "overlapped by"
     REPLACEMENT = "wrong replacement"
-    """What the rule puts in place is of another type than what it replaces: a fault of the rule, not of the place."""
+    """The replacement has another type than the matched value: an error in the rule, not in the program."""
     REFUSED = "refused"
-    """A condition of the transform's own."""
+    """A condition that is specific to the transform does not hold."""
 
     def sentence(self, text: str) -> str:
-        """The kind and the text as one sentence.
+        """Return the kind and the text as one sentence.
 
         >>> Reason.DTYPE.sentence("x is float64"), Reason.OVERLAP.sentence("the match at mul_3")
         ('dtype: x is float64', 'overlapped by the match at mul_3')
@@ -32,7 +32,7 @@ class Reason(StrEnum):
 
     @classmethod
     def parse(cls, sentence: str) -> tuple[Reason, str]:
-        """Kind and text of a sentence that `sentence` made; a remark keeps only the sentence.
+        """Return the kind and text of a sentence that `sentence` made; remarks store only the sentence.
 
         >>> Reason.parse("another consumer: mul_7 is also read by add_3")
         (<Reason.ANOTHER_CONSUMER: 'another consumer'>, 'mul_7 is also read by add_3')

@@ -1,4 +1,4 @@
-"""What a rule puts in the place of a match: traced once for each combination of types, then inserted."""
+"""Replacements of matches: traced once for each combination of types, then inserted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ReplacementCache:
-    """The replacement of a rule as a graph, traced once for all matches whose inputs are of the same types."""
+    """The replacement of a rule as graphs, each traced once for all matches with the same input types."""
 
     def __init__(self, program: Program, rule: Rule) -> None:
         self.program, self.rule = program, rule
@@ -33,7 +33,7 @@ class ReplacementCache:
         self._traces: dict[Any, fx.Graph] = {}
 
     def trace(self, match: Match, alternative: Alternative) -> fx.Graph:
-        """The replacement over the match's own inputs: a placeholder for each that is a tensor, in order."""
+        """Return the replacement traced on the inputs of the match, with a placeholder for each tensor, in order."""
         given = {**arguments(match, alternative.example), **alternative.replacement_args}
         key = tuple((name, _key(value)) for name, value in given.items())
         if key not in self._traces:
@@ -41,10 +41,12 @@ class ReplacementCache:
         return self._traces[key]
 
     def check(self, match: Match, alternative: Alternative) -> None:
-        """What replaces a value must be of its dtype and shape, and lie in memory as it did where that is visible."""
+        """Check that the replacement has the dtypes and shapes of the outputs, and their layout where observable."""
         made = _results(self.trace(match, alternative))
         found, wanted = len(made), len(match.outputs)
-        match.require(found == wanted, Reason.REPLACEMENT, f"it gives {found} values, and the pattern {wanted}")
+        match.require(
+            found == wanted, Reason.REPLACEMENT, f"the replacement gives {found} values, but the pattern {wanted}"
+        )
         for old, new in zip(match.outputs, made, strict=True):
             value = new.meta["val"] if isinstance(new, fx.Node) else new
             gives, was = type_mismatch(value, old.meta["val"], self.program.types)
@@ -52,10 +54,12 @@ class ReplacementCache:
                 not self._is_layout_observable(old)
                 or is_same_when_contiguous(self.program.types, value, old.meta["val"])
             )
-            match.require(gives == was or kept, Reason.REPLACEMENT, f"it gives {gives}, and {old} is {was}", old)
+            match.require(
+                gives == was or kept, Reason.REPLACEMENT, f"the replacement is {gives}, but {old} is {was}", old
+            )
 
     def insert(self, match: Match, rewriter: Rewriter) -> None:
-        """Put the replacement in the place of a match."""
+        """Replace a match."""
         alternative = match.alternative
         assert alternative is not None
         trace = self.trace(match, alternative)
@@ -76,29 +80,29 @@ class ReplacementCache:
         rewriter.erase(*reversed(match.nodes))
 
     def _is_layout_observable(self, value: fx.Node) -> bool:
-        """Whether strides matter elsewhere: the value is returned, a nested graph may read what is computed from it, or
-        a view says where in memory each of its elements lies."""
+        """Whether strides matter elsewhere: the value is returned, a nested graph may read a value computed from it, or
+        an `as_strided` view reads it."""
         return is_returned(value) or self._has_subgraphs or has_strided_reader(value)
 
 
 def arguments(match: Match, names: Iterable[str]) -> dict[str, Any]:
-    """What a pattern or a replacement is called with at a match."""
+    """Return the arguments of a pattern or a replacement at a match."""
     return {name: match.value(name) for name in names}
 
 
 def insertion_point(match: Match, inputs: Iterable[fx.Node]) -> fx.Node:
-    """The node before which a replacement may stand: after all that it reads, before all that read it."""
+    """Return the node to insert a replacement before: after all its inputs, before all its users."""
     inside = set(match.nodes)
     readers = [user for output in match.outputs for user in output.users if user not in inside]
     place = min([match.nodes[-1], *readers])
     for node in inputs:
-        late = f"{place} reads a result before {node}, which the pattern needs, is computed"
+        late = f"{place} reads a result before {node}, an input of the pattern, is computed"
         match.require(node < place, Reason.ANOTHER_CONSUMER, late, place)
     return place
 
 
 def _key(value: Any) -> Any:
-    """1, 1.0 and True are equal and not the same, as 0.0 and -0.0."""
+    """Return a cache key that distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     return (type_text(value), str(value.stride())) if isinstance(value, torch.Tensor) else (type(value), repr(value))
 
 
@@ -107,7 +111,7 @@ def _results(trace: fx.Graph) -> list[Any]:
 
 
 def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
-    """The replacement as a graph over the site's own inputs."""
+    """Trace the replacement on the inputs of a site."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     numbers = {name: value for name, value in arguments.items() if name not in tensors}
 
@@ -116,7 +120,7 @@ def _trace(rule: Rule, arguments: dict[str, Any]) -> fx.Graph:
 
     try:
         with symbolic_sizes():
-            # Two arguments that are one value here may be two at the next site: each gets a tensor of its own.
+            # Two arguments that are the same tensor here may differ at the next site: each gets its own tensor.
             return trace_function(run, [value.detach() for value in tensors.values()]).graph
     except Exception as error:
         raise ProgramError(f"The replacement of {rule.name} cannot be traced: {one_line(error)}.") from error

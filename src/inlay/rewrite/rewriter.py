@@ -1,4 +1,4 @@
-"""The rewriter: transforms change the graph of a program through it and in no other way."""
+"""The rewriter, the only way in which transforms change the graph of a program."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class RewriteListener(Protocol):
-    """An observer of every change. It sees a node before it is erased, and after it is inserted."""
+    """An observer of every change. It is called before a node is erased, and after a node is inserted."""
 
     def inserted(self, node: fx.Node) -> None:
         """A call or an input was added."""
 
     def replaced(self, old: fx.Node, new: fx.Node) -> None:
-        """What read `old` reads `new`."""
+        """The users of `old` now read `new`."""
 
     def changed(self, node: fx.Node) -> None:
-        """A node was given another operand or another type."""
+        """A node has another operand or another type."""
 
     def erased(self, node: fx.Node) -> None:
         """A node is about to be removed."""
@@ -44,20 +44,20 @@ class RewriteListener(Protocol):
 
 @dataclass
 class _Changes:
-    """What was done since the last commit."""
+    """The changes since the last commit."""
 
     program: Program
     inserted: list[fx.Node] = field(default_factory=list)
     types: list[tuple[fx.Node, Any]] = field(default_factory=list)
     is_final: bool = False
-    """Something was replaced, which cannot be undone."""
+    """Whether a value was replaced, which cannot be undone."""
 
 
 class Rewriter:
-    """Changes one program: each new call has a type and a provenance, and what replaces a value is of its type.
+    """Changes one program. Each new call has a type and a provenance, and a replacement has the type of its original.
 
-    A value may lie in memory in another way than the one it replaces. `finish` then computes the types of what is
-    computed from it, and copies where a view or the caller needs the layout that was there.
+    A replacement may have another memory layout than its original. `finish` then recomputes the types of all values
+    that depend on it, and inserts copies where a view or the caller needs the original layout.
     """
 
     def __init__(self, program: Program, listeners: Sequence[RewriteListener] = ()) -> None:
@@ -66,7 +66,7 @@ class Rewriter:
         self._replacements: dict[fx.Node, fx.Node] = {}
         self._erased: set[fx.Node] = set()
         self._relaid: dict[fx.Graph, dict[fx.Node, Any]] = {}
-        """Values that lie in memory in another way than what they replaced, which is kept beside them."""
+        """Values whose memory layout differs from that of the value they replaced → the replaced value."""
         self._changes = _Changes(program)
         self._origin: fx.Node | None = None
         self._graph = program.graph
@@ -77,20 +77,20 @@ class Rewriter:
 
     @property
     def fakes(self) -> FakeValues:
-        """Makes the values of new inputs."""
+        """Creates the values of new inputs."""
         return self._call_types.fakes
 
     def current(self, node: fx.Node) -> fx.Node:
-        """What a node became: a match that was planned earlier may name one that was replaced since."""
+        """Return the current replacement of a node: an earlier match may refer to a node that was replaced since."""
         while node in self._replacements:
             node = self._replacements[node]
         return node
 
     @contextmanager
     def inserting_before(self, place: fx.Node, origin: fx.Node | None = None) -> Iterator[None]:
-        """New calls stand before `place`, with the provenance of `origin`."""
+        """Insert new calls before `place`, with the provenance of `origin`."""
         if place in self._erased:
-            raise ProgramError(f"{place} was erased: nothing can stand before it.")
+            raise ProgramError(f"{place} was erased; nothing can be inserted before it.")
         before = self._graph, self._origin
         self._graph, self._origin = place.graph, origin
         try:
@@ -107,7 +107,7 @@ class Rewriter:
         *,
         origin: fx.Node | None = None,
     ) -> fx.Node:
-        """A new call; its type is what its operands give it. Operands that were replaced are what they became."""
+        """Insert a call. Its type follows from its operands; replaced operands are resolved to their replacements."""
         now = fx.map_arg((args, dict(kwargs or {})), self.current)
         node = self._graph.call_function(target, *now)
         try:
@@ -118,13 +118,13 @@ class Rewriter:
         return self._register(node, origin)
 
     def copy(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> fx.Node:
-        """A call of another graph, with its type, on these operands."""
+        """Copy a call of another graph, with its type, onto these operands."""
         made = self._graph.node_copy(node, operands.__getitem__)
         made.meta = {"val": node.meta.get("val")}
         return self._register(made, None)
 
     def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
-        """A new input."""
+        """Insert an input."""
         node = self._graph.placeholder(name)
         node.meta = {"val": value}
         return self._register(node, None)
@@ -138,23 +138,23 @@ class Rewriter:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """`new` is read wherever `old` was; it must have the same dtype and shape."""
+        """Replace `old` by `new` in all its users; `new` must have the same dtype and shape."""
         self.replace_all({old: new})
 
     def replace_all(self, pairs: Mapping[fx.Node, fx.Node], keep: Collection[fx.Node] = ()) -> None:
-        """Replace several values, or none if one of them is of another dtype or shape; what is in `keep` reads on."""
+        """Replace several values, or none if a dtype or shape differs; users in `keep` keep reading the old value."""
         for old, new in pairs.items():
             value, was = new.meta["val"], old.meta["val"]
             gives, wanted = type_mismatch(value, was, self.types)
             if gives != wanted and not has_same_shape(value, was):
-                raise Refused(Reason.REPLACEMENT, f"it gives {gives}, and {old} is {wanted}", old)
+                raise Refused(Reason.REPLACEMENT, f"the replacement is {gives}, but {old} is {wanted}", old)
         for old, new in pairs.items():
             if type_mismatch(new.meta["val"], old.meta["val"], self.types) != ("", ""):
                 self._relaid.setdefault(new.graph, {})[new] = old.meta["val"]
             self.replace_retyped(old, new, keep)
 
     def replace_retyped(self, old: fx.Node, new: fx.Node, keep: Collection[fx.Node] = ()) -> None:
-        """`new` is read wherever `old` was, and is of another type: the caller computes with `retype` what follows."""
+        """Replace `old` by `new` of another type; the caller must `retype` the values that depend on it."""
         old.replace_all_uses_with(new, lambda user: user is not new and user not in keep, propagate_meta=False)
         self._replacements[old] = new
         self._changes.is_final = True
@@ -162,17 +162,17 @@ class Rewriter:
             each.replaced(old, new)
 
     def replace_operand(self, user: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        """One reader of `old` reads `new` instead."""
+        """Make one user of `old` read `new` instead."""
         user.replace_input_with(old, new)
         self._tell_changed(user)
 
     def set_outputs(self, graph: fx.Graph, values: Sequence[Any]) -> None:
-        """What a graph returns."""
+        """Set the values that a graph returns."""
         graph.output_node().args = (tuple(values),)
         self._tell_changed(graph.output_node())
 
     def current_outputs(self) -> list[Any]:
-        """What the program returns, where a value was replaced for all but that."""
+        """Return the program's outputs, with replacements that did not apply to the output node."""
         values: Any = self.program.graph.output_node().args[0]
         return [self.current(value) if isinstance(value, fx.Node) else value for value in values]
 
@@ -182,7 +182,7 @@ class Rewriter:
             each.changed(node)
 
     def retype(self, node: fx.Node, value: Any = None) -> bool:
-        """Give a node the type that its operands give it, or that of `value`; whether it is another one."""
+        """Set a node's type from its operands, or from `value`; return whether it changed."""
         before, now = node.meta["val"], self._call_types.compute_value(node) if value is None else value
         self._changes.types.append((node, before))
         node.meta["val"] = now
@@ -190,7 +190,7 @@ class Rewriter:
         return layout_text(now) != layout_text(before)
 
     def erase(self, *nodes: fx.Node) -> None:
-        """Remove nodes that nothing reads any more."""
+        """Remove nodes that have no users."""
         for node in nodes:
             if node.users:
                 raise ProgramError(f"{node} is still read by {next(iter(node.users))}.")
@@ -204,7 +204,7 @@ class Rewriter:
         return node in self._erased
 
     def erase_unused(self, *nodes: fx.Node) -> None:
-        """Remove those of these calls that nothing reads and that have no effect; name readers before operands."""
+        """Remove those of these calls that have no users and no side effects; list users before operands."""
         for node in nodes:
             if (
                 node.op in ("call_function", "get_attr")
@@ -215,19 +215,19 @@ class Rewriter:
                 self.erase(node)
 
     def update(self, **changes: Any) -> None:
-        """Change what stands beside the graph: bindings, tensors, symbols."""
-        assert "graph" not in changes, "a graph is changed, not exchanged"
+        """Change fields of the program other than the graph: bindings, tensors, symbols."""
+        assert "graph" not in changes, "the graph is changed in place, not replaced"
         self.program = replace(self.program, **changes)
 
     def commit(self) -> None:
-        """What was done so far stays."""
+        """Make all changes so far permanent."""
         self._changes = _Changes(self.program)
 
     def rollback(self) -> None:
-        """Undo what was done since the last `commit`: insertions, types and updates. What was replaced stays, so that
-        must come last."""
+        """Undo insertions, types and updates since the last `commit`. Replacements cannot be undone, so they must come
+        last."""
         if self._changes.is_final:
-            raise ProgramError("A match was refused after something of it was replaced.")
+            raise ProgramError("A match was refused after one of its values had been replaced.")
         for node in reversed(self._changes.inserted):
             if node not in self._erased:
                 self.erase(node)
@@ -237,12 +237,12 @@ class Rewriter:
         self.commit()
 
     def insert_contiguous_copy(self, node: fx.Node, origin: fx.Node) -> fx.Node:
-        """A contiguous copy behind a node, for readers that see how a value lies in memory."""
+        """Insert a contiguous copy after a node, for users that depend on the memory layout."""
         with self.inserting_before(node.next, origin):
             return self.call(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
     def finish(self) -> Program:
-        """The program, with types that follow from the values that lie in memory in another way now."""
+        """Return the program, with types updated for values whose memory layout has changed."""
         for graph, relaid in self._relaid.items():
             returned = {node: node.meta["val"] for node in graph.output_node().all_input_nodes} | {
                 node: value for node, value in relaid.items() if graph.output_node() in node.users
@@ -257,10 +257,10 @@ class Rewriter:
         return self.program
 
     def _propagate_layouts(self, graph: fx.Graph, before: dict[fx.Node, Any]) -> None:
-        """Compute the types of what reads values that lay in memory as in `before`.
+        """Recompute the types of users of values whose layout was as in `before`.
 
-        A view that a new layout does not allow reads a contiguous copy. So does an operator that is not torch's or
-        Inlay's, where the copy lies as the value did: it may look at the memory itself.
+        A view that the new layout does not allow reads a contiguous copy. So does an operator that is not torch's or
+        Inlay's, if the copy has the original layout: such an operator may depend on the layout.
         """
         for node in graph.nodes:
             moved = [each for each in node.all_input_nodes if each in before]
@@ -282,9 +282,9 @@ class Rewriter:
                 before[node] = earlier
 
     def _read_copy(self, node: fx.Node, operand: fx.Node) -> None:
-        """A node reads a contiguous copy of an operand, which is made right before the node.
+        """Make a node read a contiguous copy of an operand, inserted directly before the node.
 
-        An operand may be a part of a state: right behind it, the copy could be made before that part is written.
+        The operand may be a part of a state. A copy directly after the operand could run before that part is written.
         """
         with self.inserting_before(node, operand):
             copy = self.call(torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
@@ -292,19 +292,19 @@ class Rewriter:
 
 
 def has_same_shape(one: Any, two: Any) -> bool:
-    """Whether two values differ in their strides at most."""
+    """Whether two values have the same dtypes and shapes; strides may differ."""
     left, right = tree_leaves(one), tree_leaves(two)
     tensors = all(isinstance(each, torch.Tensor) for each in (*left, *right))
     return tensors and [type_text(each) for each in left] == [type_text(each) for each in right]
 
 
 def type_text(value: torch.Tensor) -> str:
-    """Dtype and sizes as text: comparing them asks nothing that would become an assumption about symbols."""
+    """Return dtype and sizes as text. Comparing texts adds no guards on symbols."""
     return f"{value.dtype}{[str(size) for size in value.shape]}"
 
 
 def layout_text(value: Any) -> list[str]:
-    """Dtype, sizes and strides as text, of each tensor in a value; anything else as it is printed."""
+    """Return dtype, sizes and strides of each tensor in a value as text; other values with `str`."""
     return [
         f"{type_text(each)} {list(map(str, each.stride()))}" if isinstance(each, torch.Tensor) else str(each)
         for each in tree_leaves(value)
@@ -312,7 +312,7 @@ def layout_text(value: Any) -> list[str]:
 
 
 def is_same_when_contiguous(types: TypeFormatter, value: torch.Tensor, old: torch.Tensor) -> bool:
-    """Whether a contiguous copy of a value lies in memory as `old` does."""
+    """Whether a contiguous copy of a value has the memory layout of `old`."""
     with symbolic_sizes():
         copy = torch.ops.aten.clone.default(value, memory_format=torch.contiguous_format)
         return type_mismatch(copy, old, types) == ("", "")

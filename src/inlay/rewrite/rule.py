@@ -1,4 +1,4 @@
-"""Rules: a pattern, a check that states reasons, a replacement."""
+"""Rules: a pattern, a check that gives reasons, a replacement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from inlay.rewrite.replacement import ReplacementCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Patterns are traced in these: a model in half precision casts where one in full precision does not."""
+"""Patterns are traced in these dtypes: a model in half precision has casts that one in full precision lacks."""
 
 
 class Refused(Exception):  # noqa: N818 - a result, not an error
-    """A condition of a match does not hold: it is left alone, and the driver makes a `Refusal` of it."""
+    """Raised when a condition of a match does not hold. The match is left alone and reported as a `Refusal`."""
 
     def __init__(self, kind: Reason, text: str, node: fx.Node | None = None) -> None:
         super().__init__(kind.sentence(text))
@@ -31,58 +31,58 @@ class Refused(Exception):  # noqa: N818 - a result, not an error
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A place that a transform may rewrite."""
+    """A site that a transform may rewrite."""
 
     nodes: tuple[fx.Node, ...]
     """All matched nodes, in program order."""
     outputs: tuple[fx.Node, ...]
-    """Those that are read elsewhere; the first is what the match is told by."""
+    """The nodes that are read outside the match; the first one identifies it."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What was found: argument of a pattern → node or number."""
+    """Argument of the pattern → the node or number that it matched."""
     alternative: Alternative | None = None
-    """The pattern that matched, where the transform has patterns."""
+    """The pattern that matched, if the transform has patterns."""
     replacements: ReplacementCache | None = None
-    """What the rule puts in its place."""
+    """The traced replacements of the rule."""
 
     @classmethod
     def at(cls, root: fx.Node, *others: fx.Node, **values: Any) -> Match:
-        """A match that is told by `root`, of this and the other nodes."""
+        """Create a match of `root`, which identifies it, and the other nodes."""
         return cls(tuple(sorted((root, *others))), (root,), values)
 
     @property
     def root(self) -> fx.Node:
-        """The node that the match is told by."""
+        """The node that identifies the match."""
         return self.outputs[0]
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph it stands in: the program's own, or a nested one."""
+        """The graph of the match: the program's main graph, or a nested one."""
         return self.root.graph
 
     def value(self, name: str) -> Any:
-        """The fake tensor (or number) that an argument of the pattern stands for."""
+        """Return the fake tensor (or number) that an argument of the pattern matched."""
         held = self.values[name]
         return held.meta.get("val") if isinstance(held, fx.Node) else held
 
     def node(self, name: str) -> fx.Node | None:
-        """The node that an argument of the pattern stands for, if it is one: what a reason about it should name."""
+        """Return the node that an argument of the pattern matched, or None: the node to name in a reason about it."""
         held = self.values.get(name)
         return held if isinstance(held, fx.Node) else None
 
     def require(self, condition: bool, kind: Reason, text: str, node: fx.Node | None = None) -> None:
-        """State a condition; where it does not hold, the match is left alone and the reason is kept."""
+        """Require a condition; if it does not hold, the match is refused with this reason."""
         if not condition:
             raise Refused(kind, text, node or self.root)
 
     def refusal(self, refused: Refused) -> Refusal:
-        """This match, which was refused."""
+        """Return the refusal of this match."""
         size = len(self.nodes)
         return Refusal(self.root, refused.node or self.root, refused.kind, refused.text, size, size)
 
 
 @dataclass(frozen=True, eq=False)
 class Refusal:
-    """A place that starts like a match and is left alone: how much of it matched, and what differs first."""
+    """A site that starts like a match and is left alone: how much of it matched, and the first difference."""
 
     root: fx.Node
     node: fx.Node
@@ -92,7 +92,7 @@ class Refusal:
     matched: int = 1
     pattern_nodes: int = 1
     is_mismatch: bool = False
-    """Whether the pattern did not match; otherwise it did, and a condition refused it."""
+    """True if the pattern did not match; False if it matched and a condition refused it."""
 
     @property
     def reason(self) -> str:
@@ -107,43 +107,43 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
-    """One way of writing what a rule looks for, example arguments to trace it with, and what it fixes."""
+    """One pattern of a rule, example arguments to trace it with, and the replacement arguments that it implies."""
 
     function: Callable[..., Any]
     example: Mapping[str, Any]
     replacement_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the replacement that follow from which alternative matched."""
+    """Arguments of the replacement that depend on which alternative matched."""
 
 
 class Rule:
-    """What a rewrite consists of. `pattern` and every `pattern_…` method is one alternative.
+    """A rewrite: patterns, a check, a replacement. `pattern` and every `pattern_…` method is one alternative.
 
-    `examples` gives arguments to trace a pattern with; numbers in it must be values that occur nowhere else in the
-    pattern, because that is how they are recognised. Sizes are odd primes, one for each size that is free, and
-    products of them: the fuzzer puts other sizes in their places.
+    `examples` returns arguments to trace a pattern with. Each number in it must be a value that occurs nowhere else in
+    the pattern, because its value identifies it. Sizes are odd primes, one for each free size, and products of them:
+    the fuzzer replaces them by other sizes.
     """
 
     name = ""
     ignored_args: frozenset[str] = frozenset()
-    """Arguments that are not compared, such as the `size` of views; `check` must then make sure of them."""
+    """Arguments that are not compared, such as the `size` of views; `check` must verify them."""
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
-        """Arguments to trace the patterns with, by name; a pattern takes those it names."""
+        """Return arguments to trace the patterns with, by name; a pattern gets those in its signature."""
         raise NotImplementedError
 
     def replacement_args(self, pattern: str) -> Mapping[str, Any]:
-        """Arguments of the replacement that follow from which pattern matched."""
+        """Return the arguments of the replacement that depend on which pattern matched."""
         return {}
 
     def check(self, match: Match) -> None:
         """Refuse a match with `match.require(condition, Reason.SHAPE, text)`."""
 
     def replacement(self, **values: Any) -> Any:
-        """What to put in place of the pattern: plain torch or inlay operators."""
+        """Compute what the pattern computes, with plain torch or inlay operators."""
         raise NotImplementedError
 
     def alternatives(self, dtypes: set[torch.dtype]) -> Iterator[Alternative]:
-        """Every pattern in every dtype that the program uses."""
+        """Yield every pattern in every dtype that the program uses."""
         for name in sorted(each for each in dir(self) if each == "pattern" or each.startswith("pattern_")):
             function = getattr(self, name)
             wanted = inspect.signature(function).parameters

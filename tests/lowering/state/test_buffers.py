@@ -98,5 +98,5 @@ def test_a_program_owns_what_it_was_given() -> None:
     assert {row.target for row in lifted.bindings.with_role(Role.INPUT)} == {"input_ids", *caches}
     with pytest.raises(UsageError, match=r"The program has no argument key_9. Did you mean key_1\?"):
         inline_lifted_buffers(program, {"key_9": caches["key_0"]})
-    with pytest.raises(UsageError, match=r"count_0 is i64\[\], and its value f32\[2\]."):
+    with pytest.raises(UsageError, match=r"count_0 must be i64\[\]; got f32\[2\]."):
         inline_lifted_buffers(program, {"count_0": torch.ones(2)})

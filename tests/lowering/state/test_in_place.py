@@ -79,7 +79,7 @@ def test_a_reader_of_the_old_value_is_a_reason() -> None:
     values = list(output.args[0])
     output.args = ((values[0], late),)
     (state,) = find_state_updates(program)
-    assert state.reason == "read after the write: neg_default reads values_0 as it was before"
+    assert state.reason == "read after the write: neg_default reads the old value of values_0"
     (remark,) = write_in_place(program).remarks
     assert remark.reason.endswith("; f32[1, 3, 16, 4], 768 bytes, is copied at every call")
 
@@ -167,7 +167,7 @@ def test_an_operator_that_writes_to_two_tensors(is_state: bool) -> None:
 
     tensors = [torch.randn(4), torch.randn(4), torch.randn(1)]
     program = program_of(function, tensors)
-    together = "together: inlay_test.double_both.default also writes to something that is not state"
+    together = "partial call: inlay_test.double_both.default also writes to a tensor that is not in place"
     assert [state.reason for state in find_state_updates(program)] == (["", ""] if is_state else [together])
     one, two = ([each.clone() for each in tensors] for _ in range(2))
     torch.testing.assert_close(compile_program(program, "eager")(*one), function(*two))
@@ -204,12 +204,12 @@ def _put_by_place(state: torch.Tensor, x: torch.Tensor) -> Any:
     ("function", "reason"),
     [
         (_read_by_an_operator, ""),
-        (_read_by_place, "layout: add is read with as_strided, and lies in memory otherwise than the state"),
+        (_read_by_place, "layout: add is read with as_strided, and its layout differs from the state's"),
         (_put_by_place, ""),
-        (_overlapping, "overlap: copy_ reads select_1, which lies in the storage it writes to"),
+        (_overlapping, "overlap: copy_ reads select_1, which shares the storage it writes to"),
         (_of_another_dtype, "dtype: add is torch.float64, the state is torch.float32"),
-        (_returned, "returned: values_0 is returned as it was before the write"),
-        (_doubled_part, "part: inlay_test.double.default is given a part of the state"),
+        (_returned, "returned: the value of values_0 before the write is returned"),
+        (_doubled_part, "part: inlay_test.double.default receives only a part of the state"),
         (_doubled_elsewhere, ""),
         (_of_another_shape, ""),
     ],
@@ -291,7 +291,7 @@ def test_what_writes_to_the_state_itself_is_a_reason() -> None:
         call = graph.call_function(torch.ops.aten.neg_.default, (base,))
         call.meta["val"] = base.meta["val"]
     (state,) = find_state_updates(program)
-    assert state.reason == "written by another: neg__default writes to values_0"
+    assert state.reason == "other write: neg__default also writes to values_0"
 
 
 # ---- declared aliases
@@ -319,7 +319,7 @@ def test_declared(alias: dict[Any, Any]) -> None:
     ("args", "alias", "sentence"),
     [
         ([torch.ones(4), torch.ones(4)], {"nw_state": 0}, "no output nw_state. Did you mean new_state?"),
-        ([torch.ones(4), torch.ones(4)], {"new_state": 7}, "no input 7: the program has 2"),
+        ([torch.ones(4), torch.ones(4)], {"new_state": 7}, "no input 7; the program has 2"),
         ([torch.ones(4), torch.ones(4)], {"y": 0}, "y (f32[]) cannot live in values_0 (f32[4]): the shapes differ"),
         (
             [torch.ones(4), torch.ones(4).double()],
@@ -336,7 +336,7 @@ def test_declared_wrongly(args: list[Any], alias: dict[Any, Any], sentence: str)
 
 def test_two_outputs_in_one_input() -> None:
     program = program_of(lambda s, x: (s + x, s - x), [torch.ones(4), torch.ones(4)])
-    with pytest.raises(UsageError, match="already does"):
+    with pytest.raises(UsageError, match="already lives there"):
         declare_aliases(program, {0: 0, 1: 0})
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 CHOSEN = ("llama", "mistral", "gemma2", "gpt2", "opt", "bloom")
 REFUSED = {
-    "mixtral": r"\(aten\.arange\.default\): it is made of sizes alone",
-    "qwen3_moe": r"\(aten\.arange\.default\): it is made of sizes alone",
-    "gpt_oss": r"\(aten\.arange\.default\): it is made of sizes alone",
-    "deepseek_v3": r"\(aten\.arange\.default\): it is made of sizes alone",
-    "lfm2": r"aten\.conv1d\.\w+ is not known to keep positions apart",
+    "mixtral": r"\(aten\.arange\.default\): it is computed from sizes alone",
+    "qwen3_moe": r"\(aten\.arange\.default\): it is computed from sizes alone",
+    "gpt_oss": r"\(aten\.arange\.default\): it is computed from sizes alone",
+    "deepseek_v3": r"\(aten\.arange\.default\): it is computed from sizes alone",
+    "lfm2": r"aten\.conv1d\.\w+ is not known to keep positions independent",
 }
 """Tokens that are sorted by expert, a convolution over positions: what is refused, and what for."""
 OTHERS = [each.model_type for each in ARCHITECTURES if each.model_type not in (*CHOSEN, *REFUSED)]

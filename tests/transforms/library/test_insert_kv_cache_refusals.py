@@ -82,11 +82,11 @@ APART: dict[str, Any] = {
 
 _AS_A_NUMBER = "the length is used as a number"
 _ALONG = "works along the axis of positions"
-_UNKNOWN = "is not known to keep positions apart"
-_OF_SIZES = "it is made of sizes alone, and neither a position nor the same at every one"
+_UNKNOWN = "is not known to keep positions independent"
+_OF_SIZES = "it is computed from sizes alone, and is neither a position nor the same at every position"
 _SAME = "it reads positions as if they were equal in all sequences"
 _NO_AXIS = "its result or an operand has no axis of positions, or several"
-_LAST = "the last position is brought together with others"
+_LAST = "the last position is combined with others"
 
 
 def _scrambled(*order: int) -> Any:
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda x, w: attend(x + torch.ones(x.shape[1], 1).cumsum(0), w),
     ),
     "no values": (
-        "it is made of sizes alone, and neither a position nor the same at every one",
+        "it is computed from sizes alone, and is neither a position nor the same at every position",
         lambda x, w: attend(x + torch.zeros(x.shape[1], 0).sum(), w),
     ),
     "positions for heads": ("shape: mul", lambda x, w: attend(_turned(x, _wave(x)), w)),

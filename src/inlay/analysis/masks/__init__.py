@@ -1,1 +1,1 @@
-"""What an attention mask means, derived symbolically from how it is computed."""
+"""Classify attention masks symbolically, from how they are computed."""

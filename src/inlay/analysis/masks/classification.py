@@ -1,11 +1,10 @@
-"""What a mask means: derived from how it is made of positions, for every length, or not known, with the reason.
+"""Classify masks: causal, causal with a window, or showing everything, for every length; otherwise the reason.
 
-A mask is a formula over row and column (`analysis/masks/derivation.py`). That it is causal, causal with a window or
-shows everything is proven: no row and column exist where the formula and the claim differ
-(`analysis/masks/inequalities.py`).
+A mask is a formula over row and column (`analysis/masks/derivation.py`). Its kind is proven: no row and column exist
+where the formula and the kind differ (`analysis/masks/inequalities.py`).
 
-One thing is assumed: a mask that adds the lowest number of its dtype instead of -inf hides. It does not where scores
-are larger than that number, which in float16 is 65504.
+There is one assumption: a mask that adds the lowest number of its dtype instead of -inf hides. It does not hide where
+scores exceed the magnitude of that number, which in float16 is 65504.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _DISTANCE = _ROW - _COLUMN
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What a mask hides: later positions, and those `window` steps back or more when it is not 0; or why not known."""
+    """What a mask hides: later positions, and those `window` or more steps back unless it is 0; or why unknown."""
 
     is_causal: bool
     window: int = 0
@@ -48,29 +47,29 @@ class MaskKind:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is; what is known and not causal hides nothing."""
+        """Whether the kind is known. A known mask that is not causal hides nothing."""
         return not self.reason
 
 
 class MaskAnalysis:
-    """The meanings of the masks of a graph."""
+    """Classifies the masks of a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._index_analysis = IndexAnalysis(graph)
         self._kinds: dict[fx.Node, MaskKind] = {}
 
     def classify(self, mask: fx.Node, reader: fx.Node) -> MaskKind:
-        """What `mask`, whose last axes are rows and columns, hides when `reader` reads it."""
+        """Return what `mask`, whose last axes are rows and columns, hides when `reader` reads it."""
         try:
             form = self._index_analysis.derive(mask, reader)
             if mask not in self._kinds:
                 self._kinds[mask] = _classify(form)
             return self._kinds[mask]
         except UnknownIndexFunctionError as reason:
-            return MaskKind(False, reason=f"the mask is not understood: {reason}")
+            return MaskKind(False, reason=f"the mask is not recognized: {reason}")
 
     def is_arange(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Is this 0, 1, 2, … along its last axis, whatever its length, and the same along all others?"""
+        """Whether a node is 0, 1, 2, … along its last axis at any length, and constant along all other axes."""
         try:
             cases = self._index_analysis.derive(node, reader).cases
         except UnknownIndexFunctionError:
@@ -94,13 +93,13 @@ def _classify(form: IndexFunction) -> MaskKind:
             return MaskKind(True, window)
         return MaskKind(False, reason=_describe_mask(seen, known))
     except UnknownIndexFunctionError as reason:
-        return MaskKind(False, reason=f"the mask is not understood: {reason}")
+        return MaskKind(False, reason=f"the mask is not recognized: {reason}")
     except (UndecidedError, RecursionError):
         return MaskKind(False, reason="the mask has too many cases")
 
 
 def _visible_region(form: IndexFunction) -> Formula:
-    """Where a mask hides nothing."""
+    """Return the formula of positions that a mask does not hide."""
     if form.dtype == torch.bool:
         return form.nonzero
     if not form.dtype.is_floating_point:
@@ -108,12 +107,12 @@ def _visible_region(form: IndexFunction) -> Formula:
     hidden = (AffineExpr((), int(torch.finfo(form.dtype).min)), float("-inf"))
     for _, number in form.cases:
         if number not in (AffineExpr(), *hidden):
-            raise UnknownIndexFunctionError(f"it adds {number}, which neither shows nor hides")
+            raise UnknownIndexFunctionError(f"it adds {number}, which is neither 0 nor a masking value")
     return disjunction(where for where, number in form.cases if number == AffineExpr())
 
 
 def _candidate_window(seen: Formula, size: AffineExpr) -> int:
-    """The only window that this can be, or 0 for none: what the last row of a long mask shows. Nothing is proven."""
+    """Return the only possible window, or 0 for none, from the last row of a long mask. The caller must prove it."""
     atoms = list(iter_inequalities(seen))
     length = size.constant if not size.terms else 4 + 4 * sum(abs(each.constant) + len(each.terms) for each in atoms)
     last = length - 1
@@ -131,7 +130,7 @@ def _candidate_window(seen: Formula, size: AffineExpr) -> int:
 
 
 def _describe_mask(seen: Formula, known: list[AffineExpr]) -> str:
-    """What a mask shows that is neither causal nor a window."""
+    """Return the reason for a mask that is neither causal nor a window."""
     edges: set[int] = set()
     for each in iter_inequalities(seen):
         back = dict(each.terms).get(-2, 0)
@@ -150,7 +149,7 @@ def _describe_mask(seen: Formula, known: list[AffineExpr]) -> str:
         text = f"{edge} <= row - column" if visible and not before else text
         before = visible
     parts += [text] if before else []
-    return f"the mask shows {' or '.join(parts) or 'nothing'}: neither causal nor a window"
+    return f"the mask shows {' or '.join(parts) or 'nothing'}, which is neither causal nor a window"
 
 
 aten = torch.ops.aten
@@ -158,9 +157,9 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def find_alibi_slopes(bias: fx.Node, masks: MaskAnalysis, reader: fx.Node) -> fx.Node | None:
-    """What `bias`, `[batch, heads, 1, keys]`, multiplies the positions of the keys with, `[heads, 1, 1]`; if it does.
+    """Return the slopes, `[heads, 1, 1]`, by which `bias`, `[batch, heads, 1, keys]`, scales key positions, or None.
 
-    The chain is view(to(repeat(slopes * positions, [batch, 1, 1]))), the cast optional, every shape checked.
+    The chain is view(to(repeat(slopes * positions, [batch, 1, 1]))), the cast is optional, every shape is checked.
     """
     wanted = _shape(bias)
     if bias.target not in _RESHAPES or len(wanted) != 4 or wanted[2] != "1":

@@ -1,7 +1,8 @@
-"""What a tensor made of positions is at every index, for every length: derived from its graph, not computed.
+"""Derive the value of a tensor at every index, for every length, from its graph instead of computing it.
 
-`arange(length)[:, None] - 3` is the form `row - 3`; `where(row >= column, 0, -inf)` has two cases. An operator that is
-not in the table, a value from outside, a number that its dtype does not hold exactly: each is a reason to give up.
+`arange(length)[:, None] - 3` is the index function `row - 3`; `where(row >= column, 0, -inf)` has two cases. The
+derivation fails for an operator that is not in the table, for a value that comes from an input, and for a number that
+its dtype cannot represent exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 
 class IndexAnalysis:
-    """The forms of the tensors of a graph, each derived once."""
+    """The index functions of the tensors of a graph, each derived once."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._results: dict[fx.Node, IndexFunction | str] = {}
@@ -39,7 +40,7 @@ class IndexAnalysis:
         self._sizes = _size_names(graph)
 
     def derive(self, node: fx.Node, reader: fx.Node) -> IndexFunction:
-        """What `node` is when `reader` reads it; raises UnknownFormError.
+        """Return the index function of `node` when `reader` reads it; raise UnknownIndexFunctionError if it is unknown.
 
         >>> graph = fx.Graph()
         >>> node = graph.call_function(aten.arange.default, (5,))
@@ -54,7 +55,7 @@ class IndexAnalysis:
         write = next((each for each in self._writes if first < each < reader), None)
         if write is not None:
             raise UnknownIndexFunctionError(
-                f"{write} writes in place after {first} and before {reader}, perhaps to the mask"
+                f"{write} writes in place after {first} and before {reader}, possibly to the mask"
             )
         return form
 
@@ -75,7 +76,7 @@ class IndexAnalysis:
         if node.op != "call_function":
             return f"it depends on the values of {node}"
         if node.target not in OPERATORS:
-            return f"it is computed with {target_text(node.target)}, which is not known to be about positions"
+            return f"it is computed with {target_text(node.target)}, which is not supported"
         refused = next((known for each in _tensors(node) if isinstance(known := self._results[each], str)), None)
         if refused is not None:
             return refused
@@ -87,13 +88,13 @@ class IndexAnalysis:
             return f"{node}: it has too many cases"
 
     def lookup(self, node: fx.Node) -> IndexFunction:
-        """The form of an operand that was derived already."""
+        """Return the index function of an operand that was already derived."""
         form = self._results[node]
         assert isinstance(form, IndexFunction)
         return form
 
     def bounds(self, total: AffineExpr, shape: Sequence[AffineExpr]) -> tuple[float, float]:
-        """The smallest and the largest value of a sum of indexes and sizes, at any length."""
+        """Return the smallest and the largest value of a sum of indices and sizes, at any length."""
         low = high = AffineExpr((), total.constant)
         for variable, factor in total.terms:
             if isinstance(variable, int):
@@ -116,14 +117,14 @@ class IndexAnalysis:
 
 
 def _size_names(graph: fx.Graph) -> set[str]:
-    """The symbols that are the size of an axis of an input: at least 0, unlike a number that is an input."""
+    """Return the symbols that are the size of an axis of an input. They are at least 0, unlike a scalar input."""
     values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
     found: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
     return {str(size) for size in found if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
 
 
 def _writes(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that write in place, themselves or in a nested graph."""
+    """Return the calls that write in place, directly or in a nested graph."""
     nested = {name for name, module in subgraphs(graph) if _writes(module.graph)}
     return [
         node
@@ -133,14 +134,14 @@ def _writes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors whose values a call reads."""
+    """Return the tensors whose values a call reads."""
     if node.target in SHAPE_ONLY:
         return []
     return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), SCALARS)]
 
 
 def _tensor_ancestors(node: fx.Node) -> set[fx.Node]:
-    """A tensor and those it is computed from; not what sizes are the sizes of."""
+    """Return a tensor and those it is computed from, without tensors of which only a size is read."""
     found: set[fx.Node] = set()
     todo = [node]
     while todo:

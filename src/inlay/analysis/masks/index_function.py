@@ -1,6 +1,6 @@
-"""A tensor as a function of its index, and the arithmetic that operators on such tensors are written in.
+"""Index functions: tensors as functions of their index, and the arithmetic for operators on them.
 
-Arithmetic is followed as arithmetic of integers, so every number on the way must be one that its dtype holds exactly.
+Arithmetic is integer arithmetic, so every intermediate number must be one that its dtype represents exactly.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from inlay.analysis.masks.derivation import IndexAnalysis
 
 MAX_SIZE = 2**22
-"""No size is larger: a mask of that many rows and columns takes 16 TiB. So float32 holds sums of positions exactly."""
+"""Upper bound of a size: such a square mask takes 16 TiB. So float32 represents sums of positions exactly."""
 _MAX_CASES, _MAX_PARTS = 64, 4096
 
 Number: TypeAlias = AffineExpr | float
-"""What a tensor holds in one case: a sum of indexes and sizes; or a constant that is infinite or no integer."""
+"""The value in one case: a sum of indices and sizes, or a constant that is infinite or not an integer."""
 ValueCase: TypeAlias = tuple[Formula, Number]
 ONE, ZERO = AffineExpr((), 1), AffineExpr()
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class UnknownIndexFunctionError(Exception):
-    """Why the form of a tensor is not known."""
+    """Raised with the reason why the index function of a tensor is unknown."""
 
 
 @dataclass(frozen=True)
 class IndexFunction:
-    """A tensor as a function of its index: in each case (exactly one applies) a number."""
+    """A tensor as a function of its index: a number for each case. Exactly one case applies to an index."""
 
     dtype: torch.dtype
     shape: tuple[AffineExpr, ...]
@@ -61,21 +61,21 @@ class IndexFunction:
 
     @property
     def nonzero(self) -> Formula:
-        """Where it is not 0."""
+        """The formula of the indices where the tensor is not 0."""
         return disjunction(conjunction((where, not_zero(number))) for where, number in self.cases)
 
 
 def domain(shape: Sequence[AffineExpr]) -> list[AffineExpr]:
-    """What is known of the index of a tensor of this shape."""
+    """Return the inequalities that hold for the indices of a tensor of this shape."""
     known = []
     for axis, size in enumerate(shape, -len(shape)):
-        if size != ONE:  # the only index is 0, and stands nowhere
+        if size != ONE:  # the only index is 0, and no formula contains it
             known += [AffineExpr.from_variable(axis), size - AffineExpr.from_variable(axis) - 1]
     return known
 
 
 class OperatorCall:
-    """One call: its arguments by name, its type, and what its result is made with."""
+    """One call: its arguments by name, its type, and the methods that build its result."""
 
     def __init__(self, analysis: IndexAnalysis, node: fx.Node) -> None:
         self.analysis, self.node = analysis, node
@@ -85,18 +85,18 @@ class OperatorCall:
         self.shape = _shape(value)
 
     def tensor(self, name: str) -> IndexFunction:
-        """A tensor that was given."""
+        """Return a tensor argument."""
         return self.analysis.lookup(self.args[name])
 
     def operand(self, name: str) -> IndexFunction:
-        """A tensor or a number that was given, as a tensor."""
+        """Return a tensor or number argument as a tensor."""
         value = self.args[name]
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
             return self.analysis.lookup(value)
         return IndexFunction(scalar_dtype(meta_value(value)), (), ((TRUE, to_number(value)),))
 
     def build(self, cases: Iterable[ValueCase], shape: Sequence[AffineExpr] | None = None) -> IndexFunction:
-        """The result: equal numbers are one case, cases that no index reaches are none, every number is exact."""
+        """Build the result: merge equal numbers, drop cases that no index reaches, check that numbers are exact."""
         shape = self.shape if shape is None else tuple(shape)
         alone: dict[Variable, AffineExpr] = {
             axis: ZERO for axis, size in enumerate(shape, -len(shape)) if size == ONE
@@ -122,26 +122,26 @@ class OperatorCall:
         return IndexFunction(self.dtype, shape, tuple((formula, each) for each, formula in where.items()))
 
     def build_boolean(self, formula: Formula) -> IndexFunction:
-        """The result, a boolean: true where this holds."""
+        """Build a boolean result that is true where the formula holds."""
         return self.build(((formula, ONE), (negate(formula), ZERO)))
 
     def check_exact(self, each: Number, dtype: torch.dtype, shape: Sequence[AffineExpr]) -> None:
-        """Raise unless a tensor of this dtype holds the number exactly, at every index and length."""
+        """Raise unless this dtype represents the number exactly, at every index and length."""
         if not isinstance(each, AffineExpr):
             if not dtype.is_floating_point:
-                raise UnknownIndexFunctionError(f"{each} is no integer")
+                raise UnknownIndexFunctionError(f"{each} is not an integer")
             if math.isfinite(each) and _round_to_dtype(each, dtype) != each:
-                raise UnknownIndexFunctionError(f"{_dtype_name(dtype)} does not hold {each} exactly")
+                raise UnknownIndexFunctionError(f"{_dtype_name(dtype)} cannot represent {each} exactly")
             return
         low, high = self.analysis.bounds(each, shape)
         least, most = _exact_range(dtype)
         if not (least <= low and high <= most) and not (not each.terms and _is_representable(each.constant, dtype)):
             if math.isinf(low) or math.isinf(high):
-                raise UnknownIndexFunctionError(f"how large {each} may be is not known")
-            raise UnknownIndexFunctionError(f"{_dtype_name(dtype)} does not hold {each} exactly at every length")
+                raise UnknownIndexFunctionError(f"the range of {each} is unknown")
+            raise UnknownIndexFunctionError(f"{_dtype_name(dtype)} cannot represent {each} exactly at every length")
 
     def cast(self, form: IndexFunction, dtype: torch.dtype) -> tuple[ValueCase, ...]:
-        """The cases of a tensor in another dtype, if that changes no number."""
+        """Return the cases of a tensor in another dtype; raise if the cast may change a number."""
         if dtype == torch.bool and form.dtype != torch.bool:
             return (form.nonzero, ONE), (negate(form.nonzero), ZERO)
         for _, each in form.cases:
@@ -149,21 +149,21 @@ class OperatorCall:
         return form.cases
 
     def check_broadcast(self, *forms: IndexFunction) -> None:
-        """Raise unless these have the result's sizes where they are not 1: axes count from the end."""
+        """Raise unless every size of these is 1 or the result's size; axes are aligned from the end."""
         for form in forms:
             for axis in range(-len(form.shape), 0):
                 if form.shape[axis] not in (ONE, self.shape[axis]):
-                    raise UnknownIndexFunctionError(f"a size of {form.shape[axis]} meets one of {self.shape[axis]}")
+                    raise UnknownIndexFunctionError(f"a size of {form.shape[axis]} is broadcast to {self.shape[axis]}")
 
     def reindex(self, form: IndexFunction, values: Mapping[Variable, AffineExpr]) -> IndexFunction:
-        """The result, which at its own index is what `tensor` is at the index `values`."""
+        """Build the result that at each index equals `form` at the index given by `values`."""
         return self.build(
             (substitute(formula, values), each.substitute(values) if isinstance(each, AffineExpr) else each)
             for formula, each in form.cases
         )
 
     def combine(self, combine: Callable[..., Number], *operands: tuple[ValueCase, ...]) -> IndexFunction:
-        """The result of a function of numbers, in every combination of the operands' cases."""
+        """Build the result of a function of numbers, for every combination of the operands' cases."""
         return self.build(
             (conjunction(formula for formula, _ in chosen), combine(*(each for _, each in chosen)))
             for chosen in combinations(*operands)
@@ -171,7 +171,7 @@ class OperatorCall:
 
 
 def to_number(value: Any) -> Number:
-    """A constant or a symbolic size as a number."""
+    """Return a constant or a symbolic size as a number."""
     value = meta_value(value)
     if isinstance(value, torch.SymInt):
         return _to_affine(value)
@@ -183,15 +183,15 @@ def to_number(value: Any) -> Number:
 
 
 def to_integer(value: Any) -> AffineExpr:
-    """A constant or a symbolic size that must be an integer."""
+    """Return a constant or a symbolic size as an integer expression; raise if it is not one."""
     made = to_number(value)
     if not isinstance(made, AffineExpr):
-        raise UnknownIndexFunctionError(f"{made} is no integer")
+        raise UnknownIndexFunctionError(f"{made} is not an integer")
     return made
 
 
 def meta_value(value: Any) -> Any:
-    """What an argument is: of a node, its value."""
+    """Return an argument; for a node, its value."""
     return value.meta.get("val") if isinstance(value, fx.Node) else value
 
 
@@ -201,7 +201,7 @@ def _to_affine(size: Any) -> AffineExpr:
 
 @lru_cache(maxsize=4096)
 def _expand_size(expression: Any) -> AffineExpr:
-    """A size as a sum; what is not a sum of symbols in it counts as a symbol of which nothing is known."""
+    """Return a size as a sum. A term that is not a symbol times an integer becomes an unconstrained symbol."""
     terms: dict[Variable, int] = {}
     constant = 0
     for term, factor in expression.expand().as_coefficients_dict().items():
@@ -219,7 +219,7 @@ def _shape(value: torch.Tensor) -> tuple[AffineExpr, ...]:
 
 
 def _exact_range(dtype: torch.dtype) -> tuple[float, float]:
-    """The integers between these are all held exactly."""
+    """Return the range in which a dtype represents all integers exactly."""
     if dtype == torch.bool:
         return 0, 1
     if dtype.is_floating_point:
@@ -244,28 +244,28 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def scalar_dtype(value: Any) -> torch.dtype:
-    """The dtype of a tensor made of a Python number."""
+    """Return the dtype of a tensor created from a Python number."""
     if isinstance(value, bool):
         return torch.bool
     return torch.float64 if isinstance(value, float) else torch.int64
 
 
 def not_zero(each: Number) -> Formula:
-    """Where a number is not 0."""
+    """Return the formula of the indices where a number is not 0."""
     if not isinstance(each, AffineExpr):
         return TRUE
     return disjunction((at_least_zero(each - 1), at_least_zero(-each - 1)))
 
 
 def combinations(*operands: tuple[ValueCase, ...]) -> Iterable[tuple[ValueCase, ...]]:
-    """One case of each operand, in every combination."""
+    """Return every combination of one case of each operand."""
     if math.prod(len(cases) for cases in operands) > _MAX_CASES**2:  # shortcut
         raise UndecidedError
     return product(*operands)
 
 
 def type_of(value: Any) -> tuple[torch.dtype, int | None]:
-    """The dtype and the rank of an operand; no rank for what is no tensor."""
+    """Return the dtype and the rank of an operand; the rank of a number is None."""
     value = meta_value(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
@@ -274,7 +274,7 @@ def type_of(value: Any) -> tuple[torch.dtype, int | None]:
 
 @lru_cache
 def common_dtype(*types: tuple[torch.dtype, int | None]) -> torch.dtype:
-    """What operands are converted to before they are compared."""
+    """Return the dtype that operands are converted to before they are compared."""
     values: list[Any] = [
         {torch.bool: True, torch.int64: 1}.get(dtype, 1.0) if rank is None else torch.ones((1,) * rank, dtype=dtype)
         for dtype, rank in types

@@ -1,4 +1,4 @@
-"""Linear inequalities over integers: sums of variables, formulas made of them, proofs that a formula never holds."""
+"""Linear inequalities over integers: affine expressions, formulas of them, proofs that a formula never holds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Variable: TypeAlias = int | str
 """An axis of a tensor, counted from the end (-1 is the last), or the name of a size."""
 
 _MAX_SYSTEMS = 4096
-"""How many systems of inequalities a proof may look at."""
+"""The maximum number of systems of inequalities in one proof."""
 
 
 class UndecidedError(Exception):
-    """A proof would take too many steps."""
+    """Raised when a proof would take too many steps."""
 
 
 @dataclass(frozen=True)
 class AffineExpr:
-    """A sum of variables times integers, and a constant; as a formula: the sum is at least 0.
+    """A sum of variables times integers, plus a constant. As a formula it means: the sum is at least 0.
 
     >>> row, column = AffineExpr.from_variable(-2), AffineExpr.from_variable(-1)
     >>> print(row - column + 3)
@@ -35,12 +35,12 @@ class AffineExpr:
 
     @classmethod
     def from_variable(cls, variable: Variable) -> AffineExpr:
-        """One variable."""
+        """Return the expression of one variable."""
         return cls(((variable, 1),))
 
     @classmethod
     def from_terms(cls, terms: Mapping[Variable, int], constant: int) -> AffineExpr:
-        """The sum of these; those times 0 are left out."""
+        """Return the sum of these terms, without those whose factor is 0."""
         kept = [(variable, factor) for variable, factor in terms.items() if factor]
         return cls(tuple(sorted(kept, key=_order)) if len(kept) > 1 else tuple(kept), constant)
 
@@ -63,7 +63,7 @@ class AffineExpr:
         return self + (-other)
 
     def substitute(self, values: Mapping[Variable, AffineExpr]) -> AffineExpr:
-        """The sum with other sums in the place of variables."""
+        """Return the sum with variables replaced by other sums."""
         if not any(variable in values for variable, _ in self.terms):  # shortcut
             return self
         made = AffineExpr((), self.constant)
@@ -72,7 +72,7 @@ class AffineExpr:
         return made
 
     def evaluate(self, point: Mapping[Variable, int]) -> int:
-        """The number it is when the variables are these numbers."""
+        """Return the value of the sum at a point."""
         return self.constant + sum(factor * point[variable] for variable, factor in self.terms)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ TRUE, FALSE = And(), Or()
 
 
 def at_least_zero(total: AffineExpr) -> Formula:
-    """`total >= 0`, as tight as it can be said with integers.
+    """Return `total >= 0`, tightened to integers.
 
     >>> print(at_least_zero(AffineExpr.from_variable(-1) * 2 - 1))
     column - 1
@@ -125,7 +125,7 @@ def at_least_zero(total: AffineExpr) -> Formula:
 
 
 def conjunction(parts: Iterable[Formula]) -> Formula:
-    """Every one of these."""
+    """Return the formula that holds where all of these hold."""
     kept: dict[Formula, None] = {}
     for part in parts:
         if part == FALSE:
@@ -135,7 +135,7 @@ def conjunction(parts: Iterable[Formula]) -> Formula:
 
 
 def disjunction(parts: Iterable[Formula]) -> Formula:
-    """At least one of these."""
+    """Return the formula that holds where at least one of these holds."""
     kept: dict[Formula, None] = {}
     for part in parts:
         if part == TRUE:
@@ -145,7 +145,7 @@ def disjunction(parts: Iterable[Formula]) -> Formula:
 
 
 def negate(formula: Formula) -> Formula:
-    """What holds where `formula` does not.
+    """Return the formula that holds exactly where `formula` does not.
 
     >>> print(negate(AffineExpr.from_variable(-1) - 3))
     -column + 2
@@ -157,7 +157,7 @@ def negate(formula: Formula) -> Formula:
 
 
 def substitute(formula: Formula, values: Mapping[Variable, AffineExpr]) -> Formula:
-    """The formula with sums in the place of variables."""
+    """Return the formula with variables replaced by sums."""
     if isinstance(formula, AffineExpr):
         return at_least_zero(formula.substitute(values))
     parts = (substitute(part, values) for part in formula.parts)
@@ -165,7 +165,7 @@ def substitute(formula: Formula, values: Mapping[Variable, AffineExpr]) -> Formu
 
 
 def is_satisfied(formula: Formula, point: Mapping[Variable, int]) -> bool:
-    """Whether the formula holds when the variables are these numbers."""
+    """Whether the formula holds at a point."""
     if isinstance(formula, AffineExpr):
         return formula.evaluate(point) >= 0
     parts = (is_satisfied(part, point) for part in formula.parts)
@@ -173,7 +173,7 @@ def is_satisfied(formula: Formula, point: Mapping[Variable, int]) -> bool:
 
 
 def iter_inequalities(formula: Formula) -> Iterator[AffineExpr]:
-    """Every inequality in a formula."""
+    """Yield every inequality in a formula."""
     if isinstance(formula, AffineExpr):
         yield formula
     else:
@@ -194,7 +194,7 @@ def is_unsatisfiable(known: Iterable[AffineExpr], *formulas: Formula) -> bool:
 
 
 def simplify(formula: Formula, known: list[AffineExpr]) -> Formula:
-    """The formula without the inequalities that always or never hold where the `known` ones do.
+    """Return the formula without the inequalities that always or never hold where the `known` ones do.
 
     >>> negative = AffineExpr.from_variable(-1)
     >>> print(simplify(And((negative, negative - 3)), [negative]))
@@ -230,9 +230,10 @@ def _is_unsatisfiable_case(formulas: Iterable[Formula], rows: list[AffineExpr], 
 
 
 def _is_infeasible(rows: Iterable[AffineExpr]) -> bool:
-    """Whether no integers satisfy the inequalities: variables are eliminated one after the other (Fourier, Motzkin).
+    """Whether no integers satisfy the inequalities, by Fourier-Motzkin elimination.
 
-    Rounding each to what integers can reach makes it exact where factors are 1 and -1. Elsewhere it proves less.
+    Each inequality is tightened to integers, which is exact where factors are 1 and -1. With other factors the result
+    may be False although no integers satisfy the inequalities.
     """
     left: dict[tuple[tuple[Variable, int], ...], int] = {}
     todo = list(rows)

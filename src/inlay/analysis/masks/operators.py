@@ -1,4 +1,4 @@
-"""What each operator does to forms: a function of a call for every one that positions are computed with."""
+"""The operators that mask analysis supports: for each a function that derives its index function."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _unsqueeze(call: OperatorCall) -> IndexFunction:
 
 
 def _reshape(call: OperatorCall) -> IndexFunction:
-    """Axes of size 1 come and go, the others stay in order; nothing else is known."""
+    """Support reshapes that only add or remove axes of size 1."""
     form = call.tensor("self")
     old, new = ([axis for axis in range(-len(shape), 0) if shape[axis] != ONE] for shape in (form.shape, call.shape))
     if [form.shape[axis] for axis in old] != [call.shape[axis] for axis in new]:
-        raise UnknownIndexFunctionError("it takes axes together or apart")
+        raise UnknownIndexFunctionError("it merges or splits axes")
     return call.reindex(form, {one: AffineExpr.from_variable(two) for one, two in zip(old, new, strict=True)})
 
 
@@ -100,7 +100,7 @@ def _slice(call: OperatorCall) -> IndexFunction:
     form, axis = call.tensor("self"), call.args["dim"]
     start, step, size = to_integer(call.args["start"]), to_integer(call.args["step"]), form.shape[axis]
     if step.terms or start.terms or (start.constant < 0 and size.terms):
-        raise UnknownIndexFunctionError("where it begins or how far it goes depends on the length")
+        raise UnknownIndexFunctionError("its start or step depends on a size")
     first = start.constant if start.constant >= 0 else max(0, size.constant + start.constant)
     return call.reindex(form, {axis: AffineExpr.from_variable(axis) * step.constant + first})
 
@@ -109,7 +109,7 @@ def _select(call: OperatorCall) -> IndexFunction:
     form, axis = call.tensor("self"), call.args["dim"]
     index = to_integer(call.args["index"])
     if index.terms:
-        raise UnknownIndexFunctionError("which one it takes depends on a size")
+        raise UnknownIndexFunctionError("its index depends on a size")
     axes: dict[Variable, AffineExpr] = {axis: index if index.constant >= 0 else form.shape[axis] + index}
     for each in range(-len(form.shape), axis):
         axes[each] = AffineExpr.from_variable(each + 1)
@@ -122,10 +122,10 @@ def _index(call: OperatorCall) -> IndexFunction:
     places = [place for place, each in enumerate(given) if each is not None]
     indexes = {place: call.analysis.lookup(given[place]) for place in places}
     if any(each.dtype in (torch.bool, torch.uint8) for each in indexes.values()):
-        raise UnknownIndexFunctionError("it selects by values")
+        raise UnknownIndexFunctionError("it indexes with a mask")
     rank, inner = len(call.shape), max(len(each.shape) for each in indexes.values())
     together = places == list(range(places[0], places[-1] + 1))
-    # The axes of the indexes stand where the axes that they index stood, or before all others if those stood apart.
+    # The axes of the indices replace the indexed axes, or come first if the indexed axes are not adjacent.
     first = places[0] if together else 0
     kept = [place for place, each in enumerate(given) if each is None]
     spots = [spot for spot in range(rank) if not first <= spot < first + inner]
@@ -151,19 +151,19 @@ def _index(call: OperatorCall) -> IndexFunction:
 
 
 def _position(call: OperatorCall, index: IndexFunction, at: Number) -> AffineExpr:
-    assert isinstance(at, AffineExpr), "indexes are integers"
+    assert isinstance(at, AffineExpr), "indices are integers"
     if call.analysis.bounds(at, index.shape)[0] < 0:
-        raise UnknownIndexFunctionError(f"it takes position {at}, which may be counted from the end")
+        raise UnknownIndexFunctionError(f"its index {at} may be negative")
     return at
 
 
 def _concatenate(call: OperatorCall, forms: Sequence[IndexFunction], axis: int) -> IndexFunction:
-    """Tensors one after the other along an axis."""
+    """Concatenate tensors along an axis."""
     cases: list[ValueCase] = []
     index, begin = AffineExpr.from_variable(axis), ZERO
     for form in forms:
         if len(form.shape) != len(forms[0].shape):
-            raise UnknownIndexFunctionError("tensors of different ranks are joined")
+            raise UnknownIndexFunctionError("it concatenates tensors of different ranks")
         end = begin + form.shape[axis]
         here = conjunction((at_least_zero(index - begin), at_least_zero(end - index - 1)))
         values: dict[Variable, AffineExpr] = {axis: index - begin}
@@ -182,12 +182,12 @@ def _cat(call: OperatorCall) -> IndexFunction:
 
 def _diff(call: OperatorCall) -> IndexFunction:
     if call.args["n"] != 1:
-        raise UnknownIndexFunctionError("it takes differences of differences")
+        raise UnknownIndexFunctionError("it computes differences of higher order")
     axis = call.args["dim"]
     names = [name for name in ("prepend", "self", "append") if call.args.get(name) is not None]
     whole = _concatenate(call, [call.tensor(name) for name in names], axis)
     if whole.dtype == torch.bool:
-        raise UnknownIndexFunctionError("it takes differences of booleans")
+        raise UnknownIndexFunctionError("it computes differences of booleans")
     after: dict[Variable, AffineExpr] = {axis: AffineExpr.from_variable(axis) + 1}
     next_ones = [
         (substitute(where, after), each.substitute(after) if isinstance(each, AffineExpr) else each)
@@ -197,14 +197,14 @@ def _diff(call: OperatorCall) -> IndexFunction:
 
 
 def _cumsum(call: OperatorCall) -> IndexFunction:
-    """A constant summed up grows by it at every step."""
+    """Support cumulative sums of a constant."""
     form, axis = call.tensor("self"), call.args["dim"]
     if not form.shape:
-        raise UnknownIndexFunctionError("it sums up a single number")
+        raise UnknownIndexFunctionError("it is a cumulative sum of a scalar")
     known = domain(form.shape)
     reached = [each for where, each in form.cases if not is_unsatisfiable(known, where)]
     if len(reached) != 1 or not isinstance(reached[0], AffineExpr) or reached[0].terms:
-        raise UnknownIndexFunctionError("it sums up what differs from position to position")
+        raise UnknownIndexFunctionError("it is a cumulative sum of values that differ between positions")
     return call.build([(TRUE, (AffineExpr.from_variable(axis) + 1) * reached[0].constant)])
 
 
@@ -214,7 +214,7 @@ def _sum(one: Number, two: Number, factor: int = 1) -> Number:
     infinite = {each * sign for each, sign in ((one, 1), (two, factor)) if isinstance(each, float)}
     if len(infinite) == 1 and math.isinf(*infinite):
         return infinite.pop()
-    raise UnknownIndexFunctionError("a constant in it is no integer")
+    raise UnknownIndexFunctionError("a constant in it is not an integer")
 
 
 def _product(one: Number, two: Number) -> Number:
@@ -224,7 +224,7 @@ def _product(one: Number, two: Number) -> Number:
         infinite = isinstance(each, float) and math.isinf(each)
         if infinite and isinstance(other, AffineExpr) and not other.terms and other.constant:
             return each * other.constant
-    raise UnknownIndexFunctionError("it is a product of positions, or of what is no integer")
+    raise UnknownIndexFunctionError("it is a product of positions, or has a factor that is not an integer")
 
 
 def _add(sign: int, *names: str) -> Callable[[OperatorCall], IndexFunction]:
@@ -282,7 +282,7 @@ def _relation(name: str, left: Number, right: Number) -> Formula:
         return _COMPARISONS[name](left - right)
     sides = [0.0 if isinstance(each, AffineExpr) else each for each in (left, right)]
     if any(side and not math.isinf(side) for side in sides):
-        raise UnknownIndexFunctionError(f"{next(side for side in sides if side)} is no integer")
+        raise UnknownIndexFunctionError(f"{next(side for side in sides if side)} is not an integer")
     return TRUE if getattr(operator, name)(*sides) else FALSE
 
 
@@ -293,7 +293,7 @@ def _logical(
         one, two = call.operand("self"), call.operand("other")
         call.check_broadcast(one, two)
         if not any_dtype and {one.dtype, two.dtype} != {torch.bool}:
-            raise UnknownIndexFunctionError("it works on the bits of numbers")
+            raise UnknownIndexFunctionError("it is a bitwise operation on numbers")
         return call.build_boolean(combine(one.nonzero, two.nonzero))
 
     return logic
@@ -302,7 +302,7 @@ def _logical(
 def _not(call: OperatorCall) -> IndexFunction:
     form = call.tensor("self")
     if form.dtype != torch.bool and call.node.target is aten.bitwise_not.default:
-        raise UnknownIndexFunctionError("it works on the bits of numbers")
+        raise UnknownIndexFunctionError("it is a bitwise operation on numbers")
     return call.build_boolean(negate(form.nonzero))
 
 
@@ -346,7 +346,7 @@ def _triangle(sign: int) -> Callable[[OperatorCall], IndexFunction]:
 
 SHAPE_ONLY = {aten.new_ones.default, aten.new_zeros.default, aten.new_full.default}
 SHAPE_ONLY |= {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default}
-"""Operators that read no value of their operand."""
+"""Operators that read only the shape of their operand."""
 OPERATORS: dict[Any, Callable[[OperatorCall], IndexFunction]] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
     **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), _fill(1)),
@@ -388,4 +388,4 @@ OPERATORS: dict[Any, Callable[[OperatorCall], IndexFunction]] = {
     aten.tril.default: _triangle(1),
     aten.triu.default: _triangle(-1),
 }
-"""What is known to be about positions."""
+"""Operator → the function that derives the index function of its result."""

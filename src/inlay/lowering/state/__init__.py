@@ -1,4 +1,4 @@
-"""Programs whose state is written in place, and why where it is not."""
+"""Programs whose state is written in place, with reasons where it is not."""
 
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers, zero_state
 from inlay.lowering.state.declared_aliases import declare_aliases

@@ -1,4 +1,4 @@
-"""State as module buffers, or as explicit bindings: the same program, owned by the module or by the caller."""
+"""Convert state between module buffers, owned by the module, and explicit bindings, owned by the caller."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def lift_mutated_buffers(program: Program) -> Program:
-    """Every buffer that the program writes to becomes an argument, after the others, by name.
+    """Turn every buffer that the program writes to into a keyword argument, after the others.
 
-    The values they start with stay known: `program.tensors` has them.
+    Their initial values stay in `program.tensors`.
     """
     written = [row for row in program.bindings.state if row.role is Role.BUFFER]
     if not written:
@@ -37,10 +37,10 @@ def lift_mutated_buffers(program: Program) -> Program:
 
 
 def inline_lifted_buffers(program: Program, values: Mapping[str, torch.Tensor] | None = None) -> Program:
-    """The way back: arguments that were buffers are buffers again, and the program owns its state.
+    """Turn lifted arguments into buffers again, so that the program owns its state.
 
-    `values` makes buffers of other arguments too, which start with these values (copied: the caller's tensors stay the
-    caller's). `program.module()` is then a plain module that `torch.export` and saving understand.
+    Arguments named in `values` become buffers too, with copies of these values as initial values. `program.module()` is
+    then a plain module that can be exported with `torch.export` and saved.
     """
     program = _with_values(program, values or {})
     held = set(program.tensors)
@@ -56,7 +56,7 @@ def inline_lifted_buffers(program: Program, values: Mapping[str, torch.Tensor] |
 
 
 def _with_values(program: Program, values: Mapping[str, torch.Tensor]) -> Program:
-    """The program with a value for each of these arguments."""
+    """Return the program with a value for each of these arguments."""
     rows = {row.target: row for row in program.bindings.with_role(Role.INPUT)}
     held: dict[str, TensorRef] = {}
     for name, value in values.items():
@@ -64,13 +64,13 @@ def _with_values(program: Program, values: Mapping[str, torch.Tensor]) -> Progra
             raise UsageError(f"The program has no argument {name}.", suggest(name, rows))
         row, dtype = rows[name], str(value.dtype).removeprefix("torch.")
         if (dtype, tuple(value.shape)) != (row.dtype, row.shape):
-            raise UsageError(f"{name} is {row.type_text}, and its value {tensor_text(dtype, tuple(value.shape))}.")
+            raise UsageError(f"{name} must be {row.type_text}; got {tensor_text(dtype, tuple(value.shape))}.")
         held[row.name] = InMemoryTensor(value.detach().clone())
     return replace(program, tensors={**program.tensors, **held})
 
 
 def zero_state(bindings: Bindings) -> dict[str, torch.Tensor]:
-    """Tensors of the right types for all state that a program leaves to its caller, by the name of the argument.
+    """Return zero tensors of the right types for all state that the caller must pass, by argument name.
 
     >>> from inlay.testing import program_of
     >>> program = program_of(lambda x, state: state.add_(x), [torch.ones(2), torch.zeros(2)])
@@ -82,7 +82,9 @@ def zero_state(bindings: Bindings) -> dict[str, torch.Tensor]:
         if row.role is Role.INPUT:
             unknown = [size for size in row.shape if not isinstance(size, int)]
             if unknown:
-                raise UsageError(f"{row.target} is {row.type_text}: its size {unknown[0]} is the caller's to choose.")
+                raise UsageError(
+                    f"{row.target} is {row.type_text}; its size {unknown[0]} is not fixed: the caller chooses it."
+                )
             made[row.target] = torch.zeros(row.shape, dtype=getattr(torch, row.dtype))  # type: ignore[arg-type]
     return made
 
@@ -96,7 +98,7 @@ def _rebind(
     ins: Iterable[Binding],
     change: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Program:
-    """The same graph with its placeholders in another order and another way to call it."""
+    """Return the same graph with its placeholders in another order and another call signature."""
     made = program.copy()
     ins = list(ins)
     placeholders = {node.name: node for node in made.graph.nodes if node.op == "placeholder"}

@@ -1,4 +1,4 @@
-"""Aliases that a user declares: this output is to live in the storage of that input."""
+"""Aliases declared by the user: an output that lives in the storage of an input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECLARED = "declared"
 
 
 def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> Program:
-    """The program with outputs that live in the storage of inputs: `{"output": "input"}`, by name or position.
+    """Return the program with outputs in the storage of inputs: `{"output": "input"}`, by name or position.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -25,8 +25,8 @@ def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> P
     >>> program.bindings.outs[0].alias
     Alias(binding='values_1', kind='declared')
 
-    The output is still returned: it is the input, written to. Shapes, dtypes and devices must be the same, because
-    nothing is ever cast on the way into a state.
+    The output is still returned; it is the updated input. Shapes, dtypes and devices must be the same, because a value
+    is never cast when it is written to a state.
     """
     users = [row for row in program.bindings.outs if row.alias is None]
     inputs = list(program.bindings.with_role(Role.INPUT))
@@ -58,7 +58,7 @@ def _find(key: str | int, rows: Sequence[Binding], what: str) -> Binding:
     if isinstance(key, int) or key.isdigit():
         if int(key) < len(rows):
             return rows[int(key)]
-        raise UsageError(f"There is no {what} {key}: the program has {len(rows)}.")
+        raise UsageError(f"There is no {what} {key}; the program has {len(rows)} {what}s.")
     for row in rows:
         if key in (row.name, row.target):
             return row
@@ -67,11 +67,11 @@ def _find(key: str | int, rows: Sequence[Binding], what: str) -> Binding:
 
 def _refuse(output: Binding, state: Binding, taken: Mapping[str, str], value: Any, program: Program) -> str:
     if state.name in taken:
-        return f"{taken[state.name]} already does"
+        return f"{taken[state.name]} already lives there"
     if not output.is_tensor or not state.is_tensor:
         return "both must be tensors"
     if output.dtype != state.dtype:
-        return "the dtypes differ, and nothing is cast on the way into a state"
+        return "the dtypes differ, and values are not cast when written to a state"
     if output.shape != state.shape:
         return "the shapes differ"
     node = next(each for each in program.graph.nodes if each.name == state.name)

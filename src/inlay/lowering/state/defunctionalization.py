@@ -1,4 +1,4 @@
-"""Undo functionalization where it is sound: mutating operators write where the program says, not to a copy.
+"""Undo functionalization where it is sound: mutating operators write to their arguments, not to copies.
 
 Before, in a post-grad graph:
 
@@ -9,9 +9,9 @@ after:
 
     op(cache, x)
 
-An analysis of storage decides, call by call and argument by argument, not a list of operators: no later reader may
-need the old value, no other argument may share the storage, an input must be one that the program changes, and what
-the program returns must not become the input itself. What stays says why.
+An analysis of storage decides for each call and argument; there is no list of operators. No later reader may need the
+old value, no other argument may share the storage, an input must be one that the program changes, and a returned value
+must not become the input itself. Every write that stays a copy is reported with a reason.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _EXCLUDED_META = ("val", "eager_input_vals", "only_clone_these_tensors")
 
 @dataclass(frozen=True)
 class WriteDecision:
-    """One tensor that one call writes."""
+    """The decision about one tensor that one call writes: in place, or why on a copy."""
 
     node: str
-    """The wrapper, by the name it had."""
+    """The original name of the wrapper."""
     operator: str
     base: str
-    """What is written, or copied and then written."""
+    """The tensor that is written, or copied and then written."""
     nbytes: int | None
-    """What the copy costs; None where sizes are symbolic."""
+    """The bytes that the copy costs; None where sizes are symbolic."""
     copy_required: CopyRequired | None = None
 
     def __str__(self) -> str:
@@ -65,21 +65,21 @@ class WriteDecision:
 
 @dataclass(frozen=True)
 class FixReport:
-    """What went in place, what stayed and why."""
+    """The writes that became in-place writes, and those that stayed copies, with reasons."""
 
     in_place: tuple[WriteDecision, ...] = ()
     copied: tuple[WriteDecision, ...] = ()
     copies_removed: int = 0
-    """Copies back to an input that had become copies of a tensor to itself."""
+    """Removed copies back to an input, which had become copies of a tensor to itself."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.in_place, *self.copied)))
 
 
 def fix_functionalization(graph: fx.Graph) -> FixReport:
-    """Write in place what can be written in place; `graph` is changed and says what it said.
+    """Write in place wherever that is sound. `graph` is modified; its results do not change.
 
-    A call of which some writes stay is called on copies of those; one of which all stay is left wrapped.
+    If only some writes of a call stay copies, the call gets copies of those tensors. If all stay, it stays wrapped.
 
     >>> graph = fx.Graph()
     >>> graph.output(graph.placeholder("x"))
@@ -91,7 +91,7 @@ def fix_functionalization(graph: fx.Graph) -> FixReport:
 
 
 def report_all_copied(graph: fx.Graph, reason: CopyReason) -> FixReport:
-    """What is told when nothing is done, for one reason."""
+    """Return the report of a graph in which every write stays a copy, for one reason."""
     stayed: list[WriteDecision] = []
     for node in filter(is_auto_functionalized, graph.nodes):
         wrapped = parse_auto_functionalized(node)
@@ -100,9 +100,9 @@ def report_all_copied(graph: fx.Graph, reason: CopyReason) -> FixReport:
 
 
 def expand_auto_functionalized(graph: fx.Graph) -> int:
-    """Replace wrappers by copies and calls, writing nothing else in place; how many there were.
+    """Replace wrappers by copies and calls, without further in-place writes; return the number of wrappers.
 
-    After `fix_functionalization` this keeps a compiler from deciding again, with less care, about what stayed.
+    After `fix_functionalization` this keeps a compiler from deciding again, less strictly, about the remaining copies.
     """
     fixing = _Fixer(graph)
     for node in fixing.wrappers:
@@ -130,7 +130,7 @@ class _Fixer:
         stayed: list[WriteDecision] = []
         removed = 0
         for node in self.wrappers:
-            wrapped = parse_auto_functionalized(node)  # again: its bases may have changed since
+            wrapped = parse_auto_functionalized(node)  # parsed again: its bases may have changed
             if wrapped is None:
                 stayed += _opaque_decisions(node)
                 continue
@@ -147,7 +147,7 @@ class _Fixer:
         return FixReport(tuple(in_place), tuple(stayed), removed)
 
     def decide(self, wrapped: AutoFunctionalized) -> tuple[list[CopyRequired | None], list[fx.Node]]:
-        """For each base why it stays, or None; and the copies back that are not needed any more."""
+        """Return for each base why it stays a copy, or None; and the copies back that are no longer needed."""
         decided: list[CopyRequired | None] = []
         copies: list[fx.Node] = []
         for index, base in enumerate(wrapped.bases):
@@ -162,13 +162,13 @@ class _Fixer:
     def _refuse_partial(
         self, wrapped: AutoFunctionalized, decided: list[CopyRequired | None]
     ) -> list[CopyRequired | None]:
-        """All writes of a call stay if one does that cannot be copied here."""
+        """If one write of a call stays and cannot be copied here, all writes of the call stay."""
         if all(self._can_clone(wrapped, index) for index, each in enumerate(decided) if each is not None):
             return decided
         return [each or CopyRequired(CopyReason.PARTIAL_CALL) for each in decided]
 
     def _can_clone(self, wrapped: AutoFunctionalized, index: int) -> bool:
-        """Whether the copy that the wrapper makes can be made by operators: same strides, same offset, no gaps seen."""
+        """Whether operators can make the wrapper's copy: same strides, same offset, gaps never read."""
         value, told = wrapped.bases[index].meta["val"], wrapped.base_offset(index)
         if is_dense(value) and is_same_size(told, 0):
             return True
@@ -186,7 +186,7 @@ class _Fixer:
         return {user for member in self.aliases.members(node) for user in member.users}
 
     def unwrap(self, wrapped: AutoFunctionalized, in_place: Collection[int]) -> bool:
-        """Call the operator itself, on these bases and on copies of the others; False if one cannot be copied here."""
+        """Call the operator on these bases and on copies of the others; return False if one cannot be copied here."""
         node = wrapped.node
         copied = [index for index in range(len(wrapped.bases)) if index not in in_place]
         if not all(self._can_clone(wrapped, index) for index in copied):
@@ -218,7 +218,7 @@ class _Fixer:
         return True
 
     def separate_arguments(self, wrapped: AutoFunctionalized) -> None:
-        """Give a call that stays wrapped copies of the arguments that share with what it writes."""
+        """Copy the read-only arguments of a wrapped call that may share storage with its bases."""
         copies: dict[fx.Node, fx.Node] = {}
         for other in wrapped.read_only_nodes:
             if other not in copies and any(self.aliases.may_share(other, base) for base in wrapped.bases):
@@ -230,7 +230,7 @@ class _Fixer:
         wrapped.node.kwargs = {**wrapped.node.kwargs, **plain}
 
     def _rebase_views(self, value: fx.Node, base: fx.Node) -> None:
-        """Views of a new value are views of the base now, and their values say so."""
+        """Update the fake tensors of views of a new value: they are views of the base now."""
         stated, storage = base.meta["val"], storage_id(value.meta.get("val"))
         for each in self.aliases.members(value):
             seen: Any = each.meta.get("val")
@@ -241,7 +241,7 @@ class _Fixer:
                 each.meta["val"] = torch.as_strided(stated, seen.shape, seen.stride(), seen.storage_offset())
 
     def _drop(self, copies: list[fx.Node]) -> int:
-        """Remove copies of a tensor to itself, and the views that led to them."""
+        """Remove copies of a tensor to itself, and the views that only they used."""
         for copy in copies:
             source = copy.args[1]
             copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ class _Fixer:
 
 
 def call_in_place(wrapped: AutoFunctionalized, bases: Sequence[fx.Node], make: Callable[..., fx.Node]) -> fx.Node:
-    """Replace a wrapper by a call of its operator on `bases`; `make` inserts the calls that make views of them."""
+    """Replace a wrapper by a call of its operator on `bases`; `make` inserts the calls that create views of them."""
     node, graph = wrapped.node, wrapped.node.graph
     with graph.inserting_before(node):
         args, kwargs = wrapped.build_arguments(bases, wrapped.read_only_arguments, make)
@@ -281,14 +281,14 @@ def call_in_place(wrapped: AutoFunctionalized, bases: Sequence[fx.Node], make: C
 
 
 def _merge_results(aliases: Aliases, wrapped: AutoFunctionalized) -> None:
-    """An in-place operator returns what it wrote."""
+    """Merge the results of a wrapper: an in-place operator may return what it wrote."""
     nodes = list(wrapped.node.users)
     for each in nodes[1:]:
         aliases.merge(nodes[0], each)
 
 
 def _set_values(wrapped: AutoFunctionalized, made: fx.Node) -> None:
-    """What the call returns, and what it was given before the compiler chose layouts."""
+    """Set the recorded result of the call, and its eager inputs from before the compiler chose layouts."""
     node, count = wrapped.node, len(wrapped.operator._schema.returns)
     results = node.meta.get("val")
     if not count:
@@ -304,7 +304,7 @@ def _set_values(wrapped: AutoFunctionalized, made: fx.Node) -> None:
 
 
 def _compute_value(target: Any, *args: Any) -> Any:
-    """What a call makes of the values that its operands state."""
+    """Compute the result of a call on the recorded values of its operands."""
     return target(*fx.map_arg(args, lambda each: each.meta["val"]))
 
 
@@ -313,7 +313,7 @@ def _inherited_meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _clone_base(base: fx.Node, offset: Any, call: Callable[..., fx.Node]) -> fx.Node:
-    """A copy with the strides of the original, at an offset in a storage of its own."""
+    """Create a copy with the strides of the original, at an offset in a new storage."""
     value = base.meta["val"]
     if is_dense(value) and is_same_size(offset, 0):
         return call(aten.clone.default, base)
@@ -338,7 +338,7 @@ def _all(wrapped: AutoFunctionalized, reason: CopyReason) -> list[WriteDecision]
 
 
 def _opaque_decisions(node: fx.Node) -> list[WriteDecision]:
-    """A wrapper that could not be read; one that has no base fills a tensor of its own and copies nothing."""
+    """Return the decision for a wrapper that could not be parsed. One without a base copies nothing."""
     if node.target is V2 and not node.kwargs.get("_all_bases"):
         return []
     return [WriteDecision(node.name, target_text(node.args[0]), "", None, CopyRequired(CopyReason.OPAQUE))]

@@ -1,4 +1,4 @@
-"""Programs whose state is written in place: what the eager backend runs, and what compilers are given."""
+"""Rewrite programs to write their state in place: the input of the eager backend and of compilers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ KV_CACHE_UPDATE = "kv_cache_update"
 
 @dataclass(frozen=True, eq=False)
 class InPlaceProgram:
-    """A program that writes to its state itself, and what is known of each state when its calls are made one by one."""
+    """A program that writes its own state, and each state's update as the eager backend runs it."""
 
     program: Program
     states: tuple[StateUpdate, ...]
     declared_outputs: Mapping[int, str] = field(default_factory=dict)
-    """Output that the user declared to be a state → that state."""
+    """Index of an output that the user declared to be a state → that state."""
 
     @property
     def remarks(self) -> list[Remark]:
-        """What could not be in place, why, and what it costs."""
+        """Which states are not in place, why, and what it costs."""
         return copy_remarks(self.states)
 
 
 def write_in_place(program: Program) -> InPlaceProgram:
-    """Write every state in place where that is sound; copy the others back at the end. The caller has nothing to do.
+    """Write every state in place where that is sound; copy the others back at the end of the program.
 
-    For a state, the program returned hands back the binding itself. `program` is not changed.
+    The new program returns the binding itself for a state. `program` is not changed.
     """
     rewriter = Rewriter(program.copy())
     states = copy_returned_parts(rewriter)
@@ -77,9 +77,9 @@ def write_in_place(program: Program) -> InPlaceProgram:
 
 
 def _insert_writes(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
-    """Put the writes in, each behind the value that it computes or puts.
+    """Insert the writes, each after the value that it computes or stores.
 
-    Where one value is computed in place and put into other states too, it is computed first.
+    A value that is computed in place and also stored in other states is computed first.
     """
     writes = [(bases[state.binding.name], write) for state in states for write in state.writes]
     last: dict[fx.Node, fx.Node] = {}
@@ -92,12 +92,12 @@ def _insert_writes(rewriter: Rewriter, states: list[StateUpdate], bases: dict[st
 
 
 def _puts_own_value(write: StateWrite) -> bool:
-    """Whether a write puts the value there that is then the state, instead of computing it there."""
+    """Whether a write stores a computed value, instead of computing it in place."""
     return write.node in write.args
 
 
 def _replace_versions(rewriter: Rewriter, state: StateUpdate, base: fx.Node) -> None:
-    """Views of the state where the program has values that it then holds, but for what is returned."""
+    """Replace values that equal a part of the state by views of the state, except in the output."""
     for node, (place, _) in state.versions.items():
         if node is not base and node.users:
             with rewriter.inserting_before(node.next, node):
@@ -113,19 +113,19 @@ def _insert_views(rewriter: Rewriter, base: fx.Node, place: StorageSlice) -> fx.
 
 
 def _unwrap(rewriter: Rewriter, call: fx.Node) -> None:
-    """Call a wrapped operator on the tensors themselves."""
+    """Call a wrapped operator on the original tensors instead of copies."""
     wrapped = parse_auto_functionalized(call)
     assert wrapped is not None
     call_in_place(wrapped, wrapped.bases, lambda target, *args: rewriter.call(target, args, origin=call))
 
 
 def _set_outputs(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
-    """What is returned for a state is the state; what could not be written in place is copied there at the end."""
+    """Return each state's binding as its output; copy the states that are not in place at the end."""
     graph, values = rewriter.program.graph, rewriter.current_outputs()
     before = find_aliases({bases[state.binding.name]: 0 for state in states if not state.is_eligible})
     with rewriter.inserting_before(graph.output_node()):
         for index, value in enumerate(values):
-            if value in before:  # somebody asked for what the copies below are about to write over
+            if value in before:  # the copies below would overwrite this returned value
                 values[index] = rewriter.call(aten.clone.default, (value,), origin=value)
         for state in states:
             base = bases[state.binding.name]
@@ -136,7 +136,7 @@ def _set_outputs(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str,
 
 
 def _mark_aliases(bindings: Bindings, states: list[StateUpdate]) -> Bindings:
-    """The table with how each alias is known."""
+    """Return the table with the kind of each recognized alias."""
     recognised = {state.output.name for state in states if state.is_eligible}
 
     def row(each: Binding) -> Binding:
@@ -148,7 +148,7 @@ def _mark_aliases(bindings: Bindings, states: list[StateUpdate]) -> Bindings:
 
 
 def _size_text(binding: Binding) -> str:
-    """The size of a state, with symbols where it has any.
+    """Return the size of a state as text, with its symbols.
 
     >>> from inlay.program.bindings import Binding, Role
     >>> _size_text(Binding("cache", Role.INPUT, "cache", "float32", ("batch", 8, 1024)))
@@ -159,7 +159,7 @@ def _size_text(binding: Binding) -> str:
 
 
 def copy_remarks(states: Sequence[StateUpdate]) -> list[Remark]:
-    """Which of these states are not in place, why, and what it costs."""
+    """Return a remark for each state that is not in place: why, and what it costs."""
     return [_remark(state) for state in states if not state.is_eligible]
 
 

@@ -1,7 +1,7 @@
-"""Every write to a state as one `index_put` into the whole of it: the form that compilers update in place.
+"""Rewrite every write to a state as an `index_put` into the whole state, which compilers update in place.
 
-Of the many ways to write to a part of a tensor, Inductor keeps some in place and copies the whole state for others
-(a scatter, two slices, a transposed view). An `index_put` with an index for every axis is one it never copies for.
+Inductor keeps some forms of partial writes in place, and copies the whole state for others (a scatter, two slices, a
+transposed view). It never copies for an `index_put` with an index for every axis.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SCATTERS = (aten.scatter_.src, aten.scatter_.value, aten.scatter_add_.default)
 
 @dataclass(frozen=True)
 class SliceAxis:
-    """Where an axis of a part lies in the whole: from `start` along `axis` in steps, `size` of them."""
+    """An axis of a part in the whole: `size` elements along `axis`, from `start` with a step."""
 
     axis: int | None
-    """None for an axis of one element that the whole does not have."""
+    """None for an axis of one element that does not exist in the whole."""
     start: Any
     size: Any
     step: int = 1
@@ -44,14 +44,14 @@ class SliceAxis:
 
 @dataclass(frozen=True)
 class SliceGeometry:
-    """A part of a whole: its axes, and where it lies along the axes of the whole that it has not."""
+    """A part of a whole: its axes, and its index along each axis of the whole that the part lacks."""
 
     axes: tuple[SliceAxis, ...]
     fixed_indices: dict[int, Any]
 
 
 def slice_geometry(place: StorageSlice, whole: torch.Tensor) -> SliceGeometry | None:
-    """The part that a place is; None when its views cannot be written as starts."""
+    """Return the geometry of a storage slice; None when its views cannot be expressed as starts and steps."""
     found = SliceGeometry(tuple(SliceAxis(axis, 0, size) for axis, size in enumerate(whole.shape)), {})
     part = whole
     for view in place.views:
@@ -67,7 +67,7 @@ def slice_geometry(place: StorageSlice, whole: torch.Tensor) -> SliceGeometry | 
 
 
 def _step(found: SliceGeometry, target: Any, args: tuple[Any, ...]) -> SliceGeometry | None:
-    """One view more."""
+    """Apply one view to a geometry; None if it cannot be expressed."""
     axes = list(found.axes)
     rank = len(axes)
     match target:
@@ -110,7 +110,7 @@ def _step(found: SliceGeometry, target: Any, args: tuple[Any, ...]) -> SliceGeom
 
 
 def _absolute_start(axis: SliceAxis, at: Any) -> Any | None:
-    """Where the place `at` of an axis lies in the whole; None where that is not known."""
+    """Return the index in the whole of index `at` of an axis; None if unknown."""
     if isinstance(at, int) and at < 0:
         if type(axis.size) is not int:
             return None
@@ -122,14 +122,14 @@ def _absolute_start(axis: SliceAxis, at: Any) -> Any | None:
 
 
 def _covers_axis(axis: SliceAxis, whole: fx.Node) -> bool:
-    """Whether an axis of a part is one of the whole from its beginning to its end."""
+    """Whether an axis of a part covers an axis of the whole completely."""
     if axis.axis is None or axis.step != 1 or not (isinstance(axis.start, int) and axis.start == 0):
         return False
     return str(axis.size) == str(whole.meta["val"].shape[axis.axis])
 
 
 def _sum(one: Any, two: Any) -> Any:
-    """Starts that add up: numbers, nodes that compute them, or tuples of both."""
+    """Return the sum of two starts. A start is a number, a node that computes it, or a tuple of both."""
     if isinstance(two, int) and two == 0:
         return one
     if isinstance(one, int) and (one == 0 or isinstance(two, int)):
@@ -138,13 +138,13 @@ def _sum(one: Any, two: Any) -> Any:
 
 
 class Indexer:
-    """Puts the nodes of one write into a graph, before a node."""
+    """Inserts the nodes of one write into a graph, before a node."""
 
     def __init__(self, rewriter: Rewriter, place: fx.Node) -> None:
         self.rewriter, self.place = rewriter, place
 
     def put(self, whole: fx.Node, write: StateWrite) -> fx.Node | None:
-        """`whole` with the write done, as a new value; None when the write cannot be written as one."""
+        """Return `whole` after the write, as a new value; None if the write cannot be an `index_put`."""
         found = slice_geometry(write.storage_slice, whole.meta["val"])
         if found is None:
             return None
@@ -169,7 +169,7 @@ class Indexer:
             case "aten::index_put_":
                 return self._index_put(whole, found, write)
             case _ if write.storage_slice.views:
-                return self._put(whole, found, {}, write.node)  # a part is computed from what it was, and put back
+                return self._put(whole, found, {}, write.node)  # a part is computed from its old value and stored back
         return None
 
     def _index_put(self, whole: fx.Node, found: SliceGeometry, write: StateWrite) -> fx.Node | None:
@@ -202,18 +202,18 @@ class Indexer:
         *,
         accumulate: bool = False,
     ) -> fx.Node | None:
-        """Indices of all axes of the whole, shaped so that together they have the shape of what is written."""
+        """Insert an `index_put` whose indices of all axes broadcast to the shape of the written value."""
         rank = len(found.axes)
         given_sizes = source.meta["val"].shape if source.meta["val"].dim() == rank else [1] * rank
         indices: list[Any] = [None] * whole.meta["val"].dim()
         for position, axis in enumerate(found.axes):
             index = given.get(position)
             if index is not None and not _covers_axis(axis, whole):
-                return None  # a negative index counts from the end of the part, and one beyond it is an error
+                return None  # a negative index counts from the end of the part, and one out of its range is an error
             if axis.axis is None:
                 continue
             if index is None:
-                # A source that is not broadcast says the size more simply than ends minus starts do.
+                # The size of a source that is not broadcast is a simpler expression than end minus start.
                 size = axis.size if str(given_sizes[position]) == "1" else given_sizes[position]
                 index = self.call(aten.arange.default, self._size(size, whole, axis.axis), device=_device(whole))
             if index.meta["val"].dim() == 1 and rank > 1:
@@ -231,7 +231,7 @@ class Indexer:
         return self.call(aten.index_put.default, whole, indices, source, *more)
 
     def _scalar_tensor(self, whole: fx.Node, value: Any) -> fx.Node:
-        """A number as a tensor that fits everywhere."""
+        """Return a number as a scalar tensor with the dtype of the state."""
         held = whole.meta["val"]
         return self.call(aten.full.default, [], value, dtype=held.dtype, device=held.device)
 
@@ -244,10 +244,10 @@ class Indexer:
         return index
 
     def _tensor(self, start: Any) -> Any:
-        """A start; one that was read from a tensor is that tensor.
+        """Return a start; one that was read from a tensor is returned as that tensor.
 
-        Inductor orders kernels by the tensors they read. A kernel that reads only the number may be fused with one that
-        runs before the number is known (torch 2.13: "cannot access local variable 'u0'").
+        Inductor orders kernels by the tensors that they read. A kernel that reads only the number may be fused with one
+        that runs before the number is read (torch 2.13: "cannot access local variable 'u0'").
         """
         if not isinstance(start, fx.Node) or not is_data_dependent(start.meta["val"]):
             return start
@@ -256,7 +256,7 @@ class Indexer:
         return self.call(aten.view.default, start.args[0], [])
 
     def _size(self, size: Any, whole: fx.Node, axis: int) -> Any:
-        """A size as an argument: a number, or a node that computes it."""
+        """Return a size as an argument: a number, or a node that computes it."""
         if isinstance(size, int):
             return size
         known = next((node for node in self.place.graph.nodes if _is_size(node, size) and node < self.place), None)
@@ -281,7 +281,7 @@ def _device(node: fx.Node) -> torch.device:
 
 
 def canonicalize_updates(program: Program) -> tuple[Program, list[str]]:
-    """A program in which every eligible update that can be is a chain of `index_put`, and which states those are."""
+    """Rewrite eligible updates as chains of `index_put` where possible; return the program and the rewritten states."""
     rewriter = Rewriter(program.copy())
     states = [state for state in copy_returned_parts(rewriter) if state.is_eligible and _needs_it(state)]
     last = {state: put for state in states if (put := _rewrite(rewriter, state)) is not None}
@@ -295,7 +295,7 @@ def canonicalize_updates(program: Program) -> tuple[Program, list[str]]:
 
 
 def _needs_it(state: StateUpdate) -> bool:
-    """Not when every write is one to the whole state that compilers know: rows of it, or all of it by one kernel."""
+    """Whether a rewrite is needed: not if compilers already keep all writes, rows or the whole state by one kernel."""
     if any(write.storage_slice.views for write in state.writes):
         return True
     names = {write.target._schema.name for write in state.writes}
@@ -303,36 +303,36 @@ def _needs_it(state: StateUpdate) -> bool:
 
 
 def _rewrite(rewriter: Rewriter, state: StateUpdate) -> fx.Node | None:
-    """Replace the updates of one state, but for what is returned: the last value of it. None: nothing is changed."""
+    """Replace the updates of one state, except in the output, and return its last value; None if nothing is changed."""
     rewriter.commit()
     try:
         now = _put_writes(rewriter, state)
-        keep = {*now, now[0].graph.output_node()}  # a put may read what the state then holds
+        keep = {*now, now[0].graph.output_node()}  # a put may read a value that equals the state after it
         rewriter.replace_all(_find_versions(rewriter, state, now), keep)
-    except (LookupError, RuntimeError, ProgramError, Refused):  # a size that has no name here, or that depends on data
+    except (LookupError, RuntimeError, ProgramError, Refused):  # a size that no node computes, or that depends on data
         rewriter.rollback()
         return None
     return now[-1]
 
 
 def _put_writes(rewriter: Rewriter, state: StateUpdate) -> list[fx.Node]:
-    """The state as it is after no write, after the first, and so on."""
+    """Insert all writes; return the state before the first write and after each write."""
     now = [next(node for node in rewriter.program.graph.nodes if node.name == state.binding.name)]
     for write in state.writes:
         if is_auto_functionalized(write.call):
-            raise LookupError(f"{write.call} is an operator that writes to it itself")
-        args = fx.map_arg(write.args, rewriter.current)  # values of states before, which it may read
+            raise LookupError(f"{write.call} is an operator that writes to the state directly")
+        args = fx.map_arg(write.args, rewriter.current)  # it may read values of states that were already rewritten
         place = max(write.node, now[-1], *(each for each in tree_leaves(args) if isinstance(each, fx.Node))).next
         with rewriter.inserting_before(place, write.node):
             put = Indexer(rewriter, place).put(now[-1], replace(write, args=args))
         if put is None:
-            raise LookupError(f"{write.form} is no index_put")
+            raise LookupError(f"{write.form} cannot be an index_put")
         now.append(put)
     return now
 
 
 def _find_versions(rewriter: Rewriter, state: StateUpdate, now: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """What the values that are nothing but a part of the state become."""
+    """Return the replacements of values that equal a part of the state: views of its version."""
     found = {}
     for node, (place, count) in state.versions.items():
         if node is not now[0] and node.users:

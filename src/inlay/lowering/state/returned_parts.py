@@ -1,4 +1,4 @@
-"""Values that a program returns, and that would lie in a state once it is written in place."""
+"""Copy returned values that would lie in a state once it is written in place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def copy_returned_parts(rewriter: Rewriter) -> list[StateUpdate]:
-    """The states of a program in which what is returned stays as it is when the program is called again.
+    """Clone such values, so that later calls do not overwrite them, and return the states of the program.
 
-    A value that is computed and put into a part of a state has a storage of its own. Computed in place it is that part,
-    which the next call writes over: what is returned is a copy.
+    A value that is computed and stored in a part of a state has its own storage. Computed in place, it is that part,
+    which the next call overwrites. So a copy is returned.
     """
     graph = rewriter.program.graph
     states = find_state_updates(rewriter.program)
@@ -46,7 +46,7 @@ def copy_returned_parts(rewriter: Rewriter) -> list[StateUpdate]:
 
 
 def _is_part(value: Any, places: Mapping[fx.Node, StorageSlice]) -> bool:
-    """Whether a value is a part of a state, or a view of one; the whole of a state may be a view of a part of it."""
+    """Whether a value is a part of a state, or a view of one. A whole state may itself be a view of a part of it."""
     while isinstance(value, fx.Node) and value not in places and value.op == "call_function" and is_view(value):
         value = value.args[0]
     return value in places and bool(places[value].views)

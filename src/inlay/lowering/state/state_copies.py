@@ -1,9 +1,9 @@
-"""Which states a backend does not update in place although that would be sound, and why.
+"""Find the states that a backend does not update in place although that would be sound, with the reason.
 
-`find_state_updates` says whether a state *may* be written in place. Whether it is depends on who runs the program. The
-eager backend calls in-place operators, so only a new value that is computed apart, as large as the state, is copied.
-Compilers functionalise again: they keep an `index_put` into the whole state, a mutating operator, and a state of which
-every value is computed anew by one kernel. What they make of anything else is not known, and is said to be copied.
+`find_state_updates` decides whether a state *may* be written in place. Whether it is depends on the backend. The eager
+backend calls in-place operators, so it copies only where a new value as large as the state is computed out of place.
+Compilers functionalize again. They keep these in place: an `index_put` into the whole state, a mutating operator, and a
+state that one kernel recomputes completely. What they do with other updates is unknown and reported as a copy.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _TINY = 64
-"""Bytes up to which a copy costs less than the call that makes it: counters, positions."""
+"""Bytes up to which a copy costs less than the call that copies: counters, positions."""
 _POINTWISE_OPS = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.full.default)
 _ROWS = ("aten.index_", "aten.scatter")
 _MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-"""Eager writes only what the mask chooses, and compilers write everything."""
+"""Eager writes only the masked elements; compilers write all of them."""
 
 
 def find_eager_copies(states: Sequence[StateUpdate]) -> list[StateUpdate]:
-    """Recognised states; one that the eager backend copies has a reason."""
+    """Return these states, with a reason on each that the eager backend copies."""
     return [
         _with_reason(state, _full_value_reason(state) or _partial_view_reason(state), certain=True) for state in states
     ]
 
 
 def find_compiled_copies(program: Program) -> list[StateUpdate]:
-    """The states of a program; one that backends which compile it copy, or may copy, has a reason."""
+    """Return the states of a program, with a reason on each that a compiling backend copies or may copy."""
     reasons = {
         state.binding.name: _compiler_reason(state) for state in find_state_updates(canonicalize_updates(program)[0])
     }
@@ -60,35 +60,35 @@ def _with_reason(state: StateUpdate, reason: str, *, certain: bool) -> StateUpda
 
 
 def _full_value_reason(state: StateUpdate) -> str:
-    """Why the eager backend copies a state, if it does."""
+    """Return why the eager backend copies a state, or ""."""
     if state.reason:
         return ""
     return next((_full_value_text(write.args[0]) for write in state.writes if _puts_all(write, state)), "")
 
 
 def _partial_view_reason(state: StateUpdate) -> str:
-    """Why more of a state is written than the model writes, if it is: rows of a part that is seen in two ways."""
+    """Return why more of a state is written than the model writes, or "": rows of a part behind two views."""
     for write in state.writes if state.is_eligible else ():
         if write.target is aten.copy_.default and write.args[0] is write.node:
             root = _view_root(write.node)
             if root.target in SCATTERS or target_text(root.target).startswith(_ROWS):
-                return f"views: {root} writes to a part that is not followed back to the state, and all of it is copied"
+                return f"views: {root} writes to a part that cannot be traced to the state, so the whole part is copied"
     return ""
 
 
 def _view_root(value: fx.Node) -> fx.Node:
-    """What a value is a view of; for what a wrapped operator gives, its wrapper."""
+    """Return the node that a value is a view of; for a result of a wrapped operator, the wrapper."""
     while value.op == "call_function" and is_view(value) and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value
 
 
 def _full_value_text(value: fx.Node) -> str:
-    return f"computed apart: {value} is a new value of all of it"
+    return f"out of place: {value} is a new tensor as large as the state"
 
 
 def _puts_all(write: StateWrite, state: StateUpdate) -> bool:
-    """Whether a write puts a value there that was computed before, and is as large as the state."""
+    """Whether a write stores a value that was computed before and is as large as the state."""
     if write.target is aten.copy_.default:
         value = write.args[0]
     elif write.target is aten.index_put_.default:
@@ -105,19 +105,19 @@ def _whole(state: StateUpdate) -> torch.Tensor:
 
 
 def _is_new(value: fx.Node, state: StateUpdate) -> bool:
-    """Whether a value, or what it is a view of, was computed and is as large as the state."""
+    """Whether a value, or the tensor it is a view of, was computed and may be as large as the state."""
     root = _view_root(value)
     return root.op == "call_function" and not _is_smaller(root, state)
 
 
 def _is_smaller(node: fx.Node, state: StateUpdate) -> bool:
-    """Whether a value is known to have fewer elements than the state, or is none."""
+    """Whether a value is known to have fewer elements than the state, or is not a tensor."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or is_statically_true(value.numel() < _whole(state).numel())
 
 
 def _compiler_reason(state: StateUpdate) -> str:
-    """Why compilers may copy a state whose updates are in canonical form; empty where they do not."""
+    """Return why compilers may copy a state whose updates are in canonical form; empty if they do not."""
     if state.reason:
         return state.reason
     others = [write for write in state.writes if not _is_row_write(write)]
@@ -126,24 +126,24 @@ def _compiler_reason(state: StateUpdate) -> str:
     if not others:
         return next((_full_value_text(write.args[1]) for write in state.writes if _puts_all(write, state)), "")
     if len(others) < len(state.writes) or any(write.storage_slice.views for write in others):
-        return f"no index_put: {others[0].form} is not one into the whole state, which compilers keep in place"
+        return f"no index_put: {others[0].form} is not an index_put into the whole state, which compilers keep in place"
     apart = next((node for write in others for node in _non_pointwise_calls(write.node, state)), None)
     if apart is not None:
-        return f"computed apart: {apart} is not computed value by value"
+        return f"out of place: {apart} cannot run in the pointwise kernel that writes the state"
     own = {*state.versions, *(write.call for write in others), others[0].node.graph.output_node()}
     new = [node for node, (_, count) in state.versions.items() if count]
     late = next((user for node in new for user in node.users if user not in own), None)
-    return "" if late is None else f"read after the write: {late} reads what {others[-1].form} computes"
+    return "" if late is None else f"read after the write: {late} reads the result of {others[-1].form}"
 
 
 def _is_row_write(write: StateWrite) -> bool:
-    """Whether compilers write no more than this write does, whatever else happens to the state."""
+    """Whether compilers write only the elements of this write, independently of other writes to the state."""
     if is_auto_functionalized(write.call):
         return True
     if write.storage_slice.views or write.target not in (aten.index_copy_.default, aten.index_put_.default):
         return False
     indices = write.args[0] if write.target is aten.index_put_.default else ()
-    # A mask becomes a choice between the old and the new value for every one of them.
+    # A mask becomes a `where` between the old and the new value of every element.
     return not any(each is not None and each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices)
 
 
@@ -156,13 +156,13 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _non_pointwise_calls(value: fx.Node, state: StateUpdate) -> Iterator[fx.Node]:
-    """The calls that a compiler cannot put into the kernel that writes all of a state, value by value."""
+    """Yield the calls that a compiler cannot fuse into the pointwise kernel that writes all of a state."""
     shared = find_aliases(dict.fromkeys(state.versions, 0))
     seen, todo = {value}, [value]
     while todo:
         node = todo.pop()
         if node in shared and node not in state.versions:
-            yield node  # it looks at the state in another order, or at a part of it
+            yield node  # a view of the state in another order, or of a part of it
         elif node.op != "call_function" or _is_smaller(node, state):
             continue
         elif not is_view(node) and (node.target in _MASKED or not _is_pointwise(node)):
