@@ -4,31 +4,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
-__all__ = ["Example", "InlayError", "LanguageModel", "Program", "Sampling", "__version__", "build", "load"]
-
 if TYPE_CHECKING:
-    from inlay.capture import Example
+    from inlay.api import bisect, diff, explain, measure_accuracy, verify
+    from inlay.capture import Example, capture
     from inlay.errors import InlayError
-    from inlay.flow import build
+    from inlay.flow import BuildOptions, build
     from inlay.program import Program
     from inlay.runtime import LanguageModel, Sampling, load
 
+__version__ = "0.1.0"
 _HOMES = {
+    "BuildOptions": "inlay.flow",
     "Example": "inlay.capture",
     "InlayError": "inlay.errors",
     "LanguageModel": "inlay.runtime",
     "Program": "inlay.program",
     "Sampling": "inlay.runtime",
+    "bisect": "inlay.api",
     "build": "inlay.flow",
+    "capture": "inlay.capture",
+    "diff": "inlay.api",
+    "explain": "inlay.api",
     "load": "inlay.runtime",
+    "measure_accuracy": "inlay.api",
+    "verify": "inlay.api",
 }
+__all__ = [
+    "BuildOptions",
+    "Example",
+    "InlayError",
+    "LanguageModel",
+    "Program",
+    "Sampling",
+    "__version__",
+    "bisect",
+    "build",
+    "capture",
+    "diff",
+    "explain",
+    "load",
+    "measure_accuracy",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import inlay` and `inlay --help` must not pay for torch."""
+    """Import on first use, so that `import inlay` and `inlay --help` do not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'inlay' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
