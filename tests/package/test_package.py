@@ -164,7 +164,7 @@ class TestRefusals:
             ({"target__machine": "riscv"}, "built for riscv"),
             ({"target__cpu_features": ["avx2", "avx1024"]}, "a CPU with avx1024"),
             ({"format": 99}, "has format 99"),
-            ({"buckets": 3}, "not what its format says"),
+            ({"buckets": 3}, "does not match its format"),
         ],
         ids=["torch", "machine", "features", "format", "shape"],
     )

@@ -45,7 +45,7 @@ def find(folder: Path, peers: Path | None, names: Sequence[str] | None, argument
         fitting = [each for each in known.values() if name in (each.name, each.script.stem)]
         if not fitting:
             raise UsageError(
-                f"There is no contestant {name}.", suggest(name, known) or f"There are {', '.join(known)}."
+                f"There is no contestant {name}.", suggest(name, known) or f"Available: {', '.join(known)}."
             )
         chosen += fitting
     return list({each.name: each for each in chosen}.values())

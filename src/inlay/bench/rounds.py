@@ -59,7 +59,7 @@ class Workload:
             asked = f"a prompt of {made.prompt}, {made.tokens} decode tokens after {made.context_tokens}"
             asked += f", and after {made.long_context_tokens}"
             notes.append(
-                f"A sequence has {max_seq_len} tokens at most: {asked}. Build with --max-length {wanted} for more."
+                f"Limited to {max_seq_len} tokens per sequence: {asked}. Build with --max-length {wanted} for more."
             )
         if slots < self.batch:
             notes.append(f"The package holds {slots} sequences, not {self.batch}. Build with --max-batch {self.batch}.")

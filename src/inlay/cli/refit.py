@@ -31,4 +31,4 @@ def refit(
 
         with progress({"opening": 4, "writing": 4}) as step:
             made = refit(package, weights, output=output, on_step=step)
-        out.print(f"{output or package} now holds {made.model}: {format_bytes(made.weights_file.size)} of weights.")
+        out.print(f"{output or package} now contains {made.model}: {format_bytes(made.weights_file.size)} of weights.")

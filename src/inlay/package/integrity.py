@@ -140,7 +140,7 @@ def _check_steps(manifest: Manifest, bucket: Bucket) -> None:
         missing = [name for name in step.constants if name not in manifest.weights]
         missing += [name for name in step.ins if name not in values]
         if missing:
-            raise _manifest_error(f"a step of {step.piece} takes {missing[0]}, which no step computes")
+            raise _manifest_error(f"a step of {step.piece} uses {missing[0]}, which is not defined")
         values |= set(step.outs)
     if not values.issuperset(bucket.results) or not set(manifest.initial.values()) <= set(manifest.weights):
         raise _manifest_error("a result or initial state is not defined")

@@ -37,7 +37,7 @@ def locate(path: Path) -> Path:
                 f"{path} was copied without its links: {LINK} must be a symbolic link.",
                 "Copy it with `cp -a` or `rsync -a`.",
             )
-        raise PackageError(f"{path} is not an Inlay package.", "Create one with `inlay build MODEL -o DIR`.")
+        raise PackageError(f"{path} is not an Inlay package.", "Make one with `inlay build MODEL -o DIR`.")
     folder, _, name = os.readlink(link).partition("/")
     if folder != VERSIONS or not _HASH.fullmatch(name):
         raise PackageError(f"{path} is damaged: {LINK} does not point to one of its versions.", _REMEDY)
