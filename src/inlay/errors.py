@@ -1,4 +1,4 @@
-"""Errors a person can act on: one sentence saying what is wrong, one saying what to do."""
+"""Errors with a remedy: one sentence for the problem, one for what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """What `inlay` returns to the shell; documented in docs/cli.md.
+    """Exit codes of `inlay`; documented in docs/cli.md.
 
     >>> int(ExitCode.MODEL)
     3
@@ -19,29 +19,29 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    """A check ran and its answer is no (`inlay doctor`, `inlay prove`)."""
+    """A check ran and failed (`inlay doctor`, `inlay prove`)."""
     USAGE = 2
     """The command line is wrong."""
     MODEL = 3
-    """MODEL cannot be found, read or understood."""
+    """MODEL cannot be found, read or parsed."""
     CAPTURE = 4
     """The model was read, but no program could be captured from it."""
     PROGRAM = 5
-    """A program or its dump is not well formed."""
+    """A program or its dump is malformed."""
     TRANSFORM = 6
-    """A transform failed; the program is as it was before."""
+    """A transform failed; the program is unchanged."""
     CONTRACT = 7
-    """A transform did not match as often as it must."""
+    """A transform did not match as often as its contract requires."""
     PACKAGE = 8
-    """A package is damaged, does not fit this machine, or is none."""
+    """A package is damaged, does not fit this machine, or is not a package."""
     MACHINE = 9
-    """The machine has no more of what is needed: space on a disk, a free port."""
+    """The machine lacks a resource: disk space or a free port."""
     INTERNAL = 70
     """A defect of Inlay: please report it."""
 
 
 class InlayError(Exception):
-    """An error with a remedy. `str()` is what the command line prints.
+    """An error with a remedy. The command line prints `str()` of it.
 
     >>> print(InlayError("The file is empty.", "Download it again."))
     The file is empty. Download it again.
@@ -59,19 +59,19 @@ class InlayError(Exception):
 
 
 class MachineError(InlayError):
-    """The machine has no more of what is needed."""
+    """The machine lacks a resource, such as disk space."""
 
     exit_code = ExitCode.MACHINE
 
 
 class UsageError(InlayError):
-    """The call itself is wrong: a name, an option, a combination."""
+    """The call is wrong: a name, an option or a combination."""
 
     exit_code = ExitCode.USAGE
 
 
 class ModelError(InlayError):
-    """MODEL cannot be found, read or understood."""
+    """MODEL cannot be found, read or parsed."""
 
     exit_code = ExitCode.MODEL
 
@@ -83,31 +83,31 @@ class CaptureError(InlayError):
 
 
 class ProgramError(InlayError):
-    """A program, or the text form of one, is not well formed."""
+    """A program or its text form is malformed."""
 
     exit_code = ExitCode.PROGRAM
 
 
 class TransformError(InlayError):
-    """A transform failed. The program it worked on is untouched."""
+    """A transform failed. Its input program is unchanged."""
 
     exit_code = ExitCode.TRANSFORM
 
 
 class ContractError(InlayError):
-    """A transform did not match as often as it must."""
+    """A transform did not match as often as its contract requires."""
 
     exit_code = ExitCode.CONTRACT
 
 
 class PackageError(InlayError):
-    """A package cannot be read or does not fit this machine. Nothing of it was run."""
+    """A package cannot be read or does not fit this machine. None of its code was run."""
 
     exit_code = ExitCode.PACKAGE
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A hint that names the closest valid name, or the empty string.
+    """Return a hint with the closest valid name, or an empty string.
 
     >>> suggest("fuse_norn", ["fuse_norm", "match_rope"])
     'Did you mean fuse_norm?'
@@ -117,7 +117,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """The first meaningful line of an exception of another library, for use inside a sentence.
+    """Return the first non-empty line of an exception, for use inside a sentence.
 
     >>> one_line(ValueError("bad\\nlong explanation"))
     'bad'

@@ -1,4 +1,4 @@
-"""What this machine offers: the facts `inlay doctor` reports and packages are later checked against."""
+"""Facts about this machine: reported by `inlay doctor`, and compared with the target of a package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "am
 
 
 class CheckStatus(StrEnum):
-    """How a check went: `warn` works with limits, `fail` does not work."""
+    """Result of a check: `warn` works with limits, `fail` does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -37,7 +37,7 @@ class CheckStatus(StrEnum):
 
 @dataclass(frozen=True)
 class MachineCheck:
-    """One line of the doctor's report."""
+    """One line of the `inlay doctor` output."""
 
     name: str
     status: CheckStatus
@@ -46,7 +46,7 @@ class MachineCheck:
 
 
 def run_checks() -> Iterator[MachineCheck]:
-    """Look at everything Inlay needs, one check after the other."""
+    """Check everything that Inlay needs, one by one."""
     yield _python()
     yield _torch()
     yield _compiler()
@@ -60,14 +60,14 @@ def run_checks() -> Iterator[MachineCheck]:
 
 
 def cache_folder() -> Path:
-    """Where Inlay keeps what it can make again."""
+    """Return the cache folder of Inlay, whose contents can be regenerated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inlay")
 
 
 def make_private_folder(folder: Path) -> Path:
-    """A folder that nobody else can write to, made if it is not there: what lies in it is loaded as code.
+    """Create a folder that no other user can write to, if needed, and return it. Its files are loaded as code.
 
-    Raises PermissionError where it belongs to somebody else.
+    Raises PermissionError if it belongs to another user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -79,33 +79,33 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def process_start_time() -> float:
-    """When this process began, in seconds since 1970: what is older is still what it was when it was imported."""
+    """Return the start of this process, in seconds since 1970. Older files are unchanged since they were imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        ticks += 2  # the clock of the system is that coarse, and so soon Python has imported nothing of anybody's
+        ticks += 2  # the resolution of the system clock; Python imports no user code that early
         running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _IMPORT_TIME
-    return min(time.time() - running, _IMPORT_TIME)  # a process that was forked has imported things before it began
+    return min(time.time() - running, _IMPORT_TIME)  # a forked process has modules that were imported before it started
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has had in memory."""
+    """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage tells what the parent had, where that was more
+    if status.exists():  # getrusage includes the peak of the parent if that was higher
         return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def cpu_name() -> str:
-    """What this CPU is called."""
+    """Return the model name of this CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def compiler_version() -> str:
-    """The C++ compiler and its version, or nothing."""
+    """Return the C++ compiler and its version, or an empty string."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name) is None:
         return ""
@@ -114,7 +114,7 @@ def compiler_version() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """The instruction sets of this CPU that kernels care about."""
+    """Return the instruction sets of this CPU that kernels use."""
     info = Path("/proc/cpuinfo")
     flags: set[str] = set()
     if info.exists():
@@ -126,7 +126,7 @@ def cpu_features() -> tuple[str, ...]:
 
 
 def package_version(package: str) -> str:
-    """The version of an installed package, or nothing."""
+    """Return the version of an installed package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -134,13 +134,13 @@ def package_version(package: str) -> str:
 
 
 def core_count() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _python() -> MachineCheck:
     found = f"{platform.python_version()} ({platform.machine()})"
-    if sys.version_info < (3, 11):  # noqa: UP036 - the doctor is for people whose setup is wrong
+    if sys.version_info < (3, 11):  # noqa: UP036 - `inlay doctor` must report a wrong setup
         return MachineCheck("python", CheckStatus.FAIL, found, "Install Python 3.11 or newer.")
     return MachineCheck("python", CheckStatus.OK, found)
 
@@ -160,7 +160,7 @@ def _torch() -> MachineCheck:
 
 
 def _compiler() -> MachineCheck:
-    """Compile, link and run a program the way Inductor will."""
+    """Compile, link and run a program as Inductor does."""
     compiler = os.environ.get("CXX") or "g++"
     remedy = "Install a C++ compiler: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)."
     if shutil.which(compiler) is None:
@@ -183,10 +183,10 @@ def _compiler() -> MachineCheck:
 
 def _cpu() -> MachineCheck:
     features = cpu_features()
-    found = ", ".join(features) or "none of the instruction sets Inlay knows"
+    found = ", ".join(features) or "none of the instruction sets that Inlay uses"
     if "avx2" not in features:
         return MachineCheck(
-            "cpu", CheckStatus.WARN, found, "Kernels need AVX2 to be fast; capture and inspection work without."
+            "cpu", CheckStatus.WARN, found, "Kernels need AVX2 to be fast; capture and inspection work without it."
         )
     return MachineCheck("cpu", CheckStatus.OK, found)
 
@@ -196,7 +196,7 @@ def _threads() -> MachineCheck:
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked and asked.isdigit() and int(asked) > available:
         remedy = f"Unset OMP_NUM_THREADS or set it to {available}."
-        return MachineCheck("threads", CheckStatus.WARN, f"{asked} asked for, {available} cores", remedy)
+        return MachineCheck("threads", CheckStatus.WARN, f"{asked} requested, {available} cores", remedy)
     return MachineCheck("threads", CheckStatus.OK, f"{asked or available} on {available} cores")
 
 
@@ -206,7 +206,7 @@ def _memory() -> MachineCheck:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if total < 4:
         return MachineCheck(
-            "memory", CheckStatus.WARN, f"{total:.1f} GiB", "Compiling takes up to 3 GiB on top of the model."
+            "memory", CheckStatus.WARN, f"{total:.1f} GiB", "Compilation needs up to 3 GiB in addition to the model."
         )
     return MachineCheck("memory", CheckStatus.OK, f"{total:.1f} GiB")
 

@@ -1,8 +1,8 @@
-"""OpenMP threads that wait for work spin. That is fast alone, and ruin where other processes want the cores.
+"""Shortens the spinning of idle OpenMP threads. Spinning is fast on a free machine, but blocks cores others need.
 
-While this process has to wait for cores, its threads spin for microseconds only, otherwise as OpenMP does by default.
-libgomp has that switch inside: with more threads than cores it spins briefly (`gomp_throttled_spin_count_var`). So
-while cores are short there is a second pool of threads, which sleeps. Tested with torch 2.13's libgomp.
+While this process waits for cores, its threads spin only for microseconds; otherwise OpenMP's default applies. libgomp
+spins briefly if there are more threads than cores (`gomp_throttled_spin_count_var`). So a second pool of sleeping
+threads exists while cores are short. Tested with torch 2.13's libgomp.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _INTERVAL = 0.25
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 _HIGH_WAIT_SHARE, _LOW_WAIT_SHARE = 1 / 8, 1 / 25
-"""The share of all cores that this process waits for: from where on they are short, and below which they are enough."""
+"""Share of all cores that this process waits for: above the first, cores are short; below the second, they suffice."""
 _MIN_CALM_SAMPLES, _MAX_CALM_SAMPLES = 4, 16
-"""How many looks in a row must find enough cores. Each time they were short again, twice as many."""
+"""Consecutive samples that must find enough cores. The number doubles after each shortage."""
 
 
 @cache
 def share_cores() -> None:
-    """Watch from now on whether cores are short. Does nothing where the user has said how threads wait."""
+    """Start watching for a shortage of cores. Does nothing if the user has configured how threads wait."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and Path("/proc/self/schedstat").exists():
         threading.Thread(target=_watch, args=(_sample_wait_share(),), name="inlay-share-cores", daemon=True).start()
 
 
 def _sample_wait_share() -> Iterator[float]:
-    """For which share of the cores this process has waited of late, again and again."""
-    never = threading.Event()  # a clock that does not hold up the end of the process
+    """Yield, at every interval, the share of all cores that this process waited for."""
+    never = threading.Event()  # a timer that does not delay the exit of the process
     before, since = _thread_wait_times(), time.monotonic()
     while not never.wait(_INTERVAL):
         waited, now = _thread_wait_times(), time.monotonic()
@@ -49,11 +49,11 @@ def _sample_wait_share() -> Iterator[float]:
 
 
 def _thread_wait_times() -> dict[str, float]:
-    """Seconds that each thread of this process was ready to run and had no core."""
+    """Return the seconds that each thread of this process was runnable without a core."""
     seconds = {}
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError, IndexError), open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
-            seconds[thread] = int(file.read().split()[1]) / 1e9  # unless it has ended
+            seconds[thread] = int(file.read().split()[1]) / 1e9  # fails if the thread has ended
     return seconds
 
 
@@ -70,7 +70,7 @@ def _watch(looks: Iterable[float]) -> None:
 
 
 class SpinThrottle:
-    """A pool of OpenMP threads that makes libgomp count more threads than cores, for as long as it lives."""
+    """A pool of OpenMP threads: while it exists, libgomp counts more threads than cores."""
 
     def __init__(self, libgomp: Any, threads: int) -> None:
         self._stop_event = threading.Event()
@@ -81,7 +81,7 @@ class SpinThrottle:
 
     @classmethod
     def start(cls) -> SpinThrottle | None:
-        """From now on; None where torch is not loaded, or its OpenMP is another."""
+        """Start the pool; return None if torch is not loaded or does not use libgomp."""
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return None
@@ -89,13 +89,13 @@ class SpinThrottle:
             maps = Path("/proc/self/maps").read_text().splitlines()
             files = {Path(line.split(maxsplit=5)[5]) for line in maps if "/libgomp" in line}
             (file,) = [file for file in files if file.parent == Path(torch.__file__).parent / "lib"] or files
-            # With the threads that torch has, more than there are cores.
+            # Together with the threads of torch, more threads than cores.
             return cls(ctypes.CDLL(str(file)), max(2, core_count() - torch.get_num_threads() + 2))
         except (OSError, RuntimeError, AttributeError, ValueError):
             return None
 
     def stop(self) -> None:
-        """Threads spin as before. The pool ends with the thread that owns it."""
+        """End the pool with the thread that owns it; threads spin as before."""
         self._stop_event.set()
         self._thread.join()
 

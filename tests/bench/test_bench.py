@@ -75,7 +75,7 @@ def test_table_picture_and_a_peer(package: Path, tmp_path: Path) -> None:
     assert "slow" in shown.stdout
     assert "batch4 of bare" in shown.stdout
     assert "slow: Prompts are not for me." in shown.stderr
-    assert "Inlay, times" in shown.stdout
+    assert "Inlay speedup" in shown.stdout
     drawn = ElementTree.fromstring(picture.read_text())
     assert len(drawn.findall(f".//{SVG}rect[@class='bar']")) == 5, "two decode, one prefill, two in a batch"
     assert len(drawn.findall(f".//{SVG}path[@class='limit']")) == 3
@@ -154,10 +154,10 @@ def test_who_cannot_take_part_says_why(tmp_path: Path) -> None:
     assert raced.samples["fine"].seconds["decode"] == [[0.5] * 3] * 2
     assert len(raced.samples["fine"].seconds["first_token"]) == 2
     assert raced.notes == [
-        "absent does not take part: no_such_library is not installed there.",
-        "choosy does not take part: it reads nothing but tea leaves.",
-        "dying was ended by SIGILL.",
-        "raising ended with exit code 1: ValueError: wrong.",
+        "absent is unavailable: no_such_library is not installed in its environment.",
+        "choosy is unavailable: it reads nothing but tea leaves.",
+        "dying was killed by SIGILL.",
+        "raising exited with code 1: ValueError: wrong.",
         "fine: Prompts are not for me.",
     ]
 
@@ -167,7 +167,7 @@ def test_no_environment(tmp_path: Path) -> None:
     folder, _ = _peers(tmp_path, fine="pass")
     raced = _race(find(folder, tmp_path / "nothing", None, {}))
     assert raced.notes == [
-        f"{tmp_path}/nothing/bin/python is not there. docs/benchmarks.md says how to install the peers."
+        f"{tmp_path}/nothing/bin/python does not exist. Install the peers as described in docs/benchmarks.md."
     ]
 
 

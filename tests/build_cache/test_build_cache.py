@@ -285,9 +285,9 @@ class TestMiss:
         for name, text in PARTS.items():
             (tmp_path / name).write_text(textwrap.dedent(text))
         build = ("build", "my_model:example", "-o", "package", "--config", "config.yaml", "--explain-cache")
-        assert "holds nothing to compare with" in self.inlay(tmp_path, *build)
+        assert "no entry to compare with" in self.inlay(tmp_path, *build)
         said = self.inlay(tmp_path, *build)
-        assert "Nothing was compiled: taken from the cache, which saved" in said
+        assert "Cache hit: nothing was compiled," in said
         assert "mine" in said
         (tmp_path / "my_helpers_helper.py").write_text("NUMBER = 2\n")
         said = self.inlay(tmp_path, *build)
@@ -330,7 +330,7 @@ class TestMiss:
     def test_a_source_that_changed_meanwhile(self, captured: Program, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was imported may be another text than what is hashed."""
         monkeypatch.setattr(machine, "process_start_time", lambda: 0.0)
-        with pytest.raises(key.NotCacheable, match="was changed after this program began"):
+        with pytest.raises(key.NotCacheable, match="was changed after this process started"):
             _factors(captured)
 
 
@@ -358,7 +358,7 @@ class TestDamage:
         build(example(), tmp_path / "package")
         built = build(example(seed=1), tmp_path / "package")
         assert not built.cache.hit
-        assert "weights became others" in built.cache.reason
+        assert "weights differ from those of the cached build" in built.cache.reason
         assert is_right(tmp_path / "package", seed=1)
 
 

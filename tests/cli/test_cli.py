@@ -60,7 +60,7 @@ def test_help_is_quick_and_has_examples() -> None:
 @pytest.mark.fast
 def test_several_sequences_at_a_time_by_default() -> None:
     for verb in ("build", "report"):
-        assert "Sequences at a time. [default: 8]" in " ".join(_inlay(verb, "--help").stdout.split())
+        assert "Maximum sequences per batch. [default: 8]" in " ".join(_inlay(verb, "--help").stdout.split())
 
 
 @pytest.mark.fast
@@ -145,7 +145,7 @@ def test_explain_says_what_is_different_and_where(tmp_path: Path) -> None:
     (entry,) = json.loads(_inlay("explain", folder, "--pass", "fuse_add_rms_norm", "--json").stdout)
     assert (entry["matches"], [each["layers"] for each in entry["findings"]]) == (6, [[0]])
     assert "Did you mean match_rope" in _inlay("explain", folder, "--pass", "match_rop", check=2).stderr
-    assert "does not say why" in _inlay("explain", folder, "--pass", "external_passes:relu_to_gelu", check=2).stderr
+    assert "has no remarks" in _inlay("explain", folder, "--pass", "external_passes:relu_to_gelu", check=2).stderr
 
 
 def test_show_a_pass_fits_a_screen(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_candidates() -> None:
     assert names["tanh_add"]["occurrences"] == 5
     assert names["tanh_add"]["recommendation"] == "use_existing_kernel"
     assert found["total"]["launches"] >= 5
-    assert "goes with --scaffold" in _inlay("candidates", "models:convolutions", "--kernel", "triton", check=2).stderr
+    assert "requires --scaffold" in _inlay("candidates", "models:convolutions", "--kernel", "triton", check=2).stderr

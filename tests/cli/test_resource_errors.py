@@ -43,15 +43,15 @@ def _full() -> OSError:
 def test_a_full_disk(said: list[str]) -> None:
     assert _fail(_full()) == 9
     assert said == [
-        "[bold red]error:[/] There is no space left for what is being written, here or in "
-        f"{console.tempfile.gettempdir()}. Free some, or write to another disk."
+        "[bold red]error:[/] There is no space left for the output, here or in "
+        f"{console.tempfile.gettempdir()}. Free some space, or write to another disk."
     ]
 
 
 def test_an_interruption(said: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt), console.error_boundary():
         raise KeyboardInterrupt
-    assert said == ["Interrupted. What was not finished is thrown away."]
+    assert said == ["Interrupted. Unfinished output was discarded."]
 
 
 def test_a_full_disk_below_another_error(said: list[str]) -> None:
@@ -68,7 +68,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     usage: Any = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     example = inlay.Example(torch.nn.Linear(64, 64), (torch.ones(1, 64),))
-    with pytest.raises(MachineError, match=r"The weights take [0-9.]+ MB, and .* has [0-9.]+ MB left"):
+    with pytest.raises(MachineError, match=r"The weights need [0-9.]+ MB, but .* has [0-9.]+ MB free"):
         inlay.build(example, tmp_path / "package")
     assert not (tmp_path / "package" / "current").exists()
 

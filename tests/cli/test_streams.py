@@ -88,7 +88,7 @@ def test_a_folder(written: tuple[Path, Result]) -> None:
     assert "events ÷ edges  recorded  planned ÷ in order" in lines[2]
     operators, pieces, lanes, *_ = map(int, lines[3].split()[:5])
     assert operators > pieces > lanes == 2
-    assert "The schedule has no race. Results and states are exactly those of one lane." in lines
+    assert "The schedule has no race. Results and states are identical to those of one lane." in lines
     for way in ("one lane ", "2 lanes ", "one lane with 2 intra-op threads "):
         assert any(line.startswith(way) for line in lines)
     assert "Time relative to one lane: 2 lanes × " in lines[-1]
@@ -198,11 +198,11 @@ def test_rounds_that_disagree() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        ((), 2, "Either MODEL or --check"),
-        (("models:convolutions", "--check", "schedule.json"), 2, "Either MODEL or --check"),
+        ((), 2, "either MODEL or --check"),
+        (("models:convolutions", "--check", "schedule.json"), 2, "either MODEL or --check"),
         (("--check", "no/such/schedule.json"), 2, "no/such/schedule.json cannot be read: No such file"),
         (("--check", "models.py"), 2, "work.json cannot be read"),
-        (("models:convolutions", "--output", "models.py"), 2, "models.py cannot be made"),
+        (("models:convolutions", "--output", "models.py"), 2, "models.py cannot be created"),
         (("no/such/model.gguf",), 3, "There is no file or folder"),
     ],
 )

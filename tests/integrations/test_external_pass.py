@@ -275,7 +275,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "code", "sentence"),
     [
         (["--pass", "external_passes:nothin"], 2, "Did you mean nothing?"),
-        (["--pass", "external_passes:nothing", "--set", "match_rope.enabled=false"], 2, "runs without them"),
+        (["--pass", "external_passes:nothing", "--set", "match_rope.enabled=false"], 2, "is an external pass"),
         (["--pass", "external_passes:drops_an_output"], 6, "The graph has 0 outputs, expected 1"),
     ],
 )

@@ -91,18 +91,18 @@ def a_name_twice(found: Any) -> None:
     [
         (outside, "outside the package"),
         (absolute, "outside the package"),
-        (code_that_is_not_listed, "is no part of the package"),
-        (code_from_elsewhere, "is no file of the package"),
+        (code_that_is_not_listed, "is not part of the package"),
+        (code_from_elsewhere, "is not a file of the package"),
         (absurd_size, "is damaged or incomplete"),
-        (absurd_shape, "does not hold lm_head.weight as the manifest says"),
-        (no_hashes_of_weights, "does not know all of"),
-        (no_such_type, "does not hold lm_head.weight as the manifest says"),
-        (no_such_weight, "takes other, which nothing gives"),
-        (no_such_value, "takes other, which nothing gives"),
-        (no_such_piece, "calls other, which is no piece"),
-        (one_input_too_few, "does not fit what it takes or gives"),
-        (no_such_result, "comes from nowhere"),
-        (a_name_twice, "not what its format says"),
+        (absurd_shape, "lm_head.weight in weights.safetensors does not match the manifest"),
+        (no_hashes_of_weights, "does not have the hashes of all chunks of"),
+        (no_such_type, "lm_head.weight in weights.safetensors does not match the manifest"),
+        (no_such_weight, "uses other, which is not defined"),
+        (no_such_value, "uses other, which is not defined"),
+        (no_such_piece, "calls other, which is not a piece"),
+        (one_input_too_few, "does not match its inputs or outputs"),
+        (no_such_result, "a result or initial state is not defined"),
+        (a_name_twice, "does not match its format"),
     ],
 )
 def test_manifests_that_are_wrong_in_themselves(
@@ -164,5 +164,5 @@ def test_manifests_that_are_none(tmp_path: Path, data: bytes) -> None:
     home.mkdir(parents=True)
     (home / manifests.NAME).write_bytes(data)
     (tmp_path / "current").symlink_to(f"versions/{home.name}")
-    with pytest.raises(PackageError, match="not what its format says"):
+    with pytest.raises(PackageError, match="does not match its format"):
         read_manifest(tmp_path)

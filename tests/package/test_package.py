@@ -164,7 +164,7 @@ class TestRefusals:
             ({"target__machine": "riscv"}, "built for riscv"),
             ({"target__cpu_features": ["avx2", "avx1024"]}, "a CPU with avx1024"),
             ({"format": 99}, "has format 99"),
-            ({"buckets": 3}, "not what its format says"),
+            ({"buckets": 3}, "does not match its format"),
         ],
         ids=["torch", "machine", "features", "format", "shape"],
     )
@@ -243,7 +243,7 @@ def test_refit(package: Path, model_folder: Path, tmp_path: Path) -> None:
     code = {name: row for name, row in before.files.items() if name.endswith((".so", ".cpp"))}
     assert {name: made.files[name] for name in code} == code
     random_model(FIELDS | {"num_hidden_layers": 2}).save_pretrained(tmp_path / "shallow")
-    with pytest.raises(UsageError, match=r"has no model\.layers\.2"):
+    with pytest.raises(UsageError, match=r"has no tensor model\.layers\.2"):
         refit(package, str(tmp_path / "shallow"), output=tmp_path / "refused")
     assert not (tmp_path / "refused" / "current").exists()
 

@@ -147,7 +147,7 @@ def test_the_remedy_of_a_check_keeps_the_configuration(
     _written(monkeypatch, "returned")
     checked = _run("check", "--lock", str(locked_with))
     assert checked.exit_code == 1
-    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("If that is right: inlay ")]
+    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("To accept the changes: inlay ")]
     words = shlex.split(line.partition("inlay ")[2])
     assert words == ["lock", MODEL, "--config", str(mine), "--set", "match_rope.enabled=false", "-o", str(locked_with)]
     before = read_lock(locked_with).models[0].transforms

@@ -1,1 +1,1 @@
-"""Measuring a package against its limit and against others: contestants take turns in one run."""
+"""Benchmarks a package against its roofline and against other systems; contestants take turns in one run."""

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: for each task a bar a contestant, against the limit; as SVG, no library needed."""
+"""The chart of a benchmark as SVG: for each task, one bar per contestant and the limits. Needs no library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 WIDTH, LEFT, WIDE, TOP = 900, 170, 420, 70
 BAR, ROW, GAP = 14, 22, 52
 COLOURS = {True: "#2f8f6b", False: "#7b8fb5"}
-"""Of the package, and of everybody else."""
+"""Colors of the package and of all other contestants."""
 LIMIT = "#c8743a"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A contestant's rate in a task: the median, the spread, and what a token took."""
+    """The rate of a contestant in a task: median, spread and time per token."""
 
     name: str
     tok_s: Mapping[str, float]
@@ -30,7 +30,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """A task: who did it how fast, and the limit, where there is one."""
+    """A task: the rate of each contestant, and the limits if there are any."""
 
     title: str
     bars: Sequence[Bar]
@@ -39,14 +39,14 @@ class Panel:
 
 
 def panels(report: Mapping[str, Any]) -> list[Panel]:
-    """What there is to be drawn."""
+    """Return the panels of the chart."""
     batched = next((name.removesuffix("_tok_s") for name in report if name.startswith("batch")), "")
     sequences = batched.removeprefix("batch")
     limits = {"bare linears": report["bare_decode_tok_s"], "reading the weights": report["reading_tok_s"]}
     found = [
         _panel(report, "decode", "decode, one sequence", limits),
         _panel(report, "prefill", "prefill", {}, per="prompt"),
-        _panel(report, batched, f"decode, {sequences} sequences together", _bare(report, batched), per="step"),
+        _panel(report, batched, f"decode, batch of {sequences}", _bare(report, batched), per="step"),
     ]
     return [panel for panel in found if panel.bars]
 
@@ -65,7 +65,7 @@ def _panel(
 
 
 def draw(report: Mapping[str, Any], title: str) -> str:
-    """The whole picture."""
+    """Draw the chart."""
     drawn = panels(report)
     heights = [GAP + ROW * len(panel.bars) for panel in drawn]
     about = "; ".join(
@@ -73,9 +73,11 @@ def draw(report: Mapping[str, Any], title: str) -> str:
         for panel in drawn
     )
     parts = [
-        header(title, f"Tokens a second. {about}.", WIDTH, TOP + sum(heights) + 16),
+        header(title, f"Tokens per second. {about}.", WIDTH, TOP + sum(heights) + 16),
         text(LEFT, 28, title, size=18, weight=600),
-        text(LEFT, 47, f"tokens a second, median of {report['rounds']} rounds; the thin line is lowest to highest"),
+        text(
+            LEFT, 47, f"tokens per second, median of {report['rounds']} rounds; the thin line spans lowest to highest"
+        ),
     ]
     y = float(TOP)
     for panel, height in zip(drawn, heights, strict=True):
@@ -96,7 +98,7 @@ def _draw_panel(panel: Panel) -> Iterator[str]:
         yield f'<rect class="bar" x="0" y="{y}" width="{wide:.1f}" height="{BAR}" fill="{colour}"/>'
         yield f'<path d="M{low:.1f} {y + BAR / 2}H{top:.1f}" stroke="{INK}" stroke-width="1.5"/>'
         yield text(-8, y + 11, bar.name, anchor="end", weight=600 if bar.name == INLAY else 400)
-        spent = f"p50 {number_text(bar.p50_ms)}, p99 {number_text(bar.p99_ms)} ms a {panel.per}"
+        spent = f"p50 {number_text(bar.p50_ms)}, p99 {number_text(bar.p99_ms)} ms per {panel.per}"
         yield text(WIDE + 10, y + 11, number_text(bar.tok_s["median"]), weight=600)
         yield text(WIDE + 70, y + 11, spent)
     for number, (name, value) in enumerate(sorted(panel.limits.items(), key=lambda each: each[1])):

@@ -1,4 +1,4 @@
-"""Inlay as a contestant: a package, asked through the sessions that everybody uses."""
+"""Inlay as a contestant: a package, run through ordinary sessions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from inlay.package.loader import LoadedPackage
 
 PREFILL_CHUNK = 512
-"""Tokens of a prompt that go in together when a cache is filled."""
+"""Prompt tokens per step when a cache is filled."""
 
 
 class PackageContestant:
-    """Tokens are any: how long a step takes does not depend on them. Scores are computed; none is chosen."""
+    """A package as a contestant. Token values do not affect the time. Logits are computed, no token is sampled."""
 
     version = f"Inlay {__version__}, torch {torch.__version__}"
 
@@ -30,29 +30,29 @@ class PackageContestant:
         self._session(1).advance([[1]])
 
     def decode(self, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of one sequence, after so many others."""
+        """Decode tokens of one sequence, after `context_tokens` others."""
         return self.batch(1, tokens, context_tokens)
 
     def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of several sequences together."""
+        """Decode tokens of several sequences in one batch."""
         session = self._session(sequences)
         self._fill(session, context_tokens)
         step = torch.ones(sequences, 1, dtype=torch.int64)
         return [_time(lambda: session.advance(step)) for _ in range(tokens)]
 
     def prefill(self, tokens: int) -> list[float]:
-        """A prompt, up to its scores."""
+        """Prefill a prompt, up to its logits."""
         session = self._session(1)
         session.restart()
         prompt = torch.arange(tokens).reshape(1, -1) % self._vocabulary
         return [_time(lambda: session.advance(prompt))]
 
     def bare(self, rows: int) -> list[float]:
-        """One pass over the linear layers alone."""
+        """Run the linear layers alone, once."""
         return [time_linears(self._package, rows)]
 
     def read(self) -> list[float]:
-        """Reading as many bytes as the linear layers of one token read."""
+        """Read as many bytes as the linear layers read for one token."""
         return [time_weight_read(self._package)]
 
     @property
@@ -78,6 +78,6 @@ def _time(work: Any) -> float:
 
 
 def open_contestant(arguments: dict[str, Any]) -> PackageContestant:
-    """What the protocol calls; ready when a first token has gone through."""
+    """Open the contestant for the protocol; it is ready after its first token."""
     torch.set_num_threads(arguments["threads"])
     return PackageContestant(load_package(arguments["package"]))

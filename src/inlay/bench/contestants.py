@@ -1,7 +1,7 @@
-"""Who takes part: the package itself, and the scripts that are found in a folder.
+"""Finds the contestants: the package, and the scripts in a folder.
 
-Scripts under `peers/` run in the peers' environment, those under `own/` in Inlay's. A script that is several
-contestants names them in `VARIANTS`.
+Scripts in `peers/` run in the environment of the peers, those in `own/` in Inlay's environment. A script for several
+contestants lists them in `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 
 def package_contestant(package: Path, manifest: Manifest) -> Contestant:
-    """The package as a contestant."""
+    """Return the package as a contestant."""
     room = int(manifest.states[0].shape[2])
     arguments = {"package": str(package.resolve()), "threads": manifest.target.threads, "room": room}
     return Contestant(INLAY, Path(__file__).with_name("contestant.py"), Path(sys.executable), arguments)
 
 
 def find(folder: Path, peers: Path | None, names: Sequence[str] | None, arguments: dict[str, Any]) -> list[Contestant]:
-    """The contestants that were named, or all peers when there is an environment for them."""
+    """Return the named contestants, or all peers if they have an environment."""
     if peers is None and not names:
         return []
     known = {each.name: each for each in _all(folder, peers, arguments)}
     if not known:
         raise UsageError(
-            f"{folder} holds no contestants.", "Run in Inlay's repository, or say where they are with --scripts."
+            f"{folder} contains no benchmark scripts.",
+            "Run in Inlay's repository, or name their folder with --scripts.",
         )
     if names is None:
         return [each for each in known.values() if each.script.parent.name == "peers"]
@@ -44,7 +45,7 @@ def find(folder: Path, peers: Path | None, names: Sequence[str] | None, argument
         fitting = [each for each in known.values() if name in (each.name, each.script.stem)]
         if not fitting:
             raise UsageError(
-                f"There is no contestant {name}.", suggest(name, known) or f"There are {', '.join(known)}."
+                f"There is no contestant {name}.", suggest(name, known) or f"Available: {', '.join(known)}."
             )
         chosen += fitting
     return list({each.name: each for each in chosen}.values())
@@ -64,7 +65,7 @@ def _all(folder: Path, peers: Path | None, arguments: dict[str, Any]) -> Iterato
 
 
 def _variants(script: Path) -> Sequence[str]:
-    """What the script's `VARIANTS` lists, without running it."""
+    """Return the `VARIANTS` of a script, without running it."""
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VARIANTS":
             found: Sequence[str] = ast.literal_eval(node.value)

@@ -1,4 +1,4 @@
-"""From seconds to figures: rates, shares of the limit and ratios, each as a median over rounds with its spread."""
+"""Computes rates, fractions of the limit and ratios from seconds, each as a median over rounds with its spread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INLAY = "Inlay"
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure: the median of the rounds, and the lowest and highest of them.
+    """The median, lowest and highest value of all rounds.
 
     >>> str(Spread.of([1.0, 4.0, 2.0]))
     '2.00 (1.00–4.00)'
@@ -30,19 +30,19 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of some values."""
+        """Return the spread of these values."""
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
         return f"{number_text(self.median)} ({number_text(self.low)}–{number_text(self.high)})"
 
     def to_json(self) -> dict[str, float]:
-        """Output JSON."""
+        """Return the spread as JSON."""
         return {"median": self.median, "low": self.low, "high": self.high}
 
 
 def number_text(value: float) -> str:
-    """Three digits or so.
+    """Format a number with about three digits.
 
     >>> number_text(1234.5), number_text(86.42), number_text(0.8712)
     ('1,234', '86.4', '0.87')
@@ -51,7 +51,7 @@ def number_text(value: float) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of all values does not exceed.
+    """Return the value that this share of all values does not exceed.
 
     >>> percentile([4.0, 1.0, 2.0, 3.0], 0.5), percentile([1.0, 2.0], 0.99)
     (2.0, 2.0)
@@ -61,7 +61,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def rates(samples: Samples, task: str) -> list[float]:
-    """Tokens a second, round by round; for the first token and for reading: seconds."""
+    """Return tokens per second of each round; for the first token and for reading, seconds."""
     rounds = samples.seconds.get(task, [])
     if task in (FIRST, "read"):
         return [sum(each) for each in rounds]
@@ -69,19 +69,19 @@ def rates(samples: Samples, task: str) -> list[float]:
 
 
 def latency_percentiles(samples: Samples, task: str) -> dict[str, float]:
-    """p50 and p99 of what a token, or a step of a batch, took, over all rounds."""
+    """Return p50 and p99 of the time of a token, or of a step of a batch, over all rounds."""
     all_of_them = [1000 * each for seconds in samples.seconds[task] for each in seconds]
     return {"p50_ms": percentile(all_of_them, 0.5), "p99_ms": percentile(all_of_them, 0.99)}
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> Spread | None:
-    """One over the other, round by round."""
+    """Return the ratio of two lists, computed round by round."""
     pairs = list(zip(one, other, strict=False))
     return Spread.of([a / b for a, b in pairs]) if pairs else None
 
 
 def report(raced: BenchResult, batch: int) -> dict[str, Any]:
-    """All figures as one JSON document. The keys at its top are the package's own medians."""
+    """Return all results as one JSON document. Top-level numbers are medians of the package."""
     ours = raced.samples[INLAY]
     batched = f"batch{batch}"
 
@@ -116,7 +116,7 @@ def report(raced: BenchResult, batch: int) -> dict[str, Any]:
 
 
 def _compare_best(raced: BenchResult) -> dict[str, Any]:
-    """For each task, how many times as fast the package is as whoever else is fastest, and who that is."""
+    """Return, for each task, the fastest other contestant and the speedup of the package over it."""
     ours, found = raced.samples[INLAY], {}
     for task in ours.seconds:
         others = {
@@ -144,7 +144,7 @@ def _contestant(samples: Samples) -> dict[str, Any]:
 
 
 def _compare(ours: Samples, other: Samples) -> dict[str, Any]:
-    """How many times as fast the package is; for the first token: how many times as soon."""
+    """Return the speedup of the package in each task; for the first token, the ratio of times."""
     found = {}
     for task in other.seconds:
         mine, theirs = rates(ours, task), rates(other, task)

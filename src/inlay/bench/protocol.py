@@ -1,10 +1,10 @@
-"""A contestant as a process: a JSON request a line comes in, a JSON answer a line goes out.
+"""Runs a contestant in a process: one JSON request per input line, one JSON answer per output line.
 
-`python -P protocol.py SCRIPT ARGUMENTS` runs the script's `open_contestant(arguments)` and says `ready` when that has
-made its first token. Requests are calls of the contestant's methods:
-`{"do": "decode", "tokens": 64, "context_tokens": 64}` is answered with the seconds each token took, or with a sentence
-that says why not. Only the standard library is imported: scripts run in environments of their own. What libraries
-print goes to standard error.
+`python -P protocol.py SCRIPT ARGUMENTS` runs the script's `open_contestant(arguments)` and answers `ready` after the
+first token. Requests are calls of the contestant's methods. The answer to
+`{"do": "decode", "tokens": 64, "context_tokens": 64}` is the seconds of each token, or the reason why it is not
+supported. Only the standard library is imported, because scripts run in separate environments. Output of libraries
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main(script: str, arguments: dict[str, Any]) -> None:
-    """Open the contestant, then answer until there are no more requests."""
+    """Open the contestant and answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -30,7 +30,7 @@ def main(script: str, arguments: dict[str, Any]) -> None:
     except SystemExit as sentence:
         return answer(absent=str(sentence))
     except ImportError as error:
-        return answer(absent=f"{error.name or error} is not installed there.")
+        return answer(absent=f"{error.name or error} is not installed in its environment.")
     answer(ready=contestant.version)
     for line in sys.stdin:
         request = json.loads(line)
@@ -38,7 +38,7 @@ def main(script: str, arguments: dict[str, Any]) -> None:
         if do == "quit":
             break
         if not hasattr(contestant, do):
-            answer(cannot=f"There is no {do} here.")
+            answer(cannot=f"Task {do} is not supported.")
             continue
         try:
             said = getattr(contestant, do)(**request)

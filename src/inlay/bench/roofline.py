@@ -1,7 +1,7 @@
-"""The bare limit: the linear layers of a package run alone, and the time it takes to read their bytes.
+"""The roofline of a package: the time of its linear layers alone, and the time to read their bytes.
 
-No step of a decoder is faster than its linear layers, and those not faster than memory. `time_linears` and
-`time_weight_read` are all that the rest of the benchmark knows of how this is measured.
+No decode step is faster than its linear layers, and those are not faster than memory. The rest of the benchmark uses
+only `time_linears` and `time_weight_read`.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _TRIALS = 3
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """One linear call of a package, with the package's own weight."""
+    """One linear call of a package, with its weight."""
 
     weight: torch.Tensor
     features: int
     depth: int
     bits: int = 0
-    """Bits of a packed weight; 0 when it is a plain matrix."""
+    """Bits of a packed weight; 0 for a plain matrix."""
     zero: int = 0
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Linears of one shape take the same kernel."""
+        """Key of the kernel choice: linear layers of the same shape use the same kernel."""
         return self.features, self.depth, self.bits, self.weight.dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that goes in; packed weights of up to 16 bits are computed with in bfloat16."""
+        """The dtype of the input; packed weights of up to 16 bits use bfloat16."""
         return self.weight.dtype if not self.bits else torch.float32 if self.bits == 32 else torch.bfloat16
 
 
 def find_linear_calls(package: LoadedPackage, rows: int) -> list[LinearCall]:
-    """Every linear call of a step for so many rows, in the order in which they run.
+    """Return every linear call of a step with this number of rows, in execution order.
 
-    A compiled piece no longer says what it calls: each matrix among its weights is taken to be multiplied once.
+    A compiled piece does not list its calls: each matrix among its weights is assumed to be used once.
     """
     bucket = _bucket(package, rows)
     pieces = {piece.name: piece for piece in bucket.pieces}
@@ -87,7 +87,7 @@ def _linears_from_calls(package: LoadedPackage, piece: PieceFile, weights: list[
 
 
 def _linears_from_weights(piece: PieceFile, weights: list[torch.Tensor]) -> Iterator[LinearCall]:
-    """The packed linear layers that the manifest lists; without such, every matrix."""
+    """Yield the packed linear layers of the manifest; if there are none, every matrix."""
     for row in piece.kernels:
         yield LinearCall(weights[int(row.weight.removeprefix("w"))], row.features, row.depth, row.bits, row.zero)
     for weight in weights if not piece.kernels else ():
@@ -115,7 +115,7 @@ def _own(linear: LinearCall, rows: int, way: str = "dot") -> Run | None:
 
 
 def _prepacked(linear: LinearCall, rows: int) -> Run | None:
-    """oneDNN's own layout, which torch's compiler uses for matrices that are constants."""
+    """The oneDNN weight layout, which Inductor uses for constant matrices."""
     if linear.bits or linear.dtype not in (torch.float32, torch.bfloat16):
         return None
     mkldnn: Any = torch.ops.mkldnn
@@ -125,7 +125,7 @@ def _prepacked(linear: LinearCall, rows: int) -> Run | None:
 
 
 def _aten_int4(linear: LinearCall, rows: int) -> Run | None:
-    """ATen's kernel for four bits in groups of 32. It reads as many bytes as the package's; which, does not matter."""
+    """ATen's int4 kernel with groups of 32. It reads as many bytes as the package's kernel; values do not matter."""
     if linear.bits != 4 or linear.features % 16 or linear.depth % 32:
         return None
     numbers = torch.randint(0, 16, (linear.features, linear.depth), dtype=torch.int32)
@@ -140,17 +140,17 @@ CANDIDATES: tuple[Callable[[LinearCall, int], Run | None], ...] = (
     _prepacked,
     _aten_int4,
 )
-"""Kernels for a linear layer; for each shape and number of rows the fastest is taken."""
+"""Kernels for a linear layer; the fastest is used for each shape and number of rows."""
 
 
 def time_linears(package: LoadedPackage, rows: int) -> float:
-    """Seconds of one pass over all linear layers of a step, each shape by the fastest kernel for it."""
+    """Return the seconds of one pass over all linear layers of a step, with the fastest kernel for each shape."""
     with torch.no_grad():
         return _pass(_select_fastest(package, rows))
 
 
 def time_weight_read(package: LoadedPackage) -> float:
-    """Seconds to read once, with all threads, as many bytes as the linear layers of one token read."""
+    """Return the seconds to read, with all threads, as many bytes as the linear layers read for one token."""
     buffer = _buffer(package)
     start = perf_counter()
     buffer.sum()
@@ -158,7 +158,7 @@ def time_weight_read(package: LoadedPackage) -> float:
 
 
 def linear_bytes(package: LoadedPackage) -> int:
-    """Bytes of the weights that one token reads."""
+    """Return the bytes of weights that one token reads."""
     return sum(linear.weight.nbytes for linear in find_linear_calls(package, 1))
 
 

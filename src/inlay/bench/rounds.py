@@ -1,4 +1,4 @@
-"""Rounds: in each, every contestant does every task once, one after the other. Ratios are taken within a round."""
+"""Runs a benchmark in rounds: each contestant in turn runs every task once. Ratios are computed within a round."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 FIRST = "first_token"
 LONG_START = 30.0
-"""Seconds: who takes longer to start (because it compiles) is started once, not every round."""
+"""Seconds. Contestants that take longer to start (because they compile) are started once, not every round."""
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """Something to be timed: what is asked, and how many tokens each of the times in the answer is for."""
+    """A task to be timed: the request, and the number of tokens for each time in the answer."""
 
     name: str
     do: str
@@ -30,7 +30,7 @@ class BenchTask:
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is asked for; the same of everybody."""
+    """Sizes of the tasks; the same for all contestants."""
 
     tokens: int = 64
     context_tokens: int = 64
@@ -39,7 +39,7 @@ class Workload:
     batch: int = 16
 
     def fit(self, max_seq_len: int, slots: int) -> tuple[Workload, list[str]]:
-        """What a package with so much room can do, and what had to be made smaller, in sentences.
+        """Return the workload reduced to the limits of a package, and notes about the reductions.
 
         >>> Workload().fit(96, 1)[0]
         Workload(tokens=24, context_tokens=64, long_context_tokens=72, prompt=96, batch=16)
@@ -56,15 +56,17 @@ class Workload:
         notes = []
         if made != self:
             wanted = max(self.long_context_tokens + self.tokens, self.prompt)
-            asked = f"a prompt of {made.prompt}, {made.tokens} tokens after {made.context_tokens}"
+            asked = f"a prompt of {made.prompt}, {made.tokens} decode tokens after {made.context_tokens}"
             asked += f", and after {made.long_context_tokens}"
-            notes.append(f"The package holds {max_seq_len} tokens: {asked}. Build with --max-length {wanted} for more.")
+            notes.append(
+                f"Limited to {max_seq_len} tokens per sequence: {asked}. Build with --max-length {wanted} for more."
+            )
         if slots < self.batch:
             notes.append(f"The package holds {slots} sequences, not {self.batch}. Build with --max-batch {self.batch}.")
         return made, notes
 
     def tasks(self, slots: int) -> list[BenchTask]:
-        """What every contestant is asked each round."""
+        """Return the tasks of every contestant in each round."""
         decode = {"tokens": self.tokens, "context_tokens": self.context_tokens}
         found = [
             BenchTask("decode", "decode", decode),
@@ -85,7 +87,7 @@ class Workload:
         return found
 
     def limits(self, slots: int) -> list[BenchTask]:
-        """What only the package itself is asked: its linear layers alone, and reading as many bytes."""
+        """Return the tasks of the package only: its linear layers alone, and reading as many bytes."""
         found = [BenchTask("bare_decode", "bare", {"rows": 1}), BenchTask("read", "read", {})]
         if slots >= self.batch:
             found.append(BenchTask(f"bare_batch{self.batch}", "bare", {"rows": self.batch}, self.batch))
@@ -94,21 +96,21 @@ class Workload:
 
 @dataclass
 class Samples:
-    """What one contestant took: task → rounds → seconds."""
+    """The times of one contestant: task → rounds → seconds."""
 
     version: str
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
     def add(self, task: BenchTask, seconds: list[float]) -> None:
-        """Note a round of a task."""
+        """Add a round of a task."""
         self.seconds.setdefault(task.name, []).append(seconds)
         self.tokens[task.name] = task.tokens
 
 
 @dataclass
 class BenchResult:
-    """All that was measured, and who or what is missing, in sentences."""
+    """All measurements, and notes about missing contestants and tasks."""
 
     samples: dict[str, Samples] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -117,7 +119,7 @@ class BenchResult:
 def run_rounds(
     entries: Sequence[tuple[Contestant, Sequence[BenchTask]]], rounds: int, on_step: Callable[[str], None]
 ) -> BenchResult:
-    """Start everybody, then let them take turns. Who cannot take part, or fails on the way, is noted and left out."""
+    """Start all contestants and run them in turn. Those that are unavailable or fail are noted and left out."""
     raced = BenchResult()
     with ExitStack() as stack:
         present = []
@@ -144,7 +146,7 @@ def run_rounds(
 
 
 def steps(entries: Sequence[tuple[Contestant, Sequence[BenchTask]]], rounds: int) -> dict[str, float]:
-    """What `run_rounds` says it does, and about how long each takes relative to the others."""
+    """Return the step names that `run_rounds` reports, with their approximate relative durations."""
     names = [contestant.name for contestant, _ in entries]
     turns = [_turn_text(number, name) for number in range(rounds) for name in names]
     return {f"starting {name}": 1.0 for name in names} | dict.fromkeys(turns, 2.0)
@@ -160,13 +162,13 @@ def _run_round(worker: Worker, tasks: list[BenchTask], raced: BenchResult) -> No
     for task in list(tasks):
         try:
             if not samples.seconds.get(task.name):
-                worker.call(task.do, **task.request)  # the first time is for warming up
+                worker.call(task.do, **task.request)  # warm-up
             samples.add(task, worker.call(task.do, **task.request))
         except UnsupportedTaskError as why:
             tasks.remove(task)
             raced.notes.append(str(why))
     if not worker.wait_idle():
-        raced.notes.append(f"{worker.contestant.name} goes on using the processor when it has nothing to do.")
+        raced.notes.append(f"{worker.contestant.name} uses the processor while it is idle.")
 
 
 def _first_token(worker: Worker, samples: Samples) -> None:
@@ -183,6 +185,6 @@ def _first_token(worker: Worker, samples: Samples) -> None:
 def assign_tasks(
     package: Contestant, others: Sequence[Contestant], workload: Workload, slots: int
 ) -> list[tuple[Contestant, list[BenchTask]]]:
-    """Who is asked what."""
+    """Return each contestant with its tasks."""
     tasks: Any = workload.tasks(slots)
     return [(package, [*tasks, *workload.limits(slots)]), *((each, list(tasks)) for each in others)]

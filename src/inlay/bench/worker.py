@@ -1,4 +1,4 @@
-"""A contestant seen from outside: a process that is started, asked and ended, and sleeps in between."""
+"""The parent side of a contestant: a process that is started, receives requests, and sleeps in between."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from inlay.errors import InlayError
 
 PROTOCOL = Path(__file__).with_name("protocol.py")
 REPLY_TIMEOUT_SECONDS = 1800.0
-"""Seconds after which a contestant that says nothing has failed: compiling takes minutes."""
+"""Seconds without an answer after which a contestant has failed. Compilation takes minutes."""
 IDLE_SECONDS = 0.05
-"""A contestant whose processor time stands still for so long sleeps."""
+"""A contestant that uses no processor time for this long is asleep."""
 
 
 class UnavailableError(InlayError):
-    """A contestant cannot take part; the sentence says why."""
+    """A contestant cannot run; the message is the reason."""
 
 
 class UnsupportedTaskError(InlayError):
-    """A contestant does not do this."""
+    """A contestant does not support a task."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part: what it is called, the script that is it, and the interpreter that runs it."""
+    """A contestant: its name, its script, and the interpreter that runs it."""
 
     name: str
     script: Path
@@ -41,13 +41,13 @@ class Contestant:
 
 
 class Worker:
-    """A contestant's process. How long it took from its start to its first token is known when it is open."""
+    """The process of a contestant. `first_token_s` is the time from its start to its first token."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         if not contestant.python.exists():
             raise UnavailableError(
-                f"{contestant.python} is not there.", "docs/benchmarks.md says how to install the peers."
+                f"{contestant.python} does not exist.", "Install the peers as described in docs/benchmarks.md."
             )
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         command = [contestant.python, "-P", PROTOCOL, contestant.script, json.dumps(contestant.arguments)]
@@ -65,11 +65,11 @@ class Worker:
         self.first_token_s = time.perf_counter() - start
         if "absent" in answer:
             self.close()
-            raise UnavailableError(f"{contestant.name} does not take part: {answer['absent']}")
+            raise UnavailableError(f"{contestant.name} is unavailable: {answer['absent']}")
         self.version = str(answer["ready"])
 
     def call(self, do: str, **request: Any) -> list[float]:
-        """The seconds that each token, step or pass took."""
+        """Run a task; return the seconds of each token, step or pass."""
         try:
             self._stdin.write(json.dumps({"do": do, **request}) + "\n")
             self._stdin.flush()
@@ -83,7 +83,7 @@ class Worker:
         return [float(each) for each in answer["seconds"]]
 
     def wait_idle(self, timeout: float = 2.0) -> bool:
-        """Wait until the process sleeps: threads of a pool go on spinning for a while. Whether it does."""
+        """Wait until the process sleeps, as pool threads spin for a while; return whether it does."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             before = self._cpu_ticks()
@@ -103,7 +103,7 @@ class Worker:
         try:
             fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            return 0  # not on Linux, or gone: nothing to wait for
+            return 0  # not on Linux, or the process has ended
         return int(fields[11]) + int(fields[12])
 
     @property
@@ -114,7 +114,9 @@ class Worker:
         stdout: Any = self._process.stdout
         if not select.select([stdout], [], [], REPLY_TIMEOUT_SECONDS)[0]:
             self.close()
-            raise UnavailableError(f"{self.contestant.name} said nothing for {REPLY_TIMEOUT_SECONDS / 60:.0f} minutes.")
+            raise UnavailableError(
+                f"{self.contestant.name} did not answer for {REPLY_TIMEOUT_SECONDS / 60:.0f} minutes."
+            )
         line = stdout.readline()
         if not line:
             raise self._exit_error()
@@ -125,5 +127,5 @@ class Worker:
         code = self._process.wait()
         self._stderr.seek(0)
         last = [line.strip() for line in self._stderr.read().splitlines() if line.strip()][-1:]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return UnavailableError(f"{self.contestant.name} {how}{': ' + last[0] if last else ''}.")

@@ -1,4 +1,4 @@
-"""What a build depends on: every factor has a name and a value, and all of them together are its key in the cache."""
+"""The key of a build in the cache: the hash of all factors (name and value) that the build depends on."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import TransformStep
 
 COMPILER = ("inlay.lowering.lower", "inlay.package.writer", "inlay.transforms.pass_manager")
-"""What makes packages of programs: these modules and all that they import."""
+"""Modules that turn programs into packages; their imports count too."""
 _SETTINGS = ("TORCHINDUCTOR_", "TORCH_COMPILE", "AOT_INDUCTOR", "CXXFLAGS", "CPATH")
 _NO_SETTINGS = ("TORCHINDUCTOR_CACHE_DIR",)
 _SHORT = 60
 _IGNORED_INDUCTOR_SETTINGS = ("aot_inductor.metadata", ".cutlass_dir")
-"""What Inlay sets itself, and the sources of GPU kernels: by default they are looked for in the working folder."""
+"""Settings that Inlay sets, and the folder of GPU kernel sources, which by default is in the working folder."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
-class NotCacheable(Exception):  # noqa: N818 - it is no error
-    """Why the result of a build cannot be found again, as a sentence."""
+class NotCacheable(Exception):  # noqa: N818 - it is not an error
+    """The result of a build cannot be cached; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What is to be built: a captured program, its configuration, and what else was asked for."""
+    """A build: a captured program, its configuration and options."""
 
     program: Program
     resolved: ResolvedConfig
     steps: Sequence[TransformStep]
     level: str = "native"
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options that neither the program nor the configuration shows."""
+    """Options that neither the program nor the configuration contains."""
 
 
 def collect_factors(request: BuildRequest) -> dict[str, str]:
-    """All that the result depends on, by name. Raises `NotCacheable` when that cannot be known."""
+    """Return all factors that the result depends on, by name. Raise `NotCacheable` if they cannot be determined."""
     found = {**_program_factors(request.program), **request.options, "kernels for": request.level}
     found["order of transforms"] = _hash(" ".join(entry.key for entry in request.resolved.entries).encode())
     for entry in request.resolved.entries:
@@ -69,7 +69,7 @@ def collect_factors(request: BuildRequest) -> dict[str, str]:
 
 
 def compute_key(factors: Mapping[str, str]) -> str:
-    """The key of a build: the hash of all factors.
+    """Return the key of a build: the hash of all factors.
 
     >>> compute_key({"a": "1", "b": "2"}) == compute_key({"b": "2", "a": "1"}) != compute_key({"a": "1", "b": "3"})
     True
@@ -78,7 +78,7 @@ def compute_key(factors: Mapping[str, str]) -> str:
 
 
 def _program_factors(program: Program) -> dict[str, str]:
-    """The program without its name, what is known of it, and where its weights come from."""
+    """Return factors of the program (without its name), its facts and its weights."""
     found = {
         "program": _hash(dump(program).partition("\n")[2].encode()),
         "facts": _hash(repr((program.facts.architecture, list(program.facts.items()))).encode()),
@@ -98,7 +98,7 @@ def _program_factors(program: Program) -> dict[str, str]:
 
 
 def _files(ref: Any) -> Iterator[Path]:
-    """The files behind a reference to a tensor."""
+    """Yield the files that a weight reference reads."""
     for value in [getattr(ref, each.name) for each in fields(ref)] if is_dataclass(ref) else ():
         if isinstance(value, Path):
             yield value.resolve()
@@ -110,22 +110,22 @@ def _files(ref: Any) -> Iterator[Path]:
 
 
 def _stamp(file: Path) -> str:
-    """What changes when a file is written to. Weights are not read for it: they may be hundreds of gigabytes."""
+    """Return a text that changes when a file is written. Weights are not hashed: they may be hundreds of gigabytes."""
     found = file.stat()
     return f"{found.st_size} bytes, written at {found.st_mtime_ns}"
 
 
 def _tensor_hash(name: str, ref: Any) -> str:
     if not isinstance(ref, InMemoryTensor):
-        raise NotCacheable(f"Where {name} comes from is not known: {ref.origin}.")
+        raise NotCacheable(f"The source of {name} is unknown: {ref.origin}.")
     try:
         return _hash(raw_bytes(ref.tensor))
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise NotCacheable(f"{name} is a tensor without bytes of its own.") from error
+        raise NotCacheable(f"{name} is a tensor whose bytes cannot be read.") from error
 
 
 def _modules(steps: Iterable[TransformStep]) -> Iterator[str]:
-    """The modules that transforms which are switched on were written in."""
+    """Yield the modules that define the enabled transforms."""
     for step in steps:
         if not step.transform.options.enabled:
             continue
@@ -138,26 +138,26 @@ def _modules(steps: Iterable[TransformStep]) -> Iterator[str]:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module belongs to a package that others have made, whose version counts."""
+    """Whether a module belongs to an installed package, for which the version is the factor."""
     file = source_file(module)
     return file is not None and not SITE_FOLDERS.isdisjoint(file.parts)
 
 
 def _check_has_source(transform: str, cls: type) -> None:
-    """A class that stands in a file, at its top: what it does is what the file says."""
+    """Check that a class is defined at the top level of a file, so that the file determines its behavior."""
     methods = {name: each for name, each in vars(cls).items() if inspect.isfunction(each)}
-    if is_dataclass(cls):  # whose special methods are made by code
+    if is_dataclass(cls):  # special methods of a dataclass are generated
         methods = {name: each for name, each in methods.items() if not name.startswith("__")}
     strange = [name for each in methods.values() if not Path(name := each.__code__.co_filename).is_file()]
     if source_file(cls.__module__) is None or strange:
         where = strange[0] if strange else cls.__module__
         raise NotCacheable(f"The transform {transform} has no source file: it was defined in {where}.")
     if "<locals>" in cls.__qualname__:
-        raise NotCacheable(f"The transform {transform} was defined inside a function, on which it may depend.")
+        raise NotCacheable(f"The transform {transform} was defined inside a function and may depend on it.")
 
 
 def _operator_modules(program: Program) -> set[str]:
-    """The modules that people's own operators were registered by."""
+    """Return the modules that registered custom operators of the program."""
     found = {registering_module(node.target) for node in all_nodes(program.graph) if node.op == "call_function"}
     return {name for name in found if name and source_file(name) is not None}
 
@@ -166,7 +166,7 @@ def _source_factors(modules: Iterable[str]) -> dict[str, str]:
     read, began = collect_sources(modules, without_imports=("inlay.flow",)), machine.process_start_time()
     for name, (file, _) in read.files.items():
         if file.stat().st_mtime > began:
-            raise NotCacheable(f"{name} was changed after this program began, which may run what it was before.")
+            raise NotCacheable(f"{name} was changed after this process started, which may run the old version.")
     found = {f"source {name}": value for name, (_, value) in read.files.items()}
     headers = (Path(lowering.__file__).parent / "headers").iterdir()
     for file in sorted([*Path(native.__file__).parent.glob("*.[hc]*"), *headers]):
@@ -198,19 +198,19 @@ def _machine_factors(level: str) -> dict[str, str]:
 
 
 def _inductor() -> str:
-    """What Inductor is set to in this process, by whomever."""
+    """Return the hash of the Inductor settings of this process."""
     config: Any = sys.modules["torch._inductor.config"]  # `rewrite` has imported it
     found = {
         name: value for name, value in config.get_config_copy().items() if not name.endswith(_IGNORED_INDUCTOR_SETTINGS)
     }
     strange = [name for name, value in found.items() if not _is_plain(value)]
     if strange:
-        raise NotCacheable(f"torch._inductor.config.{strange[0]} is set to code, which has no text.")
+        raise NotCacheable(f"torch._inductor.config.{strange[0]} is set to code, which cannot be hashed.")
     return _hash(json.dumps(found, sort_keys=True, default=sorted).encode())
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value says all of itself; a function does not."""
+    """Whether a value is plain data; a function is not."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)

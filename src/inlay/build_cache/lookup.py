@@ -1,7 +1,8 @@
-"""Builds that were made before: looked up by what they depend on, put into place without transforming or compiling.
+"""Looks up earlier builds by their factors, and restores them without transforming or compiling.
 
-Kept is what transforming and compiling made: code, the manifest, what transforms did and missed. Weights and tokenizer
-are never kept; they are read from the model each time, by the maps that the manifest names, as `refit` does.
+An entry contains the results of transforms and compilation: code, the manifest, and the matches and misses of
+transforms. Weights and tokenizer are not stored. They are read from the model, through the weight maps of the
+manifest, as in `refit`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PACKAGE, _VALUES = "package/", "values.safetensors"
 
 @dataclass(frozen=True)
 class FactorChange:
-    """A factor that is not what it was."""
+    """A factor that differs between two builds."""
 
     factor: str
     kind: str
@@ -49,7 +50,7 @@ class FactorChange:
 
     @property
     def text(self) -> str:
-        """For people: values are told where they say something.
+        """A readable sentence; hashes are omitted.
 
         >>> FactorChange("source mine.py", "changed", "0" * 64, "1" * 64).text
         'source mine.py changed'
@@ -64,24 +65,24 @@ class FactorChange:
 
 @dataclass
 class Lookup:
-    """What was found in the cache, and why not more."""
+    """The result of a cache lookup, and the reason for a miss."""
 
     factors: Mapping[str, str] = field(default_factory=dict)
     key: str = ""
     hit: bool = False
     reason: str = ""
-    """Why the cache was not used, or an entry not taken."""
+    """Why the cache or an entry was not used."""
     age: float = 0.0
     seconds_saved: float = 0.0
-    """Seconds that the build of the entry spent on what was taken from it."""
+    """Seconds that the original build spent on the restored results."""
     nearest: str = ""
     nearest_model: str = ""
     differences: tuple[FactorChange, ...] = ()
-    """What differs from the nearest entry."""
+    """Factors that differ from the nearest entry."""
     cache: BuildCache = field(default_factory=BuildCache, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Output JSON."""
+        """Return the result as JSON."""
         told = ("key", "hit", "reason", "age", "seconds_saved", "nearest", "nearest_model")
         found = {name: getattr(self, name) for name in told}
         return {**found, "differences": [asdict(each) for each in self.differences]}
@@ -91,9 +92,9 @@ class Lookup:
 def lookup_build(
     get_request: Callable[[], factors.BuildRequest | str], model: str, on_step: Callable[[str], None]
 ) -> Iterator[Lookup]:
-    """The place of a build in the cache. What has no entry is built by one process at a time; the others wait for it.
+    """Look up a build in the cache. Without an entry, one process builds at a time and the others wait for it.
 
-    `get_request` says what is to be built, or why the cache is not to be used.
+    `get_request` returns the build, or the reason not to use the cache.
     """
     found = Lookup()
     try:
@@ -108,14 +109,14 @@ def lookup_build(
     if not found.key or (found.cache.folder / found.key).is_dir():
         yield found
         return
-    with found.cache.lock_key(found.key, lambda: on_step("waiting for another build of the same")):
+    with found.cache.lock_key(found.key, lambda: on_step("waiting for another process with the same build")):
         if not (found.cache.folder / found.key).is_dir():
             _explain(found, model)
         yield found
 
 
 def _explain(found: Lookup, model: str) -> None:
-    """The entry that has most in common with what is asked for, of the same model if there is one."""
+    """Find the entry with the most common factors, preferably of the same model, and note the differences."""
 
     def alike(entry: CacheEntry) -> tuple[bool, int]:
         return entry.model == model, len(found.factors.items() & entry.factors.items())
@@ -142,9 +143,9 @@ def restore_build(
     contents: Callable[[Sequence[TransformRecord]], Contents],
     on_step: Callable[[str], None],
 ) -> tuple[Manifest, tuple[TransformRecord, ...]] | None:
-    """The package from its entry, with weights read from the captured program; nothing when there is no entry.
+    """Write the package from its entry, with weights of the captured program; return None if there is no entry.
 
-    A damaged entry is removed and told; the build then goes on as if it had not been there.
+    A damaged entry is removed and reported in `lookup.reason`; the build then continues as after a miss.
     """
     if not lookup.key:
         return None
@@ -152,7 +153,7 @@ def restore_build(
         with lookup.cache.open_entry(lookup.key) as entry:
             if entry is None:
                 return None
-            on_step("taking it from the cache")
+            on_step("restoring from the cache")
             records = tuple(_record(row) for row in entry.metadata["records"])
             manifest = _restore_package(entry, path, program, contents(records), on_step)
             entry.note_hit()
@@ -175,16 +176,16 @@ def _restore_package(
         values = folder / _VALUES
         entry.copy(_VALUES, values)
         read = _reader(draft, program, weights_file.map_tensors(values, _weights_without_source(draft)))
-        values.unlink()  # what was mapped stays readable
+        values.unlink()  # the mapping stays readable
         manifest = write_contents(draft, folder, contents, read, on_step)
         if manifest.weights_file != draft.weights_file:
-            raise DamagedEntryError("The weights became others than when the entry was made.", "It was removed.")
+            raise DamagedEntryError("The weights differ from those of the cached build.", "The entry was removed.")
         store.publish(path, folder, manifest.text())
     return manifest
 
 
 def _weights_without_source(manifest: Manifest) -> dict[str, manifests.WeightRow]:
-    """Weights that no checkpoint holds."""
+    """Return the weights that are not in a checkpoint."""
     return {name: row for name, row in manifest.weights.items() if not row.sources}
 
 
@@ -197,7 +198,7 @@ def _reader(draft: Manifest, program: Program, values: Mapping[str, torch.Tensor
             return values[name]
         missing = [source for source in row.sources if source not in refs]
         if missing:
-            raise DamagedEntryError(f"{name} is made of {missing[0]}, which the model does not have.")
+            raise DamagedEntryError(f"{name} is derived from {missing[0]}, which the model does not have.")
         return DerivedTensor({source: refs[source] for source in row.sources}, row.map).read()
 
     return read
@@ -206,7 +207,7 @@ def _reader(draft: Manifest, program: Program, values: Mapping[str, torch.Tensor
 def store_build(
     lookup: Lookup, path: Path, manifest: Manifest, records: Sequence[TransformRecord], seconds: float
 ) -> None:
-    """Keep what a build made, for the next one. Whatever hinders that does not hinder the build."""
+    """Store the result of a build in the cache. A failure does not fail the build."""
     if not lookup.key:
         return
     home = path / store.VERSIONS / manifests.version_hash(manifest.text().encode())
@@ -225,24 +226,24 @@ def store_build(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes((home / name).read_bytes())
                 if manifests.sha256(target) != row.sha256:
-                    raise OSError(f"{name} was changed")
+                    raise OSError(f"{name} was changed after it was written")
         rows = _weights_without_source(manifest)
         given = weights_file.map_tensors(home / weights_file.NAME, rows)
         weights_file.write(folder / _VALUES, rows, given.__getitem__)
 
     try:
         if not lookup.cache.store(lookup.key, about, write):
-            lookup.reason = "The result is larger than the cache may be; `inlay cache limit SIZE` changes that."
+            lookup.reason = "The result is larger than the cache limit. `inlay cache limit SIZE` changes the limit."
     except OSError as error:
-        lookup.reason = f"The result could not be kept: {one_line(error)}."
+        lookup.reason = f"The result could not be stored: {one_line(error)}."
 
 
 _REGENERATED_FILES = ("matches.lock", "resolved.yaml", "remarks.jsonl")
-"""Texts that are written from the records each time: they name the model as it was asked for."""
+"""Texts that every build writes from the records: they contain the model name of the request."""
 
 
 def _record(row: Mapping[str, Any]) -> TransformRecord:
-    """A record of a transform from what JSON has for it."""
+    """Return the record of a transform from its JSON."""
     remarks = tuple(
         Remark(**{**each, "kind": RemarkKind(each["kind"]), "nodes": tuple(each["nodes"])}) for each in row["remarks"]
     )

@@ -1,8 +1,7 @@
-"""What Python code is made of: its modules and all that they import, file by file, found without importing anything.
+"""Finds the source files of Python modules and of all that they import, without importing anything.
 
-The standard library and torch are left out, and of other people's packages the version is taken. What an installed
-transform belongs to is read file by file, wherever it lies. Not seen are modules whose names are computed, and files
-that code reads as data.
+The standard library and torch are excluded. Other installed packages count by version. The package of an installed
+transform is read file by file. Modules with computed names and files that code reads as data are not found.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ if TYPE_CHECKING:
 
 _IGNORED_MODULES = {*sys.stdlib_module_names, "torch", "__future__"}
 SITE_FOLDERS = {"site-packages", "dist-packages"}
-"""Folders of packages that others have made."""
+"""Folders of installed packages."""
 
 
 @dataclass
 class SourceFiles:
-    """Files by the name people know them by, with the hash of what is in them; other packages with their versions."""
+    """Source files by readable name, with path and hash; other packages with their versions."""
 
     files: dict[str, tuple[Path, str]] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
 
 
 def collect_sources(modules: Iterable[str], without_imports: Iterable[str] = ()) -> SourceFiles:
-    """The files of these modules and of all that they import, and those of the modules in `without_imports` without it.
+    """Return the files of modules and of all their imports; for `without_imports`, only the files of the modules.
 
     >>> sorted(collect_sources(["inlay.errors"]).files)
     ['inlay/__init__.py', 'inlay/errors.py']
@@ -57,13 +56,13 @@ def collect_sources(modules: Iterable[str], without_imports: Iterable[str] = ())
 
 
 def source_file(name: str) -> Path | None:
-    """The file of a module, or nothing for one that has none."""
+    """Return the file of a module, or None if it has none."""
     file = getattr(sys.modules.get(name), "__file__", None) or getattr(_spec(name), "origin", None)
     return Path(file) if file and Path(file).is_file() else None
 
 
 def _add(found: SourceFiles, name: str, own: set[str]) -> list[str]:
-    """Note a module; which modules it imports."""
+    """Add a module; return the modules it imports."""
     file, top = source_file(name), name.partition(".")[0]
     if file is None:
         return []
@@ -76,7 +75,7 @@ def _add(found: SourceFiles, name: str, own: set[str]) -> list[str]:
 
 
 def _label(name: str, file: Path) -> str:
-    """The place of a module's file below the folder that it is imported from.
+    """Return the path of a module's file relative to its import folder.
 
     >>> _label("inlay.package", Path("/x/inlay/package/__init__.py")), _label("mine", Path("/x/mine.py"))
     ('inlay/package/__init__.py', 'mine.py')
@@ -86,7 +85,7 @@ def _label(name: str, file: Path) -> str:
 
 
 def _spec(name: str) -> Any:
-    """How a module would be found. Unlike `importlib.util.find_spec`, nothing is imported for it."""
+    """Return the spec of a module. Unlike `importlib.util.find_spec`, this does not import parent packages."""
     loaded: Any = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None:
         return loaded
@@ -102,7 +101,7 @@ def _spec(name: str) -> Any:
 
 
 def _search_paths(package: str) -> Sequence[str] | None:
-    """The folders that a package's modules lie in; nothing for a module that is a single file."""
+    """Return the folders of a package's modules; empty or None for a single-file module."""
     loaded = sys.modules.get(package)
     if loaded is not None:
         return list(getattr(loaded, "__path__", ()))
@@ -111,7 +110,7 @@ def _search_paths(package: str) -> Sequence[str] | None:
 
 @lru_cache(maxsize=4096)
 def _find_imports(source: bytes, name: str, is_package: bool) -> tuple[str, ...]:
-    """The modules that a file imports. A name out of a package may be a module of it."""
+    """Return the modules that a file imports. A name imported from a package may be a module."""
     found: dict[str, None] = {}
     for node in _walk_runtime_code(ast.parse(source)):
         match node:
@@ -126,7 +125,7 @@ def _find_imports(source: bytes, name: str, is_package: bool) -> tuple[str, ...]
 
 
 def _walk_runtime_code(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only type checkers look at."""
+    """Yield all nodes except those inside `if TYPE_CHECKING`."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
@@ -141,7 +140,7 @@ def _is_import_call(called: ast.expr) -> bool:
 
 
 def _absolute(module: str, name: str, level: int, is_package: bool) -> str:
-    """The name of a module that is imported from another one.
+    """Return the absolute name of a module imported by the module `name`.
 
     >>> _absolute("b", "top.inner.a", 1, False), _absolute("", "top.inner", 1, True), _absolute("x", "a", 0, False)
     ('top.inner.b', 'top.inner', 'x')
@@ -155,7 +154,7 @@ def _absolute(module: str, name: str, level: int, is_package: bool) -> str:
 
 @cache
 def _version(top: str) -> str:
-    """The version of the package that a module belongs to; its names may differ."""
+    """Return the version of the distribution that contains a module; their names may differ."""
     found = machine.package_version(top)
     if not found:
         names = packages_distributions().get(top, [])

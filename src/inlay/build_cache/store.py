@@ -1,8 +1,8 @@
-"""The cache of builds: a folder of entries, each named by its key, written whole and checked when it is taken.
+"""The storage of the build cache: a folder of entries, named by key, written atomically and checked when read.
 
-An entry is written to a folder of its own, which is locked, and renamed into place: nobody ever sees half of one, and
-what a process that died has left is unlocked and swept by the next that writes. Who reads an entry holds a lock that
-others may hold too; who removes one needs it alone, and passes over what is being read.
+An entry is written to a locked staging folder and renamed into place, so no process reads an incomplete entry. Folders
+of processes that died are unlocked; the next writer removes them. Readers of an entry hold a shared lock. Removal
+needs an exclusive lock and skips entries that are being read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 LIMIT = 4 * 10**9
-"""Bytes that all entries together may have, unless somebody has said otherwise."""
+"""Default maximum bytes of all entries together."""
 ENTRY, HITS = "entry.json", "hits"
 _STAGING, _TRASH, _LOCK = ".writing-", ".gone-", ".lock-"
 
 
 class DamagedEntryError(PackageError):
-    """An entry is not what was written."""
+    """An entry does not match its checksums."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What one build has made, and what it depended on."""
+    """The results of one build, and its factors."""
 
     key: str
     folder: Path
@@ -57,52 +57,52 @@ class CacheEntry:
 
     @property
     def model(self) -> str:
-        """The name of the model it was built for first."""
+        """The name of the model of the first build."""
         return str(self.metadata["model"])
 
     @property
     def factors(self) -> Mapping[str, str]:
-        """What the build depended on."""
+        """The factors of the build."""
         found: Mapping[str, str] = self.metadata["factors"]
         return found
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Bytes on disk."""
         return sum(int(size) for size, _ in self.metadata["files"].values()) + (self.folder / ENTRY).stat().st_size
 
     @property
     def created_at(self) -> float:
-        """When it was built, in seconds since 1970."""
+        """Time of the build, in seconds since 1970."""
         return float(self.metadata["created_at"])
 
     @property
     def build_seconds(self) -> float:
-        """Seconds that a build spends on making it."""
+        """Seconds that the build took."""
         return float(self.metadata["seconds"])
 
     @property
     def last_used(self) -> float:
-        """When it was used last."""
+        """Time of the last use, in seconds since 1970."""
         return (self.folder / HITS).stat().st_mtime
 
     @property
     def hits(self) -> int:
-        """How often it was used: a byte each."""
+        """Number of cache hits: one byte of the file for each."""
         return (self.folder / HITS).stat().st_size
 
     def to_json(self) -> dict[str, Any]:
-        """What `inlay cache ls` shows."""
+        """Return the row of `inlay cache ls`."""
         times = {"created_at": self.created_at, "last_used": self.last_used, "build_seconds": self.build_seconds}
         return {"entry": self.key, "model": self.model, "size": self.size, "hits": self.hits, **times}
 
     def note_hit(self) -> None:
-        """It was used once more. Appending a byte is safe for any number of processes."""
+        """Record a cache hit. Appending a byte is safe with concurrent processes."""
         with (self.folder / HITS).open("ab") as out:
             out.write(b".")
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy one file out of the entry. The copy is hashed: what was checked is what will be used."""
+        """Copy one file out of the entry. The copy is hashed, so the checked bytes are those that are used."""
         size, wanted = self.metadata["files"][name]
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -110,7 +110,7 @@ class CacheEntry:
         except OSError as error:
             raise _damage_error(self.key, f"{name} cannot be read") from error
         if target.is_symlink() or target.stat().st_size != size or sha256(target) != wanted:
-            raise _damage_error(self.key, f"{name} is not what was written")
+            raise _damage_error(self.key, f"the hash of {name} does not match")
 
 
 class BuildCache:
@@ -121,7 +121,7 @@ class BuildCache:
 
     @contextmanager
     def open_entry(self, key: str) -> Iterator[CacheEntry | None]:
-        """The entry of a key, if there is one; it stays as long as it is held. Raises when it is damaged."""
+        """Yield the entry of a key, or None; it is not removed while open. Raise an error if it is damaged."""
         folder = self.folder / key
         try:
             if self.folder.is_dir():
@@ -138,13 +138,13 @@ class BuildCache:
 
     @contextmanager
     def lock_key(self, key: str, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Nobody else builds what has this key: who waited for it finds it built."""
+        """Hold the lock of a key, so that one process builds it and the others find the entry."""
         machine.make_private_folder(self.folder)
         with lock_file(self.folder / f"{_LOCK}{key}", on_wait):
             yield
 
     def store(self, key: str, metadata: Mapping[str, Any], write: Callable[[Path], None]) -> bool:
-        """Make an entry of the files that `write` puts into a folder; whether it fits into the cache."""
+        """Store the files that `write` puts into a folder as an entry; return whether it fits into the cache."""
         with self._stage() as folder:
             write(folder)
             files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -158,14 +158,14 @@ class BuildCache:
                 sync(path)
             with lock_folder(self.folder):
                 self._remove(self.folder / key)
-                with suppress(OSError):  # somebody reads what lies there, which is as good
+                with suppress(OSError):  # an equivalent entry is being read and stays
                     folder.rename(self.folder / key)
                 sync(self.folder)
                 self._evict(but=key)
         return True
 
     def entries(self) -> list[CacheEntry]:
-        """All entries that can be read, the most recently used first."""
+        """Return all readable entries, most recently used first."""
         found = []
         for folder in self._folders():
             with suppress(DamagedEntryError):
@@ -173,7 +173,7 @@ class BuildCache:
         return sorted(found, key=lambda entry: _last_used(entry.folder), reverse=True)
 
     def listing(self) -> list[dict[str, Any]]:
-        """All entries in numbers; what is removed at this moment is left out."""
+        """Return the rows of all entries, without those that are being removed."""
         found = []
         for entry in self.entries():
             with suppress(OSError):
@@ -181,12 +181,12 @@ class BuildCache:
         return found
 
     def drop(self, key: str) -> bool:
-        """Remove an entry, unless somebody reads it just now."""
+        """Remove an entry, unless it is being read."""
         with lock_folder(self.folder):
             return self._remove(self.folder / key)
 
     def clear(self, older_than: float = 0.0) -> tuple[int, int]:
-        """Remove what was not used for so many seconds: how many entries, how many bytes."""
+        """Remove entries unused for `older_than` seconds; return the number of entries and bytes."""
         if not self.folder.is_dir():
             return 0, 0
         count = freed = 0
@@ -200,7 +200,7 @@ class BuildCache:
 
     @property
     def limit(self) -> int:
-        """Bytes that all entries together may have."""
+        """Maximum bytes of all entries together."""
         try:
             return int((self.folder / ".limit").read_text())
         except (OSError, ValueError):
@@ -221,7 +221,7 @@ class BuildCache:
 
     @contextmanager
     def _stage(self) -> Iterator[Path]:
-        """A folder to write an entry into. It is gone afterwards, unless it was renamed."""
+        """Yield a folder to write an entry into. It is removed afterwards unless it was renamed."""
         machine.make_private_folder(self.folder)
         with lock_folder(self.folder):
             self._sweep()
@@ -235,7 +235,7 @@ class BuildCache:
             unlock(handle)
 
     def _evict(self, but: str = "") -> None:
-        """Remove what was not used for longest until the rest fits."""
+        """Remove the least recently used entries until the rest fits."""
         sizes = {folder: _size(folder) for folder in sorted(self._folders(), key=_last_used)}
         left, limit = sum(sizes.values()), self.limit
         for folder, size in sizes.items():
@@ -243,7 +243,7 @@ class BuildCache:
                 left -= size
 
     def _remove(self, folder: Path) -> bool:
-        """Take an entry away at once, then its files; whether nobody was reading it."""
+        """Remove an entry: rename it, then delete its files. Return False if it is being read."""
         try:
             handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
@@ -259,7 +259,7 @@ class BuildCache:
             unlock(handle)
 
     def _sweep(self) -> None:
-        """Remove what processes that died have left: nobody holds a lock on it any more."""
+        """Remove folders and locks of processes that died: no process holds their lock."""
         for path in self.folder.iterdir():
             if not path.name.startswith((_STAGING, _TRASH, _LOCK)):
                 continue
@@ -271,12 +271,12 @@ class BuildCache:
 
 
 def _read(folder: Path) -> CacheEntry:
-    """An entry from its file, which holds a hash of itself."""
+    """Read an entry from its file, which contains its own hash."""
     try:
         found = json.loads((folder / ENTRY).read_bytes())
         about = found["entry"]
         if found["sha256"] != _hash(about) or about["key"] != folder.name or about["format"] != FORMAT:
-            raise _damage_error(folder.name, f"{ENTRY} is not what was written")
+            raise _damage_error(folder.name, f"the hash, key or format of {ENTRY} does not match")
         (folder / HITS).stat()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damage_error(folder.name, f"{ENTRY} cannot be read") from error
@@ -305,4 +305,4 @@ def _last_used(folder: Path) -> float:
 
 
 def _damage_error(key: str, what: str) -> DamagedEntryError:
-    return DamagedEntryError(f"The entry {key[:12]} of the build cache is damaged: {what}.", "It was removed.")
+    return DamagedEntryError(f"The entry {key[:12]} of the build cache is damaged: {what}.", "The entry was removed.")

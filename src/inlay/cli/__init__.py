@@ -1,1 +1,1 @@
-"""The command line: parses, calls, prints."""
+"""The command-line interface: parses arguments, calls the library and prints results."""

@@ -23,33 +23,33 @@ def bench(
     peers: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="PEERS", help="The environment that peers are installed in.", show_default=False
+            "--against", metavar="PEERS", help="Virtual environment of the systems to compare with.", show_default=False
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="The GGUF file or folder that others read: what the package was built from."),
+        typer.Option("--model", help="GGUF file or folder from which PACKAGE was built, for the other systems."),
     ] = None,
     contestants: Annotated[
         list[str] | None,
         typer.Option(
             "--contestants",
             metavar="NAME",
-            help="Who takes part beside the package, such as NAME or NAME:VARIANT; may be given several times;"
-            " by default all peers.",
+            help="System to compare with the package: NAME or NAME:VARIANT. May be given several times."
+            " By default all peers run.",
         ),
     ] = None,
-    scripts: Annotated[Path, typer.Option("--scripts", help="The folder of the contestants' scripts.")] = SCRIPTS,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everybody takes a turn.")] = 5,
-    batch: Annotated[int, typer.Option("--batch", min=2, help="Sequences that are decoded together.")] = 16,
+    scripts: Annotated[Path, typer.Option("--scripts", help="Folder of the benchmark scripts.")] = SCRIPTS,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each system runs every task.")] = 5,
+    batch: Annotated[int, typer.Option("--batch", min=2, help="Sequences in the batched decode task.")] = 16,
     chart: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw bars against the limit.")
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Write a bar chart of the rates and limits.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Measure a package: against its own linear layers run alone, and against others, taking turns in one run.
+    """Measure the speed of a package, relative to its linear layers alone and to other systems.
 
-    Nothing else should run meanwhile.
+    All systems take turns in one run. Do not run anything else on the machine at the same time.
 
     Example: [bold]inlay bench ./smollm2[/]
 
@@ -64,7 +64,7 @@ def bench(
 
         manifest, _ = read_manifest(package)
         if manifest.kind != "decoder":
-            raise UsageError(f"{package} is a compiled program, not a language model.", "Only those can be measured.")
+            raise UsageError(f"{package} is a compiled program, not a language model.", "Choose a language model.")
         if chart is not None and not chart.parent.is_dir():
             raise UsageError(f"{chart.parent} is not a folder.", "Create it first.")
         us = package_contestant(package, manifest)
@@ -92,7 +92,7 @@ def _print(made: Mapping[str, Any], batch: int) -> None:
     from inlay.bench.metrics import Spread
 
     tasks = ("decode", "prefill", f"batch{batch}", "deep_decode")
-    rates = _table("tokens a second", *tasks, "p50 / p99", "first token")
+    rates = _table("tokens per second", *tasks, "p50 / p99", "first token")
     for name, each in made["contestants"].items():
         done = each["tasks"]
         spent = f"{done['decode']['p50_ms']:.1f} / {done['decode']['p99_ms']:.1f}" if "decode" in done else ""
@@ -101,18 +101,18 @@ def _print(made: Mapping[str, Any], batch: int) -> None:
     out.print(rates)
     if made["against"]:
         compared = (*tasks, "first_token")
-        ratios = _table("Inlay, times", *compared)
+        ratios = _table("Inlay speedup", *compared)
         for name, times in made["against"].items():
             ratios.add_row(name, *(str(Spread(**times[task])) if task in times else "" for task in compared))
         out.print()
         out.print(ratios)
-    shares = _table("Inlay, share of its limit", "")
+    shares = _table("Inlay, fraction of limit", "")
     for name, share in made["shares"].items():
         shares.add_row(name.replace("_", " "), str(Spread(**share)))
     out.print()
     out.print(shares)
     out.print(
-        f"\nMedian of {made['rounds']} rounds (lowest–highest); p50 and p99: ms a token; first token: of a new process."
+        f"\nMedian of {made['rounds']} rounds (lowest–highest). p50, p99: ms per token. First token: in a new process."
     )
     for note in made["notes"]:
         err.print(note, markup=False)

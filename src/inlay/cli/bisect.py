@@ -25,27 +25,27 @@ def bisect(
         typer.Option(
             "--oracle",
             metavar="logits | tokens | COMMAND",
-            help="What is good: scores near float64, the same likeliest tokens, or a command that is given a dump"
-            " of the program and ends with 0.",
+            help="How a program is judged. logits: close to float64 results. tokens: same most likely tokens."
+            " COMMAND: is called with the path of a dump and exits with 0 if it is correct.",
         ),
     ] = "logits",
     passes: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="package.module:callable", help="Someone else's pass, after the transforms."),
+        typer.Option("--pass", metavar="package.module:callable", help="External pass to run after the transforms."),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--state", help="Keep answers in this file, and go on from them next time.")
+        Path | None, typer.Option("--state", help="Store verdicts in this file and reuse them on the next run.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a script that shows it again.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a reproduction script.")] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Find the transform, and the site of it, that makes results wrong; or those that do so together.
+    """Find the transform and the site that make results wrong, alone or in combination.
 
-    Exit code 0: nothing is wrong; 1: the culprit was found.
+    Exit code 0: nothing is wrong. Exit code 1: the culprit was found.
 
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
     """
@@ -75,7 +75,7 @@ def bisect(
         else:
             for each in found:
                 out.print(_sentence(each, program), markup=False, soft_wrap=True)
-            together = " They are wrong only together." if len(found) > 1 else ""
+            together = " The results are wrong only with all of them." if len(found) > 1 else ""
             out.print(f"{bisection.runs} runs.{together}" if found else "Nothing is wrong.")
         if found and output is not None:
             output.write_text(_script(model, dtype.value if dtype else "", found, oracle))
@@ -92,11 +92,11 @@ def _sentence(culprit: Culprit, program: Program) -> str:
 
 
 def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
-    """A script that runs the model with what was found, and without."""
+    """Return a script that runs the model with and without the culprits."""
     chosen: dict[str, set[int] | None] = {}
     for each in found:
         chosen[each.transform] = None if each.site is None else {*(chosen.get(each.transform) or ()), each.site}
-    about = ", ".join(f"{each.transform} at {each.root or 'all places'}" for each in found)
+    about = ", ".join(f"{each.transform} at {each.root or 'all sites'}" for each in found)
     lines = (
         f'"""{model}: {about}."""',
         "",

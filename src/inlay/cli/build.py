@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def build(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the package.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the package to.", show_default=False)],
     max_length: MaxLengthOption = None,
     max_batch: MaxBatchOption = None,
     buckets: Annotated[
@@ -40,34 +40,32 @@ def build(
         typer.Option(
             "--buckets",
             metavar="SIZES",
-            help="Sizes to compile for separately, such as length=1 (the default for a decoder) or"
-            " batch=1,length=2..64; may be given several times; none: the same code for all sizes.",
+            help="Sizes to compile separately, such as length=1 (the default for a decoder) or"
+            " batch=1,length=2..64. May be given several times. none: compile once for all sizes.",
         ),
     ] = None,
     weights: WeightsOption = None,
     kernels: Annotated[
-        CodeTarget, typer.Option("--kernels", help="Make code for this processor, or for any with AVX2.")
+        CodeTarget, typer.Option("--kernels", help="native: for this processor. portable: for any with AVX2.")
     ] = CodeTarget.NATIVE,
     alias: Annotated[
         list[str] | None,
-        typer.Option("--alias", metavar="OUTPUT=INPUT", help="This output lives in the storage of this input."),
+        typer.Option("--alias", metavar="OUTPUT=INPUT", help="Declare that OUTPUT shares the storage of INPUT."),
     ] = None,
     dump: Annotated[
         Path | None,
-        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="Write the program after each transform here."),
+        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="Folder for a dump after each transform."),
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Transform and compile everything, and keep nothing of it.")
-    ] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the build cache.")] = False,
     explain_cache: Annotated[
-        bool, typer.Option("--explain-cache", help="Say what was taken from the cache, or which factor changed.")
+        bool, typer.Option("--explain-cache", help="Report the cache hit, or the factors that changed.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """Compile a model into a package: one folder that loads in a moment and needs no compiler.
+    """Compile a model into a package: a folder that loads fast and needs no compiler.
 
     Example: [bold]inlay build SmolLM2-135M-Instruct.Q4_1.gguf -o ./smollm2 --max-length 2048[/]
 
@@ -154,19 +152,19 @@ def _print(made: BuildResult) -> None:
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in made.seconds.items())
     out.print(f"\nBuilt {made.path} in {total:.0f} s ({parts}).")
     state = sum(row.nbytes for row in manifest.states)
-    out.print(f"{format_bytes(manifest.weights_file.size)} of weights, {format_bytes(state)} of state a session.")
+    out.print(f"{format_bytes(manifest.weights_file.size)} of weights, {format_bytes(state)} of state per session.")
     if manifest.kind == "decoder":
         out.print(f'Try: inlay run {made.path} "Once upon a time"', markup=False)
 
 
 def print_pieces(manifest: Manifest) -> None:
-    """A table of all pieces: how often each runs, what it is, how large."""
+    """Print a table of all pieces: how often each runs, its kind and its size."""
     table = Table(box=None, pad_edge=False)
-    for column in ("sizes", "piece", "steps", "what", "size"):
+    for column in ("sizes", "piece", "steps", "kind", "size"):
         table.add_column(column, justify="right" if column in ("steps", "size") else "left")
     for bucket in manifest.buckets:
         for piece in bucket.pieces:
             steps = sum(step.piece == piece.name for step in bucket.steps)
-            what = "compiled" if piece.file.endswith(".so") else "calls"
+            what = "compiled" if piece.file.endswith(".so") else "eager"
             table.add_row(bucket.text, piece.name, f"× {steps}", what, format_bytes(manifest.files[piece.file].size))
     out.print(table)

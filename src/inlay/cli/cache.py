@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from inlay.build_cache.lookup import Lookup
 
 app = typer.Typer(
-    help="What earlier builds have left for later ones: list it, clear it, say how large it may be.",
+    help="List, clear or limit the build cache, which stores the results of earlier builds.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -26,7 +26,7 @@ _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @app.command("ls")
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
-    """List what the cache holds, the most recently used first.
+    """List the entries of the build cache, most recently used first.
 
     Example: [bold]inlay cache ls[/]
     """
@@ -39,8 +39,8 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
             print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows})
             return
         table = Table(box=None, pad_edge=False)
-        for column in ("entry", "model", "size", "built", "last used", "hits", "saves"):
-            table.add_column(column, justify="right" if column in ("size", "hits", "saves") else "left")
+        for column in ("entry", "model", "size", "built", "last used", "hits", "build time"):
+            table.add_column(column, justify="right" if column in ("size", "hits", "build time") else "left")
         for row in rows:
             times = [f"{format_duration(now - row[name])} ago" for name in ("created_at", "last_used")]
             numbers = str(row["hits"]), f"{row['build_seconds']:.0f} s"
@@ -57,10 +57,10 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
 @app.command("clear")
 def clear(
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="TIME", help="Only what was not used for so long: 30m, 12h, 7d, 4w.")
+        str, typer.Option("--older-than", metavar="TIME", help="Only entries unused for this long: 30m, 12h, 7d, 4w.")
     ] = "0s",
 ) -> None:
-    """Remove entries from the cache. Packages that were built stay as they are.
+    """Remove entries from the build cache. Packages are not affected.
 
     Example: [bold]inlay cache clear --older-than 7d[/]
     """
@@ -73,9 +73,11 @@ def clear(
 
 @app.command("limit")
 def limit(
-    size: Annotated[str, typer.Argument(metavar="[SIZE]", help="Such as 500MB or 8GB.", show_default=False)] = "",
+    size: Annotated[
+        str, typer.Argument(metavar="[SIZE]", help="New maximum size, such as 500MB or 8GB.", show_default=False)
+    ] = "",
 ) -> None:
-    """Say how large the cache may be, or change that. What was not used for longest is removed first.
+    """Print the maximum size of the build cache, or set it to SIZE. The least recently used entries are evicted first.
 
     Example: [bold]inlay cache limit 8GB[/]
     """
@@ -85,23 +87,23 @@ def limit(
         cache = BuildCache()
         if size:
             cache.limit = parse_bytes(size)
-        out.print(f"The cache may hold {format_bytes(cache.limit)}.")
+        out.print(f"The limit of the cache is {format_bytes(cache.limit)}.")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from what people write.
+    """Return the seconds of a duration such as `12h`.
 
     >>> parse_duration("90s"), parse_duration("12h"), parse_duration("1.5d")
     (90.0, 43200.0, 129600.0)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
     if not found:
-        raise UsageError(f"{text!r} is no span of time.", "Write 30m, 12h, 7d or 4w.")
+        raise UsageError(f"{text!r} is not a duration.", "Write 30m, 12h, 7d or 4w.")
     return float(found[1]) * _SPANS[found[2]]
 
 
 def format_duration(seconds: float) -> str:
-    """A span of time as people say it.
+    """Format seconds in a readable unit.
 
     >>> format_duration(5), format_duration(200), format_duration(7200), format_duration(3e5)
     ('5 s', '3 min', '2 h', '3 days')
@@ -113,24 +115,21 @@ def format_duration(seconds: float) -> str:
 
 
 def print_lookup(found: Lookup, explain: bool) -> None:
-    """What a build found in the cache: one line for a hit, and why there was none if somebody asks."""
+    """Print the result of a cache lookup: one line for a hit; the cause of a miss if `explain`."""
     if found.hit:
         more = f" (entry {found.key[:12]}, built {format_duration(found.age)} ago)" if explain else ""
-        out.print(
-            f"Nothing was compiled: taken from the cache, which saved {found.seconds_saved:.0f} s{more}.",
-            soft_wrap=True,
-        )
+        out.print(f"Cache hit: nothing was compiled, {found.seconds_saved:.0f} s saved{more}.", soft_wrap=True)
         return
     if found.reason and (explain or found.key):
         out.print(f"Cache: {found.reason}", markup=False, soft_wrap=True)
     if not explain or not found.key:
         return
     if not found.nearest:
-        out.print("Cache: a miss; it holds nothing to compare with.")
+        out.print("Cache miss: there is no entry to compare with.")
         return
     differing, of = len(found.differences), len(found.factors)
     built = f"{found.nearest_model}, built {format_duration(found.age)} ago"
-    text = f"Cache: a miss. Nearest is {found.nearest[:12]} ({built}); {differing} of {of} factors differ:"
+    text = f"Cache miss. Nearest entry: {found.nearest[:12]} ({built}); {differing} of {of} factors differ:"
     out.print(text, markup=False, soft_wrap=True)
     for each in found.differences:
         out.print(f"  {each.text}", markup=False, soft_wrap=True)

@@ -21,30 +21,31 @@ _STEPS = {"transforming": 3, "matching": 8, "searching": 2, "measuring": 1}
 
 
 class KernelLanguage(StrEnum):
-    """What to write a kernel in."""
+    """Language of a generated kernel."""
 
     TRITON = "triton"
 
 
 def candidates(
     model: ModelArgument,
-    no_transforms: Annotated[bool, typer.Option("--no-transforms", help="Look at the program as captured.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Run the regions, and order by time.")] = False,
+    no_transforms: Annotated[bool, typer.Option("--no-transforms", help="Search the program as captured.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the candidates and sort them by time.")] = False,
     scaffold: Annotated[
-        str | None, typer.Option("--scaffold", metavar="NAME", help="Write a transform, YAML and a test for this one.")
+        str | None,
+        typer.Option("--scaffold", metavar="NAME", help="Write transform, YAML and test for this candidate."),
     ] = None,
-    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Where --scaffold writes.")] = Path(),
+    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Folder for the --scaffold files.")] = Path(),
     kernel: Annotated[
-        KernelLanguage | None, typer.Option("--kernel", help="Write a kernel too; only where the lookup found none.")
+        KernelLanguage | None, typer.Option("--kernel", help="With --scaffold: also write a kernel, if none exists.")
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="For documents and issues.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Output Markdown, for documents and issues.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Find repeated calls that could be one kernel, and say who has that kernel already.
+    """Find repeated operators that could be one kernel, and list existing kernels for them.
 
     Example: [bold]inlay candidates ./SmolLM2-135M --no-transforms --measure[/]
 
@@ -54,7 +55,7 @@ def candidates(
         from inlay.errors import UsageError
 
         if kernel is not None and scaffold is None:
-            raise UsageError("--kernel goes with --scaffold NAME.", "Run without both to see the names.")
+            raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
         program = read_program(model, dtype, trust)
         with progress(_STEPS) as step:
             from inlay.insight.candidates import find_candidates
@@ -91,7 +92,7 @@ def _sizes() -> str:
 
 def _print(search: CandidateSearch, markdown: bool) -> None:
     if not search.candidates:
-        out.print("Nothing that is repeated could be fused further.")
+        out.print("No repeated operators could be fused further.")
         return
     for number, candidate in enumerate(search.candidates, 1):
         if markdown:
@@ -102,14 +103,14 @@ def _print(search: CandidateSearch, markdown: bool) -> None:
     total = search.total
     out.print(
         f"{len(search.candidates)} candidates; together at most {total.launches:,} launches and "
-        f"{format_bytes(total.decode)} a row saved ({_sizes()}).",
+        f"{format_bytes(total.decode)} per row saved ({_sizes()}).",
         markup=False,
         soft_wrap=True,
     )
 
 
 def _block(candidate: Candidate) -> list[tuple[str, str]]:
-    """The lines of one candidate."""
+    """Return the labels and texts to print for one candidate."""
     saved, advice = candidate.savings, candidate.advice
     times = f"{candidate.pattern}   × {len(candidate.regions)}"
     times += f" ({candidate.sharing})" if candidate.sharing else ""

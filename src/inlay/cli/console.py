@@ -1,4 +1,4 @@
-"""What all verbs share: where they print, how they show progress, how they fail."""
+"""Shared by all commands: consoles, progress display and error handling."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 WIDTH = 120
-"""Columns used when nobody is looking at a terminal."""
+"""Columns used when standard output is not a terminal."""
 
 out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
 
 
 class GlobalOptions:
-    """Options that stand before the verb."""
+    """Options that precede the command name."""
 
     debug = False
 
 
 global_options = GlobalOptions()
 QUIET_SECONDS = 2.0
-"""Where nobody looks at a terminal, what is done by then needs no word."""
+"""Without a terminal, steps are printed only after this time."""
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def error_boundary() -> Iterator[None]:
-    """Turn errors into one sentence and an exit code; `--debug` shows where they come from."""
+    """Turn errors into one sentence and an exit code; `--debug` also prints the traceback."""
     try:
         yield
     except InlayError as error:
         _fail(disk_full_error(error) or error)
     except KeyboardInterrupt:
-        err.print("Interrupted. What was not finished is thrown away.")
+        err.print("Interrupted. Unfinished output was discarded.")
         raise
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
@@ -74,20 +74,22 @@ def _fail(error: InlayError) -> NoReturn:
 
 
 def disk_full_error(error: BaseException) -> MachineError | None:
-    """What to tell where a disk is full; compilers say so in words of their own.
+    """Return the error to report if a full disk is the cause. Compilers report it as text only.
 
     >>> print(disk_full_error(OSError(errno.ENOSPC, "No space left on device", "/data/package/weights.bin")))
-    There is no space left for /data/package/weights.bin. Free some, or write to another disk.
+    There is no space left for /data/package/weights.bin. Free some space, or write to another disk.
     """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL_ERRNOS:
             named = cause.filename2 or cause.filename
-            where = str(named or f"what is being written, here or in {tempfile.gettempdir()}")
-            return MachineError(f"There is no space left for {where}.", "Free some, or write to another disk.")
+            where = str(named or f"the output, here or in {tempfile.gettempdir()}")
+            return MachineError(f"There is no space left for {where}.", "Free some space, or write to another disk.")
         if "No space left on device" in str(cause):
-            where = f"{tempfile.gettempdir()}, where the compiler works"
-            return MachineError(f"There is no space left in {where}.", "Free some, or set TMPDIR to another disk.")
+            where = f"{tempfile.gettempdir()}, which the compiler uses"
+            return MachineError(
+                f"There is no space left in {where}.", "Free some space, or set TMPDIR to another disk."
+            )
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -98,10 +100,10 @@ def _escape(text: str) -> str:
 
 @contextmanager
 def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
-    """A bar over named steps, with the time so far and what is left; without a terminal a line for each.
+    """Show a progress bar with elapsed and remaining time; without a terminal, print a line per step.
 
-    `steps` says what steps there will be and how long they take relative to each other; a step is known by the first
-    word of its name, and one more of a kind makes the whole longer.
+    `steps` maps the expected steps to their relative durations. A step is identified by its name or by the first word
+    of it. Further steps of the same kind extend the total.
     """
     if not err.is_terminal:
         yield _lines(time.monotonic())
@@ -132,7 +134,7 @@ def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
 
 
 def _lines(start: float) -> Callable[[str], None]:
-    """Steps as lines, from the moment on when somebody may wonder."""
+    """Print steps as lines, once `QUIET_SECONDS` have passed."""
 
     def step(name: str) -> None:
         seconds = time.monotonic() - start
@@ -143,5 +145,5 @@ def _lines(start: float) -> Callable[[str], None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output, for machines."""
+    """Print one JSON document on standard output."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from inlay.program.text.diff import Diff
 
 _STYLES = {"changed": ("red", "green"), "removed": ("red", ""), "added": ("green", ""), "skipped": ("dim", "")}
-"""Colours of the two halves of a line; only changed lines have a second one."""
+"""Colors of the left and right half of a line; only changed lines have a second color."""
 
 SideArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|PACKAGE|LOCK",
-        help="A model or dump as for `inlay show`, a package, or a lock; both of the same sort.",
+        help="A model or dump (see `inlay show`), a package, or a lock file; both of the same kind.",
         show_default=False,
     ),
 ]
@@ -33,16 +33,16 @@ def diff(
     left: SideArgument,
     right: SideArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write a page (HTML) instead of printing.")
+        Path | None, typer.Option("-o", "--output", help="Write an HTML page instead of printing.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", help="Equal lines shown around a difference.")] = 2,
+    context: Annotated[int, typer.Option("--context", help="Unchanged lines shown around a difference.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Compare two models or dumped programs by structure, folded and side by side; or two packages; or two locks.
+    """Compare two models or dumps by structure, folded and side by side; or two packages, or two lock files.
 
-    Exit code 1 when they differ.
+    Exit code 1: they differ.
 
     Example: [bold]inlay diff before.py after.py[/]
 
@@ -61,7 +61,7 @@ def diff(
 
 
 def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:
-    """Two packages or locks: rows that say different things."""
+    """Compare two packages or locks and report the rows that differ; return whether they are equal."""
     from inlay.cli.report import write_report
     from inlay.insight.report.comparison import build_table_page, compare_tables
 
@@ -75,7 +75,7 @@ def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:
         for row in differing:
             text = f"{row.table}: {row.name}: {row.left or 'none'} → {row.right or 'none'}"
             out.print(text, markup=False, soft_wrap=True)
-        out.print(f"{len(differing)} of {len(rows)} things differ.")
+        out.print(f"{len(differing)} of {len(rows)} rows differ.")
     return not differing
 
 
@@ -104,7 +104,7 @@ def _programs(
 
 
 def print_diff(found: Diff, context: int | None = None) -> None:
-    """What differs, side by side; without a `context` each way of differing once. See `diff_lines`."""
+    """Print differences side by side; without `context`, each kind of difference once. See `diff_lines`."""
     from inlay.program.text.side_by_side import diff_lines
 
     for line in diff_lines(found, out.width, context):

@@ -18,7 +18,7 @@ _MARKS = {CheckStatus.OK: "[green]ok[/]", CheckStatus.WARN: "[yellow]warn[/]", C
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
     """Report what is missing on this machine, and how to fix it.
 
-    Exit code 1 when something does not work.
+    Exit code 1: a check failed.
 
     Example: [bold]inlay doctor[/]
     """
@@ -28,7 +28,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
             print_json([asdict(check) for check in checks])
         else:
             table = Table(box=None, pad_edge=False)
-            for column in ("", "what", "found", "what to do"):
+            for column in ("", "check", "found", "remedy"):
                 table.add_column(column, overflow="fold")
             for check in checks:
                 table.add_row(_MARKS[check.status], check.name, check.found, check.remedy)

@@ -22,7 +22,7 @@ _MOST = 5
 def explain(
     model: ModelArgument,
     pass_name: Annotated[
-        str | None, typer.Option("--pass", metavar="NAME", help="Explain this transform alone, and all it says.")
+        str | None, typer.Option("--pass", metavar="NAME", help="Explain only this transform, with all its remarks.")
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
@@ -30,7 +30,7 @@ def explain(
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Say why transforms did not match: where they almost did, what is different there, in which layers.
+    """Explain why transforms did not match: near misses, what differs there, and in which layers.
 
     Example: [bold]inlay explain ./SmolLM2-135M[/]
 
@@ -45,10 +45,10 @@ def explain(
 
         if pass_name is not None and is_external(pass_name):
             raise UsageError(
-                f"{pass_name} does not say why it leaves something alone.", f"`inlay show MODEL --pass {pass_name}`."
+                f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
             )
         if pass_name is not None:
-            steps_up_to(pass_name, files or (), settings or ())  # a mistake is told before the model is captured
+            steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
         else:
             configure(resolve_config(files=files or (), settings=settings or ()))
         program = read_program(model, dtype, trust)
@@ -67,11 +67,11 @@ def explain(
             _print(each, most=None if pass_name is not None else _MOST)
         silent = [each.key for each in explained if not each.findings and not each.sites and each.status == "ran"]
         if silent:
-            out.print(Text(f"Nothing starts like {', '.join(silent)}.", style="dim"))
+            out.print(Text(f"No match and no near miss: {', '.join(silent)}.", style="dim"))
 
 
 def _print(explained: Explanation, most: int | None) -> None:
-    """One line on what matched, then what almost did, best first."""
+    """Print the number of matches, then the near misses, closest first."""
     if not explained.sites and not explained.findings:
         return
     matched = f"matched {explained.sites}" if explained.sites else "matched nothing"

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from inlay.program.bindings import Binding
 
 PackageArgument = Annotated[
-    Path, typer.Argument(metavar="PACKAGE", help="A folder that `inlay build` wrote.", show_default=False)
+    Path, typer.Argument(metavar="PACKAGE", help="Folder that `inlay build` wrote.", show_default=False)
 ]
 
 
 def inspect(
     package: PackageArgument,
-    verify: Annotated[bool, typer.Option("--verify", help="Hash every file, weights included.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the hash of every file, including weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output the manifest as JSON.")] = False,
 ) -> None:
-    """Say what a package is: model, sizes, pieces, state, and what it was built for. Loads no code.
+    """Describe a package: model, sizes, pieces, state and target machine. Loads no code.
 
     Example: [bold]inlay inspect ./smollm2 --verify[/]
     """
@@ -66,7 +66,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     print_pieces(manifest)
     _print_kernels(manifest)
     states = Table(box=None, pad_edge=False)
-    for column in ("state", "type", "bytes", "how it is known"):
+    for column in ("state", "type", "bytes", "how detected"):
         states.add_column(column, justify="right" if column == "bytes" else "left")
     groups: dict[tuple[str, str], list[Binding]] = {}
     for row in manifest.states:
@@ -81,7 +81,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
 
 
 def _print_kernels(manifest: Manifest) -> None:
-    """Linear layers with packed weights: which kernel for how many rows, and what was measured."""
+    """Print the kernel chosen for each packed linear layer and row count, with the measured times."""
     rows = {
         (bucket.name, f"{row.features} × {row.depth}", f"{row.bits}"): row
         for bucket in manifest.buckets

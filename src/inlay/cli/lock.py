@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def lock(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or several models.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The lock file.")] = Path("matches.lock"),
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="Models to lock.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Lock file to write.")] = Path("matches.lock"),
     files: ConfigOption = None,
     settings: SetOption = None,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Write down how often every transform matches, to be checked after an upgrade. Shows what changes in the file.
+    """Record how often every transform matches in a lock file, to check after an upgrade. Prints changes to the file.
 
     Example: [bold]inlay lock ./my-model -o matches.lock[/]
     """
@@ -49,18 +49,18 @@ def lock(
 
 
 def check(
-    file: Annotated[Path, typer.Option("--lock", help="The lock file.")] = Path("matches.lock"),
+    file: Annotated[Path, typer.Option("--lock", help="Lock file to check.")] = Path("matches.lock"),
     files: ConfigOption = None,
     settings: SetOption = None,
     dtype: DTypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """Hold the models of a lock against it: what became different, in sentences; exit code 1 if sites did.
+    """Compare the models of a lock file with their recorded matches. Exit code 1: sites changed.
 
-    The configuration, settings and dtype are those the lock was written with, unless others are given.
+    Configuration, settings and dtype are taken from the lock file unless they are given.
 
-    On GitHub Actions the sentences are annotations of the lock file.
+    On GitHub Actions the differences are printed as annotations of the lock file.
 
     Example: [bold]inlay check --lock matches.lock[/]
     """
@@ -93,27 +93,27 @@ def check(
                 if now.get(name) != old
             ]
             if changed and seen.differences:
-                out.print(f"Since then: {', '.join(changed)}.")
+                out.print(f"Changed versions: {', '.join(changed)}.")
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:
                 trusted = ["--trust-remote-code"] if trust else []
                 words = [*(each.model for each in locked.models), *made.arguments(), *trusted, "-o", str(file)]
-                out.print(f"If that is right: inlay lock {shlex.join(words)}", markup=False, soft_wrap=True)
+                out.print(f"To accept the changes: inlay lock {shlex.join(words)}", markup=False, soft_wrap=True)
         if not seen.holds:
             raise typer.Exit(int(ExitCode.FAILED))
 
 
 @dataclass(frozen=True)
 class _MatchedModel:
-    """A model as it is matched now."""
+    """A model with its current matches."""
 
     lock_entry: LockedModel
     program: Program
     steps: list[TransformStep]
 
     def explain_miss(self, key: str) -> str:
-        """What keeps a transform from matching, where it almost does."""
+        """Return why a transform does not match at its closest near miss."""
         from inlay.insight import explain
 
         (explained,) = explain(self.program, self.steps, key)
@@ -126,7 +126,7 @@ def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:
 
     program = read_program(model, DType(made.dtype) if made.dtype else None, trust)
     resolved = resolve_config(program, made.files, made.settings)
-    # What is locked is what happens: a contract that does not hold is a difference like any other.
+    # Contracts are not enforced here: a broken contract is reported as a difference.
     steps = configure(resolved)
     for step in steps:
         options = step.transform.options

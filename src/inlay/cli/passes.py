@@ -12,15 +12,16 @@ from rich.text import Text
 from inlay.cli.console import err, error_boundary, out, print_json
 
 ConfigOption = Annotated[
-    list[Path] | None, typer.Option("--config", help="A YAML file of settings; may be given several times.")
+    list[Path] | None, typer.Option("--config", help="YAML file with transform options. May be given several times.")
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="One setting: TRANSFORM.OPTION=VALUE; may be given several times.")
+    list[str] | None,
+    typer.Option("--set", help="One transform option: TRANSFORM.OPTION=VALUE. May be given several times."),
 ]
 
 
 def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
-    """List the transforms, in the order a build runs them.
+    """List all transforms, in the order in which a build runs them.
 
     Example: [bold]inlay passes[/]
     """
@@ -47,7 +48,7 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
             )
             return
         table = Table(box=None, pad_edge=False)
-        for column in ("transform", "stage", "", "numbers", "what it does"):
+        for column in ("transform", "stage", "", "numerics", "summary"):
             table.add_column(column, overflow="fold")
         for cls, enabled in rows:
             table.add_row(cls.name, cls.stage.value, "on" if enabled else "off", cls.numerics.value, cls.summary())
@@ -55,12 +56,12 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
 
 
 def config(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="MODEL, or an architecture; picks the overlays.")] = "",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or architecture whose overlays apply.")] = "",
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Print the resolved configuration and where each value came from.
+    """Print the resolved configuration and the origin of each value.
 
     Example: [bold]inlay config --set match_rope.enabled=false[/]
 
@@ -91,13 +92,13 @@ def config(
 
 
 def _identity(model: str) -> tuple[str, str]:
-    """Name and architecture of MODEL, as its program would have them; a single word is an architecture."""
+    """Return name and architecture of MODEL, as in its program. A single word is an architecture."""
     if not model or (model.replace("-", "_").isidentifier() and not Path(model).exists()):
         return model, model
     from inlay.capture import identify
 
     found = identify(model)
     if not found.architecture:
-        text = f"The architecture of {found.name} is not known: only overlays for its name apply."
+        text = f"The architecture of {found.name} is unknown. Only overlays for its name apply."
         err.print(text, markup=False, soft_wrap=True)
     return found.name, found.architecture

@@ -20,15 +20,15 @@ def prove(
     package: PackageArgument,
     longer: Annotated[
         Path | None,
-        typer.Option("--longer", help="A package of the same model with a larger --max-length, to compare with."),
+        typer.Option("--longer", help="Package of the same model with a larger --max-length, for comparison."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Prove that a package updates its state in place, at a cost that does not grow with it; exit code 1 if not.
+    """Prove that a package updates its state in place, at a cost independent of its size. Exit code 1: not proven.
 
-    Every generated kernel or call that touches a state is listed with the bytes it reads and writes and held against
-    the generated source. Then steps of every bucket run on empty, half-full and full caches: pages that are read and
-    written are watched, allocations counted.
+    Every generated kernel or call that accesses a state is listed with the bytes it reads and writes, and compared
+    with the generated source. Then steps of every bucket run on empty, half-full and full caches, while page accesses
+    and allocations are recorded.
 
     Example: [bold]inlay prove ./smollm2[/]
     """
@@ -47,8 +47,8 @@ def prove(
 
 def _print(proof: Proof) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("state", "bytes", "written a step", "pages read", "pages written", "copied", "touched by"):
-        table.add_column(column, justify="left" if column in ("state", "touched by") else "right", overflow="fold")
+    for column in ("state", "bytes", "written per step", "pages read", "pages written", "copied", "accessed by"):
+        table.add_column(column, justify="left" if column in ("state", "accessed by") else "right", overflow="fold")
     groups: dict[tuple[object, ...], list[StateProof]] = {}
     for state in proof.states:
         by = tuple(dict.fromkeys(_format_access(each) for each in state.accesses))
@@ -76,7 +76,7 @@ def _print(proof: Proof) -> None:
         out.print(f"\nProven: {len(proof.states)} states are written in place, 0 bytes are copied.")
         out.print(_format_measurement(proof))
     else:
-        out.print(f"\nNot proven: {copied:,} bytes copied a step, {len(proof.problems)} problems.")
+        out.print(f"\nNot proven: {copied:,} bytes copied per step, {len(proof.problems)} problems.")
 
 
 def _format_measurement(proof: Proof) -> str:
@@ -88,15 +88,15 @@ def _format_measurement(proof: Proof) -> str:
     if not any(proof.cache_lengths):
         return f"Measured: {proof.steps} steps, {allocated}."
     rooms = " and ".join(f"{room:,}" for room in proof.cache_lengths)
-    more = "" if len(proof.cache_lengths) > 1 else "; --longer PACKAGE compares with another length"
+    more = "" if len(proof.cache_lengths) > 1 else ". Use --longer PACKAGE to compare with another length"
     return (
-        f"Measured: {proof.steps} steps on empty, half-full and full caches of {rooms} rows; none touches a row that is"
-        f" neither filled nor new, {allocated}, the same however full a cache is{more}."
+        f"Measured: {proof.steps} steps on empty, half-full and full caches of {rooms} rows. Only filled and"
+        f" new rows are accessed; {allocated}, independent of how full a cache is{more}."
     )
 
 
 def _format_access(access: dict[str, str]) -> str:
-    """A kernel by the operator that matters, and what it does."""
+    """Format one access: the relevant operator of the kernel and its accesses."""
     by = access["kernel"]
     names = by.removeprefix("kernel(").removesuffix(")").split(", ")
     known = [name for name in names if "put" in name or "copy" in name or "scatter" in name or "clone" in name]

@@ -16,13 +16,13 @@ def refit(
     package: PackageArgument,
     weights: Annotated[
         str,
-        typer.Option("--weights", metavar="FOLDER", help="A checkpoint of the same model.", show_default=False),
+        typer.Option("--weights", metavar="FOLDER", help="Checkpoint with the new weights.", show_default=False),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write another package; by default this one is changed.")
+        Path | None, typer.Option("-o", "--output", help="Write a new package here instead of changing PACKAGE.")
     ] = None,
 ) -> None:
-    """Put the weights of another checkpoint of the same model into a package. Compiles nothing.
+    """Replace the weights of a package by those of another checkpoint of the same model. Compiles nothing.
 
     Example: [bold]inlay refit ./package --weights ./my-finetuned-model[/]
     """
@@ -31,4 +31,4 @@ def refit(
 
         with progress({"opening": 4, "writing": 4}) as step:
             made = refit(package, weights, output=output, on_step=step)
-        out.print(f"{output or package} now holds {made.model}: {format_bytes(made.weights_file.size)} of weights.")
+        out.print(f"{output or package} now contains {made.model}: {format_bytes(made.weights_file.size)} of weights.")

@@ -24,26 +24,26 @@ def report(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|PACKAGE", help="A model, as for `inlay show`, or a folder that `inlay build` wrote."
+            metavar="MODEL|PACKAGE", help="A model (see `inlay show`), or a folder that `inlay build` wrote."
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path("report.html"),
     drift: Annotated[
-        bool, typer.Option("--drift", help="Also run the model before and after every transform, as `inlay verify`.")
+        bool, typer.Option("--drift", help="Also measure numerical drift of every transform, as `inlay verify`.")
     ] = False,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Also show how lanes ran: the JSON that `Timeline.to_json` gives.")
+        Path | None, typer.Option("--timeline", help="Also show this timeline.json, written by `inlay streams -o`.")
     ] = None,
-    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens a sequence can hold.")] = 2048,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences at a time.")] = 8,
+    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Maximum tokens per sequence.")] = 2048,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum sequences per batch.")] = 8,
     files: ConfigOption = None,
     settings: SetOption = None,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Write one page about a model or a package: what every transform did, missed and why; plan, memory, settings.
+    """Write an HTML report about a model or package: matches and misses of every transform, plan, memory, settings.
 
-    The page opens from disk, in any browser, without a server or a network.
+    The page opens from disk in any browser, without a server or network access.
 
     Example: [bold]inlay report SmolLM2-135M-Instruct.Q4_1.gguf -o report.html[/]
 
@@ -69,7 +69,7 @@ def _timeline_section(file: Path) -> dict[str, Any]:
     try:
         return section(Timeline.from_json(file.read_bytes()))
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {one_line(error)}.", "Give a timeline that was saved.") from error
+        raise UsageError(f"{file} cannot be read: {one_line(error)}.", "Name a saved timeline.json.") from error
 
 
 def _report_model(
@@ -90,7 +90,7 @@ def _report_model(
 
 
 def write_report(facts: Mapping[str, Any], output: Path) -> None:
-    """Write a page and say so."""
+    """Write a page and print its path and size."""
     from inlay.insight.report import write_page
 
     size = write_page(facts, output)

@@ -24,30 +24,30 @@ def review(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="TRANSFORM", help="Name of a transform (`inlay passes`), or the file of one.", show_default=False
+            metavar="TRANSFORM", help="Name of a transform (see `inlay passes`), or its .py file.", show_default=False
         ),
     ],
     models: Annotated[
-        list[str], typer.Option("--model", metavar="MODEL", help="A model it is for; may be given several times.")
+        list[str], typer.Option("--model", metavar="MODEL", help="Model to review it on. May be given several times.")
     ],
     tests: Annotated[
         list[Path] | None,
-        typer.Option("--tests", metavar="FILE", help="A test file of it; by default the one beside its own file."),
+        typer.Option("--tests", metavar="FILE", help="Test file of the transform; by default the one in its folder."),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="For the review and what was saved.")
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for the review and its files.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="LOCK|PACKAGE", help="How often it matched before.")
+        Path | None, typer.Option("--against", metavar="LOCK|PACKAGE", help="Compare with the matches recorded here.")
     ] = None,
     files: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Review a transform: evaluate the checklist, break it on purpose and see which tests notice; Markdown.
+    """Review a transform: evaluate the checklist, run its tests on mutants, and write the result as Markdown.
 
-    Exit code 1 if a line of the checklist does not hold.
+    Exit code 1: an item of the checklist does not hold.
 
     Example: [bold]inlay review match_swiglu --model ./my-model --model other/model[/]
     """
@@ -76,12 +76,12 @@ def review(
 
 
 def _model_label(model: str) -> str:
-    """What a review calls a model: a file or folder by its last name."""
+    """Return the label of a model in a review; for a file or folder, its last path component."""
     return Path(model).name if Path(model).exists() else model
 
 
 def _transform(name: str) -> type[Transform]:
-    """A registered transform, or the one that a file registers."""
+    """Return a registered transform, or the one that a file registers."""
     from inlay.transforms import registry
     from inlay.transforms.base import find_transform
 
@@ -89,16 +89,16 @@ def _transform(name: str) -> type[Transform]:
     if file.suffix != ".py":
         return find_transform(name)
     if not file.is_file():
-        raise UsageError(f"There is no file {name}.", "Name a transform, or the file of one.")
+        raise UsageError(f"There is no file {name}.", "Name a transform, or its file.")
     known = set(registry())
     sys.path.insert(0, str(file.parent.resolve()))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # its tests import it by this name
+    sys.modules[file.stem] = module  # the tests import it by this name
     spec.loader.exec_module(module)
     new = [cls for key, cls in registry().items() if key not in known]
     if len(new) != 1:
-        raise UsageError(f"{name} registers {len(new)} transforms.", "Name a file that registers one.")
+        raise UsageError(f"{name} registers {len(new)} transforms; expected 1.", "Name a file that registers one.")
     return new[0]

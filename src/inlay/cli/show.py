@@ -24,22 +24,22 @@ _MOST_OPERATORS = 12
 
 def show(
     model: ModelArgument,
-    full: Annotated[bool, typer.Option("--full", help="Every node, unfolded: a dump that can be read back.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print every node, unfolded, as a loadable dump.")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of the terminal.")
+        Path | None, typer.Option("-o", "--output", help="Write the program to this file instead of printing it.")
     ] = None,
     pass_name: Annotated[
         str | None,
         typer.Option(
             "--pass",
             metavar="NAME | package.module:callable",
-            help="Run the transforms up to NAME and show what it changes; or someone else's pass, alone, on the"
-            " program as it was captured.",
+            help="Run the transforms up to NAME and show what NAME changes; or run only an external pass on the"
+            " captured program.",
         ),
     ] = None,
     dump_to: Annotated[
         Path | None,
-        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="With --pass: write each program here."),
+        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="With --pass: folder for dumps of each step."),
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,
@@ -57,7 +57,7 @@ def show(
     """
     with error_boundary():
         if pass_name is not None:
-            steps_up_to(pass_name, files or (), settings or ())  # a mistake is told before the model is captured
+            steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
             program = read_program(model, dtype, trust)
             steps = steps_up_to(
                 pass_name, files or (), settings or (), model=program.name, architecture=program.facts.architecture
@@ -83,7 +83,7 @@ def show(
 
 
 def describe(program: Program, folds: Folds) -> dict[str, Any]:
-    """What `inlay show --json` prints."""
+    """Return the output of `inlay show --json`."""
     from inlay.lowering.state.in_place_writes import copy_remarks
     from inlay.lowering.state.state_copies import find_compiled_copies
 
@@ -129,9 +129,7 @@ def _print_summary(program: Program, folds: Folds) -> None:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for kind in folds.kinds:
-        table.add_row(
-            "fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.output_positions)} value(s) handed on"
-        )
+        table.add_row("fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.output_positions)} output value(s)")
     for each in folds.deviations:
         table.add_row("deviates", f"{each.nodes[0].name} … {each.nodes[-1].name}: {each.text}")
     counts = program.op_counts()

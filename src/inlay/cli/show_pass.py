@@ -1,4 +1,4 @@
-"""`inlay show MODEL --pass NAME`: before and after one transform."""
+"""`inlay show MODEL --pass NAME`: the program before and after one transform."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def steps_up_to(
     name: str, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
 ) -> list[TransformStep]:
-    """The configured transforms up to the one in question, which runs even when it is off by default.
+    """Return the configured transforms up to `name`, which runs even if it is disabled by default.
 
-    Someone else's pass (`package.module:callable`) runs alone, on the program as it was captured.
+    An external pass (`package.module:callable`) runs alone, on the captured program.
     """
     from inlay.config import resolve_config
     from inlay.errors import UsageError
@@ -33,7 +33,7 @@ def steps_up_to(
     if is_external(name):
         if files or settings:
             raise UsageError(
-                f"--config and --set are about Inlay's transforms, and {name} runs without them.", "Leave them out."
+                f"--config and --set apply to Inlay's transforms only, and {name} is an external pass.", "Omit them."
             )
         return [TransformStep(name, load_external_pass(name))]
     resolved = resolve_config(architecture=architecture, model=model, files=files, settings=settings)
@@ -41,7 +41,7 @@ def steps_up_to(
 
 
 def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None, *, full: bool, as_json: bool) -> None:
-    """Run the steps; show what the last one changed, its summary, and why it missed."""
+    """Run the steps; print the changes, the summary and the misses of the last one."""
     from inlay.program.text.diff import diff
     from inlay.program.text.printer import dump
     from inlay.transforms import run

@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Formatting and parsing of sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PREFIXES = "KMGT"
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes.
+    """Format a number of bytes.
 
     >>> format_bytes(512), format_bytes(2_000_000), format_bytes(5 * 10**9)
     ('512 B', '2.0 MB', '5.0 GB')
@@ -22,7 +22,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from what people write: GB are thousands, G and GiB are powers of two, as dd and numfmt have it.
+    """Parse a size in bytes. GB is a power of 1000; G and GiB are powers of 1024, as in dd and numfmt.
 
     >>> [parse_bytes(text) for text in ("8GB", "500 mb", "512M", "2GiB", "100", "1.5k")]
     [8000000000, 500000000, 536870912, 2147483648, 100, 1536]

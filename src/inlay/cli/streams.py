@@ -20,28 +20,31 @@ if TYPE_CHECKING:
 
 def streams(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model, as for `inlay show`.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="A model (see `inlay show`).", show_default=False)
     ] = None,
-    lanes: Annotated[int, typer.Option("--lanes", min=2, help="How many lanes to plan for.")] = 2,
+    lanes: Annotated[int, typer.Option("--lanes", min=2, help="Number of lanes (threads).")] = 2,
     length: Annotated[
-        int, typer.Option("--length", min=1, help="Tokens of the input; batch is 1. Sizes with a limit stay below it.")
+        int, typer.Option("--length", min=1, help="Input tokens, limited to the range of the model. The batch is 1.")
     ] = 128,
-    rounds: Annotated[int, typer.Option("--rounds", min=2, help="How often each way is measured.")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="How often each variant is measured.")] = 10,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="For work, schedule, timeline and picture.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder for work, schedule, timeline and chart."),
     ] = None,
     schedule: Annotated[
         Path | None,
-        typer.Option("--check", metavar="FILE|DIR", help="Only check a schedule; work.json lies beside it. No MODEL."),
+        typer.Option(
+            "--check", metavar="FILE|DIR", help="Only check a schedule, with work.json in its folder. No MODEL."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Plan which operators of a model may run beside each other, check the plan for races, run it and say if it pays.
+    """Schedule independent operators on parallel lanes, check the schedule for races, and measure the speedup.
 
-    Operators are measured one by one on random inputs and put together to pieces. Lanes are threads. Exit code 1: there
-    is a race, or numbers are not those of one lane.
+    Operators are measured one by one on random inputs and merged into pieces. Lanes are threads. Exit code 1: the
+    schedule has a race, or results differ from those of one lane.
 
     Example: [bold]inlay streams ./SmolLM2-135M --length 256 -o lanes[/]
 
@@ -55,7 +58,7 @@ def streams(
         elif schedule is not None and model is None:
             fine = _check(schedule, as_json)
         else:
-            raise UsageError("Either MODEL or --check has to be given.", "See `inlay streams --help`.")
+            raise UsageError("Expected either MODEL or --check.", "See `inlay streams --help`.")
         if not fine:
             raise typer.Exit(int(ExitCode.FAILED))
 
@@ -67,7 +70,7 @@ def _check(path: Path, as_json: bool) -> bool:
     try:
         made, work = file.read_bytes(), (file.parent / "work.json").read_bytes()
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Make it with --output.") from error
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Create it with --output.") from error
     verdict = check_schedule(WorkGraph.from_json(work), Schedule.from_json(made))
     if as_json:
         print_json({"ok": verdict.ok, "flaws": list(map(str, verdict.errors)), "races": list(map(str, verdict.races))})
@@ -115,21 +118,21 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}.", "Name another folder.") from error
+        raise UsageError(f"{folder} cannot be created: {error.strerror}.", "Choose another folder.") from error
 
 
 def _print(facts: Mapping[str, Any]) -> None:
     from inlay.streams.timeline import format_seconds
 
-    sizes = ", ".join(f"{name} {size}" for name, size in facts["sizes"].items()) or "of fixed sizes"
+    sizes = ", ".join(f"{name} {size}" for name, size in facts["sizes"].items()) or "fixed sizes"
     out.print(f"{facts['model']}; inputs: {sizes}\n", markup=False, soft_wrap=True)
     figures = [
         "—" if each is None else f"{each:.2f}" if isinstance(each, float) else str(each)
         for each in facts["plan"].values()
     ]
     _table(facts["plan"], [figures])
-    same = "are exactly those" if facts["bit_for_bit"] else "are not those"
-    out.print(f"\nThe schedule has no race. Results and states {same} of one lane.\n")
+    same = "are identical to" if facts["bit_for_bit"] else "differ from"
+    out.print(f"\nThe schedule has no race. Results and states {same} those of one lane.\n")
     rows = []
     for way, each in facts["seconds"].items():
         *times, over = each.values()
@@ -148,7 +151,7 @@ def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def choose_sizes(program: Program, length: int) -> dict[str, int]:
-    """A number for every size that is not fixed: 1 for the batch, `length` for others, or as near as its range allows.
+    """Return a number for every symbol: 1 for the batch and `length` for others, clamped to its range.
 
     >>> from types import SimpleNamespace
     >>> from inlay.program.program import Symbol
@@ -163,7 +166,7 @@ def choose_sizes(program: Program, length: int) -> dict[str, int]:
 
 
 def build_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Random inputs by name; states begin as the module has them, or as zeros where they are the caller's."""
+    """Return random inputs by name. States have the values of the module, or zeros if the caller owns them."""
     from inlay.insight.interpreter import random_inputs
 
     given = random_inputs(program, sizes=sizes)

@@ -1,4 +1,4 @@
-"""Configuration: YAML layers resolved into one, with where each value came from."""
+"""Configuration: YAML layers resolved into one, with the origin of each value."""
 
 from inlay.config.layers import ConfigFile, ResolvedConfig, Setting, TransformEntry, resolve_config
 

@@ -1,4 +1,4 @@
-"""Layers of configuration: default, overlays for a model, files, single settings. Later ones win, key by key."""
+"""Layers of configuration: default, overlays for a model, files, single settings. Later layers override keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class TransformEntry:
-    """One transform in the order of the configuration; `key` is its name, with `#2` when it stands twice."""
+    """One transform of the configuration, in order; `key` is its name, with `#2` for a second use."""
 
     key: str
     options: dict[str, Setting]
@@ -57,19 +57,19 @@ class ResolvedConfig:
 
     entries: tuple[TransformEntry, ...]
     aliases: dict[str, str] = field(default_factory=dict)
-    """Another name of a transform → its name."""
+    """Alias → name of the transform."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A configuration file whose contents were kept."""
+    """A configuration file with its contents."""
 
     origin: str
     contents: dict[str, Any]
 
     @classmethod
     def from_file(cls, file: Path | str) -> ConfigFile:
-        """What a file holds now."""
+        """Read and validate a file."""
         try:
             text = Path(file).read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +86,7 @@ def resolve_config(
     files: Sequence[Path | str | ConfigFile] = (),
     settings: Sequence[str] = (),
 ) -> ResolvedConfig:
-    """Put the layers together.
+    """Merge the layers into one configuration.
 
     >>> entries = {entry.key: entry for entry in resolve_config(settings=["match_rope.enabled=false"]).entries}
     >>> entries["match_rope"].options["enabled"]
@@ -167,7 +167,7 @@ def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) ->
 
 
 def find_overlays(name: str) -> dict[str, dict[str, Any]]:
-    """The overlays for models that say something about a transform, and what.
+    """Return the model overlays that configure a transform, with their options.
 
     >>> list(find_overlays("match_geglu"))[0]
     'models/gemma.yaml'

@@ -1,4 +1,4 @@
-"""Packages: manifest, files, integrity, loading, refit, and the copy proof."""
+"""Packages: manifest, files, integrity checks, loading, refit and copy proof."""
 
 from inlay.package.loader import LoadedPackage, load_package
 

@@ -1,10 +1,10 @@
-"""The copy proof of a package: state is written where it lies, and no step costs more because a cache is longer.
+"""The copy proof of a package: state is updated in place, and the cost of a step does not depend on the cache length.
 
-Static: every generated kernel or call that touches a state is listed with the bytes it reads and writes, as the
-compiler's own scheduler states them, and held against the generated source; what is not understood fails the proof. Of
-a cache, only attention may read more than the rows a step adds.
-Measured (`traffic`): every bucket runs on empty, half-full and full caches whose pages are watched, with allocations
-counted.
+Static part: every generated kernel or call that accesses a state is listed with the bytes it reads and writes, as
+reported by the compiler's scheduler, and compared with the generated source. Code that cannot be parsed fails the
+proof. Only attention may read more of a cache than the rows that a step adds.
+Measured part (`memory_traffic`): every bucket runs on empty, half-full and full caches, while page accesses and
+allocations are recorded.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ if TYPE_CHECKING:
 
 @dataclass
 class StateProof:
-    """What is known of one state."""
+    """The evidence for one state."""
 
     name: str
     kind: str
     bytes: int
     bytes_written: int = 0
-    """In a step of one token a sequence: what kernels write, from their own index ranges."""
+    """Bytes that kernels write in a step of one token per sequence, from their index ranges."""
     bytes_copied: int = 0
     pages_read: int = 0
-    """Measured: the most in any step."""
+    """Measured: the maximum of all steps."""
     pages_written: int = 0
     row_bytes: int = 0
-    """Bytes of one row of one sequence, if this is a cache of rows."""
+    """Bytes of one row of one sequence, if this is a KV cache."""
     accesses: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class Proof:
-    """The states of a package, and what speaks against it."""
+    """The states of a package, and the problems found."""
 
     states: list[StateProof]
     problems: list[str] = field(default_factory=list)
     cache_lengths: tuple[int, ...] = ()
-    """Lengths of caches that were measured."""
+    """Cache lengths that were measured."""
     steps: int = 0
-    """How many steps were measured."""
+    """Number of steps measured."""
     allocated_bytes: int | None = None
-    """The most bytes that a step allocated, in blocks of a kilobyte and more; None: not measured."""
+    """Maximum bytes that a step allocated, in blocks of at least a kilobyte; None: not measured."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is copied and everything is understood."""
+        """Whether nothing is copied and no problem was found."""
         return not self.problems and not any(state.bytes_copied for state in self.states)
 
     def to_json(self) -> dict[str, Any]:
-        """The proof for machines."""
+        """Return the proof as JSON."""
         measured = {"steps": self.steps, "cache_lengths": self.cache_lengths, "allocated_bytes": self.allocated_bytes}
         states = [vars(state) for state in self.states]
         return {"holds": self.holds, "problems": self.problems, "measured": measured, "states": states}
 
 
 def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
-    """Prove a package, statically and by measuring; `longer` is one of the same model with longer caches."""
+    """Prove a package, statically and by measurement; `longer` is a package of the same model with longer caches."""
     manifest = package.manifest
     states = {
         row.name: StateProof(row.name, manifest.bindings.find_alias(row.name).kind, row.nbytes)
@@ -90,7 +90,7 @@ def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
         _prove_bucket(bucket, package.folder, states, proof)
     rooms = [each.cache.max_seq_len for each in (package, longer) if each is not None and each.cache is not None]
     if longer is not None and rooms != sorted(set(rooms)):
-        raise UsageError("The caches of the other package are not longer.", "Build it with a larger --max-length.")
+        raise UsageError("The caches of the --longer package are not longer.", "Build it with a larger --max-length.")
     if states and not proof.problems:
         traffic = measure_in_subprocess(package.folder)
         _note(traffic, states, proof)
@@ -103,7 +103,7 @@ def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
 
 
 def _note(traffic: Traffic, states: dict[str, StateProof], proof: Proof) -> None:
-    """What was measured."""
+    """Add the measurements to the proof."""
     proof.cache_lengths, proof.steps = (traffic.max_seq_len,), len(traffic.steps)
     proof.problems += traffic.problems()
     if traffic.counts_allocations:
@@ -112,7 +112,7 @@ def _note(traffic: Traffic, states: dict[str, StateProof], proof: Proof) -> None
         for name, pages in step.pages.items():
             states[name].pages_read = max(states[name].pages_read, pages.reads)
             states[name].pages_written = max(states[name].pages_written, pages.writes)
-        if step.filled_rows is None:  # nothing to compare with: what is as large as a state may be a copy of it
+        if step.filled_rows is None:  # no KV cache to compare with: a block as large as a state may be a copy of it
             blocks = sorted((Counter(step.allocations or ()) - Counter(step.result_sizes)).elements())
             for state in sorted(states.values(), key=lambda each: -each.bytes):
                 if blocks and blocks[-1] >= state.bytes:
@@ -130,40 +130,40 @@ def _prove_bucket(bucket: Bucket, folder: Path, states: dict[str, StateProof], p
         piece, where = pieces[step.piece], f"{bucket.name}: step {number} ({step.piece})"
         for name, value in zip(piece.ins, step.ins, strict=True):
             if name in piece.mutated_inputs and value not in states:
-                proof.problems.append(f"{where} writes to {value}, which is no state: a cache is staged there")
+                proof.problems.append(f"{where} writes to {value}, which is not a state: a cache is staged there")
             if value in states and name not in piece.states:
-                proof.problems.append(f"{where} takes the state {value} in code that nobody looked at")
+                proof.problems.append(f"{where} uses the state {value} in code that was not analyzed")
         for access in piece.accesses:
             state = states.get(step.ins[piece.ins.index(access["state"])])
             if state is None:
                 continue
             totals[state.name] += _account(access, state, sizes, where, proof)
             written[state.name] |= bool(access.get("writes"))
-        proof.problems += [f"{where} hands {name} on as a new value" for name in step.outs if name in states]
+        proof.problems += [f"{where} returns {name} as a new value" for name in step.outs if name in states]
     for name in states:
         states[name].bytes_written = max(states[name].bytes_written, totals[name])
     proof.problems += [f"{bucket.name}: nothing writes to {name}" for name, done in written.items() if not done]
 
 
 def _account(access: dict[str, str], state: StateProof, sizes: dict[str, int], where: str, proof: Proof) -> int:
-    """Note one access; how many bytes it writes at these sizes."""
+    """Record one access; return how many bytes it writes at these sizes."""
     if access.get("unknown"):
-        proof.problems.append(f"{where}: {access['kernel']} touches {state.name}: {access['unknown']}")
+        proof.problems.append(f"{where}: {access['kernel']} accesses {state.name}: {access['unknown']}")
         return 0
     noted: dict[str, Any] = {key: access[key] for key in ("kernel", "reads", "writes", "copies") if key in access}
     state.accesses.append({"where": where, **noted})
     reads = access.get("reads", "")
     most = state.row_bytes * sizes.get("batch", 1) * sizes.get("length", 1)
     if state.row_bytes and reads != READS_FILLED_ROWS and (count := _evaluate(reads, sizes)) > most:
-        done = f"{access['kernel']} reads {count:,} bytes of {state.name}, and the step adds {most:,}"
-        proof.problems.append(f"{where}: {done}: only attention may read what is there")
+        done = f"{access['kernel']} reads {count:,} bytes of {state.name}, but the step adds {most:,}"
+        proof.problems.append(f"{where}: {done}. Only attention may read existing rows")
     copied = _evaluate(access.get("copies", "0"), sizes)
     state.bytes_copied = max(state.bytes_copied, copied)
     return _evaluate(access.get("writes", "0"), sizes)
 
 
 def _read_source(piece: PieceFile, folder: Path) -> list[str]:
-    """What the generated source does to state that the list of accesses does not say."""
+    """Return accesses to states in the generated source that are not in the list of accesses."""
     if not piece.states:
         return []
     file = folder / piece.file
@@ -182,7 +182,7 @@ def _read_source(piece: PieceFile, folder: Path) -> list[str]:
             continue
         reads, writes = listed.get(state, (False, False))
         if not each.is_understood:
-            found.append(f"a line of its source is not understood: {each.callee}")
+            found.append(f"a line of its source cannot be parsed: {each.callee}")
         elif each.reads and not reads:
             found.append(f"{each.callee} reads {state}, which is not listed")
         elif each.writes and not writes:
@@ -199,7 +199,7 @@ _ARITHMETIC: dict[type[Any], Any] = {
 
 
 def _evaluate(text: str, sizes: dict[str, int]) -> int:
-    """A number of bytes at these sizes.
+    """Evaluate an expression for a number of bytes at these sizes.
 
     >>> _evaluate("128*batch*length + 2", {"batch": 2, "length": 1})
     258
@@ -235,7 +235,7 @@ _PROXY = re.compile(r"aoti_torch_proxy_executor_call_function\(proxy_executor, (
 
 @dataclass(frozen=True)
 class InputUse:
-    """A line that names an input: who is called, whether it may read or write there, or that it is not understood."""
+    """A source line that uses an input: the callee, whether it may read or write, and whether it was parsed."""
 
     input_index: int
     callee: str
@@ -245,10 +245,10 @@ class InputUse:
 
 
 def find_input_uses(source: str, calls: Sequence[Any]) -> Iterator[InputUse]:
-    """All lines of the code that runs which name an input, but those that only look at its sizes."""
+    """Yield all lines of `run_impl` that use an input, except those that only read its sizes."""
     begin = source.find(_BEGIN)
     if begin < 0 or _END not in source[begin:]:
-        yield InputUse(-1, "the source has no code that runs", False, False, is_understood=False)
+        yield InputUse(-1, "the source has no run_impl", False, False, is_understood=False)
         return
     names: dict[str, int] = {}
     for raw in source[begin : source.index(_END, begin)].splitlines():

@@ -1,4 +1,4 @@
-"""Files that others use too: locks that the system drops when their holder dies, what is on the disk, hashes."""
+"""Files shared between processes: locks that the system releases when their owner dies, fsync, hashes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXCLUSIVE, SHARED, NON_BLOCKING = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
-"""Nobody else, others who read, and not waiting for it."""
+"""Modes of a lock: one owner, several readers, and fail instead of waiting."""
 
 
 def lock(handle: int, mode: int = EXCLUSIVE) -> bool:
-    """Whether the lock is ours. A disk that cannot lock folders, such as NFS, has no locks and is never swept."""
+    """Acquire a lock; return whether it succeeded. Disks that cannot lock folders, such as NFS, are never swept."""
     try:
         fcntl.flock(handle, mode)
     except OSError:
@@ -26,7 +26,7 @@ def lock(handle: int, mode: int = EXCLUSIVE) -> bool:
 
 
 def unlock(handle: int) -> None:
-    """Give a lock back and close its file. A process that was forked meanwhile would go on holding it."""
+    """Release a lock and close its file. Closing alone would leave the lock with a forked process."""
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
@@ -34,7 +34,7 @@ def unlock(handle: int) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """A folder for oneself, for a moment."""
+    """Hold an exclusive lock on a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         lock(handle)
@@ -45,7 +45,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_file(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """A lock with a file of its own, which is gone afterwards; `on_wait` is called when somebody else has it."""
+    """Hold a lock on a file that is removed afterwards; `on_wait` is called if another process holds the lock."""
     handle = _acquire(file, on_wait)
     try:
         yield
@@ -62,11 +62,11 @@ def _acquire(file: Path, on_wait: Callable[[], None]) -> int:
             lock(handle)
         if is_same_file(handle, file):
             return handle
-        unlock(handle)  # whoever held it has removed the file: the lock is on another one now
+        unlock(handle)  # the previous owner removed the file, so this lock is on a deleted file
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Whether what was opened is what lies there now."""
+    """Whether an open file is still the file at this path."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -76,7 +76,7 @@ def is_same_file(handle: int, path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """A file or folder is on the disk."""
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,6 +85,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The hash of a file."""
+    """Return the SHA-256 hash of a file."""
     with file.open("rb", buffering=0) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

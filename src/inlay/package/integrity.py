@@ -1,7 +1,7 @@
-"""Is a package whole, and does it fit this machine? Answered before any of its code is loaded.
+"""Checks that a package is complete and fits this machine, before any of its code is loaded.
 
-Three things are held against each other: the name of the folder, which is the hash of the manifest; the manifest, which
-lists all files with their hashes; and the files that are there. One too many is as wrong as one too few.
+Three things must agree: the name of the folder, which is the hash of the manifest; the manifest, which lists all files
+with their hashes; and the files on disk. Missing files and extra files are both errors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from inlay.package.manifest import FileRow, Manifest
 
 MARK = ".verified"
-"""Says that the weights of this very file were hashed before; not part of the package."""
+"""File that records which weights file was already hashed; not part of the package."""
 _REMEDY = "Copy or build the package again."
 
 
 def read_version(folder: Path) -> Manifest:
-    """The manifest of a version; no other file is opened."""
+    """Return the manifest of a version; no other file is opened."""
     file = folder / manifests.NAME
     if file.is_symlink() or not file.is_file():
         raise PackageError(f"{folder.parent.parent} has no {file.name}.", _REMEDY)
@@ -43,10 +43,10 @@ def read_version(folder: Path) -> Manifest:
 
 
 def check_package(manifest: Manifest, folder: Path, *, verify: bool = False) -> None:
-    """Does the package fit this machine, and is every file what it was? Weights are read once, or with `verify`."""
+    """Check that the package fits this machine and all hashes match. Weights are hashed once, or with `verify`."""
     _check_target(manifest)
     if manifest.kind == "decoder" and manifest.decoder != SIGNATURE:
-        raise _manifest_error("its inputs are not those of a decoder")
+        raise _manifest_error("the inputs are not those of a decoder")
     try:
         _check_files(manifest, folder, verify)
     except OSError as error:
@@ -56,7 +56,7 @@ def check_package(manifest: Manifest, folder: Path, *, verify: bool = False) -> 
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether a version is complete and every file what it was."""
+    """Whether a version is complete and all hashes match."""
     try:
         manifest = read_version(folder)
         _check_files(manifest, folder, True)
@@ -70,18 +70,18 @@ def _check_target(manifest: Manifest) -> None:
     here = torch.__version__.partition("+")[0]
     if target.torch != here:
         raise PackageError(
-            f"The package was built with torch {target.torch}, and torch {here} is installed.",
+            f"The package was built with torch {target.torch}, but torch {here} is installed.",
             f"pip install torch=={target.torch}, or build the package again.",
         )
     if target.machine != platform.machine():
         raise PackageError(
-            f"The package was built for {target.machine}, and this is {platform.machine()}.",
+            f"The package was built for {target.machine}, but this machine is {platform.machine()}.",
             "Build it again on this machine.",
         )
     missing = sorted(set(target.cpu_features) - set(machine.cpu_features()))
     if missing:
         raise PackageError(
-            f"The package was built for a CPU with {', '.join(missing)}, which this one has not.",
+            f"The package was built for a CPU with {', '.join(missing)}, which this CPU does not have.",
             "Build it again on this machine.",
         )
 
@@ -100,17 +100,19 @@ def _check_files(manifest: Manifest, folder: Path, verify: bool) -> None:
 
 
 def _check_listing(manifest: Manifest, folder: Path) -> None:
-    """Plain files only, and none but those that are known: whoever reads the folder finds what was built."""
+    """Check that the folder contains only regular files that the manifest lists."""
     known = {*manifest.files, manifests.NAME, weights_file.NAME, MARK}
     for name in manifest.files:
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise PackageError(f"The manifest names {name!r}, which lies outside the package.", "Do not use it.")
+            raise PackageError(f"The manifest lists {name!r}, which is outside the package.", "Do not use the package.")
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if file.is_symlink():
-            raise PackageError(f"{name} is a link, and packages hold files only.", "Put the file itself in its place.")
+            raise PackageError(
+                f"{name} is a symbolic link, but packages contain only files.", "Replace it with the file."
+            )
         if name not in known and not file.is_dir():
-            raise PackageError(f"{name} is no part of the package.", f"Remove {file}.")
+            raise PackageError(f"{name} is not part of the package.", f"Remove {file}.")
 
 
 def _check_file(file: Path, row: FileRow) -> None:
@@ -119,29 +121,29 @@ def _check_file(file: Path, row: FileRow) -> None:
 
 
 def _check_steps(manifest: Manifest, bucket: Bucket) -> None:
-    """Every piece is a file that was checked, every step has what it takes."""
+    """Check that every piece is a file of the package and every step has its inputs."""
     pieces = {piece.name: piece for piece in bucket.pieces}
     for piece in bucket.pieces:
         needed = {piece.file, piece.file.rpartition(".")[0] + ".json"}
         if not piece.file.endswith((".so", ".json")) or not needed <= set(manifest.files):
-            raise _manifest_error(f"{piece.name} is no file of the package")
+            raise _manifest_error(f"{piece.name} is not a file of the package")
     values = {row.name for row in manifest.bindings.ins}
     for step in bucket.steps:
         taken = pieces.get(step.piece)
         if taken is None:
-            raise _manifest_error(f"a step calls {step.piece}, which is no piece")
+            raise _manifest_error(f"a step calls {step.piece}, which is not a piece")
         compiled = taken.file.endswith(".so")
         if (len(step.ins), len(step.outs)) != (len(taken.ins), len(taken.outs)) or (
             compiled and len(step.constants) != len(taken.constants)
         ):
-            raise _manifest_error(f"a step of {step.piece} does not fit what it takes or gives")
+            raise _manifest_error(f"a step of {step.piece} does not match its inputs or outputs")
         missing = [name for name in step.constants if name not in manifest.weights]
         missing += [name for name in step.ins if name not in values]
         if missing:
-            raise _manifest_error(f"a step of {step.piece} takes {missing[0]}, which nothing gives")
+            raise _manifest_error(f"a step of {step.piece} uses {missing[0]}, which is not defined")
         values |= set(step.outs)
     if not values.issuperset(bucket.results) or not set(manifest.initial.values()) <= set(manifest.weights):
-        raise _manifest_error("a result or state comes from nowhere")
+        raise _manifest_error("a result or initial state is not defined")
 
 
 def _manifest_error(what: str) -> PackageError:
@@ -153,7 +155,7 @@ def _damage_error(name: str) -> PackageError:
 
 
 def _file_stamp(file: Path) -> str:
-    """What changes when a file is copied or written to."""
+    """Return a text that changes when the file is copied or written."""
     found = file.stat()
     return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
 
@@ -162,4 +164,4 @@ def _mark(mark: Path, seen: str) -> None:
     try:
         mark.write_text(seen)
     except OSError:
-        return  # a folder that cannot be written to is checked at every load
+        return  # without the mark, a read-only folder is checked at every load

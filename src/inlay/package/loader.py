@@ -1,6 +1,6 @@
-"""Loading a package: everything is checked, then libraries are loaded and weights mapped. Nothing is compiled.
+"""Loads a package: checks all files, loads the libraries and maps the weights. Nothing is compiled.
 
-A package holds native code: load only what you or somebody you trust built. Hashes find damage, not malice.
+A package contains native code: load only packages from a trusted source. Hashes detect damage, not malicious code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read_manifest(path: str | Path) -> tuple[Manifest, Path]:
-    """The manifest of a package and the folder of its current version; no other file is opened."""
+    """Return the manifest of a package and the folder of its current version; no other file is opened."""
     folder = store.locate(Path(path))
     return read_version(folder), folder
 
@@ -44,20 +44,20 @@ def load_package(path: str | Path, *, verify: bool = False) -> LoadedPackage:
     except (PackageError, OSError):
         if store.locate(Path(path)) == folder:
             raise
-    return load_package(path, verify=verify)  # somebody has built a new version meanwhile, and removed the old one
+    return load_package(path, verify=verify)  # another process replaced this version
 
 
 class LoadedPackage(Executable):
-    """A package that runs. Weights are mapped once and shared by all its buckets."""
+    """A package loaded into memory. All buckets share the mapped weights."""
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self.manifest, self.folder = manifest, folder
         self.weights = weights_file.map_tensors(folder / weights_file.NAME, manifest.weights)
         code = [{piece.name: self._load_piece(piece) for piece in bucket.pieces} for bucket in manifest.buckets]
-        # All that can be found wrong was found by now: from here on native code is loaded.
+        # All checks are done; native code is loaded from here on.
         self.kernels = native.load(folder / native.LIBRARY_NAME) if native.LIBRARY_NAME in manifest.files else None
         self.steps = [self._bind_steps(bucket, made) for bucket, made in zip(manifest.buckets, code, strict=True)]
-        """For each bucket its steps, one by one."""
+        """The steps of each bucket."""
         buckets = [
             (bucket, PlanExecutor(chain_steps(steps, bucket.results), bucket.results))
             for bucket, steps in zip(manifest.buckets, self.steps, strict=True)
@@ -71,7 +71,7 @@ class LoadedPackage(Executable):
         ]
 
     def _load_piece(self, piece: PieceFile) -> BindConstants:
-        """Something that makes a call of a piece from its constants."""
+        """Return a function that binds constants to a piece and returns its call."""
         file = self.folder / piece.file
         if file.suffix == ".json":
             calls = EagerGraph.read(file)

@@ -1,5 +1,5 @@
-/* Counts allocations: loaded before libc (LD_PRELOAD), it notes the size of every block of memory that anybody in the
- * process asks for while it is on. For glibc, whose own functions do the work. */
+/* Counts allocations. Loaded before libc (LD_PRELOAD), it records the size of every block that the process allocates
+ * while it is on. For glibc, whose functions do the allocation. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdatomic.h>
@@ -66,7 +66,7 @@ void inlay_malloc_start(size_t smallest) {
     atomic_store(&on, 1);
 }
 
-/* How many blocks there were; of those that were kept, the sizes. -1 if there were too many. */
+/* Returns the number of blocks, and their sizes in `found`. -1 if there were too many. */
 long inlay_malloc_stop(size_t **found) {
     atomic_store(&on, 0);
     *found = sizes;

@@ -1,4 +1,4 @@
-"""The manifest of a package: one table of bindings, buckets of steps over it, files and their hashes."""
+"""The manifest of a package: bindings, buckets with their steps, files and hashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inlay.program.decoder import DecoderSignature  # noqa: TC001 - `from_json` 
 from inlay.program.json_values import DECODE_ERRORS, from_json
 
 FORMAT = 3
-"""3: names of fields, and the signature of decoders."""
+"""Format 3 changed names of fields and added the signature of decoders."""
 NAME = "manifest.json"
 CHUNK = 1 << 26
 """Weights are hashed in chunks of this many bytes."""
@@ -22,7 +22,7 @@ CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class Target:
-    """What the code was built for. It runs nowhere else."""
+    """The machine and the torch version that the code was built for."""
 
     torch: str
     machine: str
@@ -32,18 +32,18 @@ class Target:
 
 @dataclass(frozen=True)
 class WeightRow:
-    """A tensor of the weights file: which tensors of the model it is made from, by which map."""
+    """A tensor of the weights file, with the tensors of the model and the weight map that it is derived from."""
 
     dtype: str
     shape: tuple[int, ...]
     sources: tuple[str, ...] = ()
-    """Names in the model; empty for what no checkpoint holds."""
+    """Names in the model; empty for tensors that are not in a checkpoint."""
     map: str = "same"
 
 
 @dataclass(frozen=True)
 class FileRow:
-    """A file of the package: its size and hash."""
+    """Size and hash of a file of the package."""
 
     size: int
     sha256: str
@@ -51,7 +51,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """The file that holds all weights, and the hashes of its chunks."""
+    """Size of the weights file, and the hashes of its chunks."""
 
     size: int
     chunks: tuple[str, ...]
@@ -59,12 +59,12 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a package without opening another file."""
+    """The description of a package, read without opening another file."""
 
     model: str
     architecture: str
     kind: str
-    """`decoder`: tokens in, scores out, with a cache of its own; `program`: anything else."""
+    """`decoder`: maps tokens to logits and has a KV cache; `program`: anything else."""
     bindings: Bindings
     buckets: tuple[Bucket, ...]
     weights: dict[str, WeightRow]
@@ -72,7 +72,7 @@ class Manifest:
     files: dict[str, FileRow]
     target: Target
     initial: dict[str, str] = field(default_factory=dict)
-    """State that starts with a value → the tensor that holds it."""
+    """State with an initial value → name of the tensor with that value."""
     decoder: DecoderSignature | None = None
     """Names of the inputs and the output of a decoder."""
     facts: dict[str, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Manifest:
     format: int = FORMAT
 
     def text(self) -> str:
-        """The manifest as JSON; equal manifests give equal text."""
+        """Return the manifest as JSON; equal manifests have equal text."""
         return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     @property
@@ -90,22 +90,22 @@ class Manifest:
 
 
 def parse(text: str | bytes) -> Manifest:
-    """A manifest from its JSON."""
+    """Parse a manifest from JSON."""
     try:
         found = json.loads(text)
         if found.get("format") != FORMAT:
             raise PackageError(
-                f"The package has format {found.get('format')}, and this Inlay reads format {FORMAT}.",
-                f"It was built by Inlay {found.get('inlay') or 'of another version'}: build it again, or install that.",
+                f"The package has format {found.get('format')}, but this version of Inlay reads format {FORMAT}.",
+                f"Build it again, or install the Inlay that built it: {found.get('inlay') or 'another version'}.",
             )
         manifest: Manifest = from_json(Manifest, found)
         return manifest
     except DECODE_ERRORS as error:
-        raise PackageError("The manifest is not what its format says.", "Copy or build the package again.") from error
+        raise PackageError("The manifest does not match its format.", "Copy or build the package again.") from error
 
 
 def version_hash(data: bytes) -> str:
-    """The name of a version of a package: the hash of its manifest, which holds all other hashes.
+    """Return the name of a version: the hash of its manifest, which contains all other hashes.
 
     >>> version_hash(b"{}")
     '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'

@@ -1,5 +1,5 @@
-/* Which pages of a range of memory are read and written: the range is protected, and the first access of each kind to a
- * page is noted, after which the page allows it. For Linux and other POSIX systems; one range at a time. */
+/* Records which pages of a memory range are read and written. The range is protected; the first access of each kind to
+ * a page is recorded and then allowed. For Linux and other POSIX systems; one range at a time. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdint.h>
@@ -14,8 +14,8 @@ static unsigned char *marks;
 static long page;
 static struct sigaction before;
 
-/* Where the processor does not say what was tried, a page becomes readable first, and a write comes here again. There
- * two threads that read a page at the same moment look like a write: one thread should run. */
+/* If the processor does not report the kind of access, a page first becomes readable, and a write faults again. Two
+ * threads that read a page at the same time then look like a write, so only one thread should run. */
 static int is_write(void *context, unsigned char mark) {
 #if defined(__x86_64__) && defined(REG_ERR)
     return (((ucontext_t *)context)->uc_mcontext.gregs[REG_ERR] & 2) != 0;
@@ -33,7 +33,7 @@ static void noted(int signal, siginfo_t *info, void *context) {
         *mark |= write ? kWritten : kRead;
         mprotect((void *)first, page, write ? PROT_READ | PROT_WRITE : PROT_READ);
     } else {
-        sigaction(SIGSEGV, &before, 0); /* not ours: it is tried again, and whoever was there before hears of it */
+        sigaction(SIGSEGV, &before, 0); /* not ours: the access is retried with the previous handler */
     }
 }
 

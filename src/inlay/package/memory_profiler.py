@@ -1,4 +1,4 @@
-"""What a call reads, writes and allocates, measured: pages of memory and blocks of it, whatever code did it."""
+"""Measures which memory pages a call reads and writes, and which blocks it allocates, in any code."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ READ, WRITTEN = 1, 2
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What happened in one call."""
+    """Memory writes and allocations of one call."""
 
     written_bytes: int
-    """Bytes of the watched tensor's pages that were written to."""
+    """Total size of the written pages of the watched tensor."""
     allocation_sizes: tuple[int, ...]
-    """Sizes of all blocks of memory that torch allocated, in bytes."""
+    """Sizes of all blocks that torch allocated, in bytes."""
 
     def copied_bytes(self, size: int) -> int:
-        """Bytes that were allocated in blocks at least as large as a state of `size` bytes."""
+        """Return the bytes allocated in blocks at least as large as a state of `size` bytes."""
         return sum(each for each in self.allocation_sizes if each >= size)
 
 
 def allocate_paged(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros in memory of their own pages, which `profile_memory` can tell apart from everything else.
+    """Return zeros in separate pages, which `profile_memory` can watch.
 
     >>> allocate_paged([2, 3]).shape
     torch.Size([2, 3])
@@ -57,31 +57,27 @@ def allocate_paged(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> 
 
 
 def profile_memory(call: Callable[[], Any], state: torch.Tensor) -> MemoryProfile:
-    """Run `call` twice: once watching which pages of `state` (made by `allocate_paged`) it writes, once what it
-    allocates.
-    """
+    """Run `call` twice: record the pages of `state` (made by `allocate_paged`) it writes, then its allocations."""
     written = sum(find_written_pages(call, state)) * _PAGE
     return MemoryProfile(written, tuple(record_torch_allocations(call)))
 
 
 def find_written_pages(call: Callable[[], Any], state: torch.Tensor) -> list[int]:
-    """Run `call`; 1 for every page of `state` (made by `allocate_paged`) that it wrote to, 0 for the others."""
+    """Run `call`; return 1 for every page of `state` (made by `allocate_paged`) that it wrote, 0 for others."""
     return [int(mark & WRITTEN != 0) for mark in find_accessed_pages(call, state)]
 
 
 def find_accessed_pages(call: Callable[[], Any], state: torch.Tensor) -> bytes:
-    """Run `call`; for every page of `state` (made by `allocate_paged`) whether it was `READ`, `WRITTEN`, both, or
-    neither: 0.
-    """
+    """Run `call`; return `READ`, `WRITTEN`, both or 0 for every page of `state` (made by `allocate_paged`)."""
     if state.data_ptr() % _PAGE:
         raise UsageError(
-            "The state does not begin at a page.", "Make it with inlay.package.memory_profiler.allocate_paged."
+            "The state is not page-aligned.", "Create it with inlay.package.memory_profiler.allocate_paged."
         )
     library = _library()
     size = -(-state.numel() * state.element_size() // _PAGE) * _PAGE
     marks = (ctypes.c_ubyte * (size // _PAGE))()
     if library.watch_start(ctypes.c_void_p(state.data_ptr()), ctypes.c_long(size), ctypes.c_long(_PAGE), marks):
-        raise UsageError("The memory of the state cannot be protected.")
+        raise UsageError("The memory pages of the state cannot be protected.")
     try:
         call()
     finally:
@@ -92,7 +88,7 @@ def find_accessed_pages(call: Callable[[], Any], state: torch.Tensor) -> bytes:
 def allocate_arena(
     shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Tensors of these types, each in its own pages, within one tensor that `find_written_pages` can watch."""
+    """Return tensors of these types, each in separate pages of one tensor that `find_written_pages` can watch."""
     sizes = {
         name: -(-max(math.prod(shape) * dtype.itemsize, 1) // _PAGE) * _PAGE for name, (shape, dtype) in shapes.items()
     }
@@ -105,20 +101,20 @@ def allocate_arena(
 
 
 def malloc_counter_env() -> dict[str, str] | None:
-    """Variables with which a new process can use `record_mallocs`; None where allocations cannot be counted."""
+    """Return the environment in which a new process can use `record_mallocs`; None if counting is not possible."""
     try:
         file = _compile("malloc.c")
     except UsageError:
         return None
     before = os.environ.get("LD_PRELOAD")
-    # Objects of Python would otherwise lie in arenas, which are made at any time.
+    # Python would otherwise allocate objects in arenas, which are created at any time.
     return {**os.environ, "LD_PRELOAD": f"{file}:{before}" if before else str(file), "PYTHONMALLOC": "malloc"}
 
 
 def record_mallocs(call: Callable[[], Any], smallest: int = 1024) -> list[int] | None:
-    """Run `call`; the sizes of all blocks of memory that anybody asked for, from `smallest` bytes on.
+    """Run `call`; return the sizes of all blocks of at least `smallest` bytes that the process allocated.
 
-    None, and `call` did not run, where the process was not started with `malloc_counter_env`.
+    Without `malloc_counter_env` in its environment, return None and do not run `call`.
     """
     counter = ctypes.CDLL(None)
     if not hasattr(counter, "inlay_malloc_start"):
@@ -131,12 +127,12 @@ def record_mallocs(call: Callable[[], Any], smallest: int = 1024) -> list[int] |
     finally:
         count = counter.inlay_malloc_stop(ctypes.byref(found))
     if count < 0:
-        raise UsageError("More blocks of memory were allocated than can be counted.")
+        raise UsageError("The call allocated more memory blocks than can be counted.")
     return sorted(found[:count])
 
 
 def record_torch_allocations(call: Callable[[], Any]) -> list[int]:
-    """Run `call`; the sizes of all blocks of memory that torch allocated, in bytes."""
+    """Run `call`; return the sizes of all blocks that torch allocated, in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         call()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +158,7 @@ def _compile(name: str) -> Path:
     try:
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, source], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UsageError("A C compiler is needed to watch memory.", "Install gcc or clang as `cc`.") from error
+        raise UsageError("Memory profiling needs a C compiler.", "Install gcc or clang as `cc`.") from error
     return made
 
 

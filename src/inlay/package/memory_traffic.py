@@ -1,11 +1,11 @@
-"""What the steps of a package read, write and allocate, measured on caches that are empty, half full and full.
+"""Measures what the steps of a package read, write and allocate, on empty, half-full and full caches.
 
-State lies in protected pages, so that every page that is read or written is known, whatever code did it; every block of
-memory that anybody asks malloc or mmap for is counted by a library that is loaded before libc. A step may write the
-rows it adds and read the rows that are filled, and what it allocates must not depend on how full a cache is. Not
-measured: memory that is no state and was there before, the stack, who reads a filled row.
+State is in protected pages, so every page access is recorded, in any code. A library loaded before libc counts every
+block that the process allocates by malloc or mmap. A step may write the rows it adds and read the filled rows. Its
+allocations must not depend on how full a cache is. Not measured: memory that is not state and existed before, the
+stack, and which code reads a filled row.
 
-`measure_in_subprocess` does it in a process of its own, which must be started with the counter of allocations.
+`measure_in_subprocess` runs in a separate process, which must be started with the allocation counter.
 """
 
 from __future__ import annotations
@@ -42,92 +42,92 @@ if TYPE_CHECKING:
     from inlay.lowering.executable import Executable
 
 _NOISE = 4096
-"""Bytes in blocks of a kilobyte and more that may differ between two equal steps: Python's own tables grow too."""
+"""Bytes, in blocks of at least a kilobyte, by which equal steps may differ: tables of Python grow too."""
 _TILE = 16
-"""Rows that attention loads at once: up to so many it may read, and does not use, beyond those that are filled."""
+"""Rows that attention loads at once. Reads are allowed up to the end of the last tile; unfilled rows are not used."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """What a step did to the pages of one state."""
+    """Page accesses of a step to one state."""
 
     reads: int = 0
     writes: int = 0
     stray_reads: int = 0
-    """Pages that were read and hold no filled row of a sequence that was asked for."""
+    """Pages that were read but contain no filled row of a requested sequence."""
     stray_writes: int = 0
-    """Pages that were written to and hold no new row of one."""
+    """Pages that were written but contain no new row of a requested sequence."""
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """One step: which code, on what, and what it did."""
+    """One step: its bucket and sizes, page accesses and allocations."""
 
     bucket: str
     sizes: dict[str, int]
     filled_rows: int | None
-    """How many rows each sequence held before; None for programs without a cache of rows."""
+    """Filled rows of the first sequence before the step; None for programs without a KV cache."""
     pages: dict[str, Pages]
     allocations: tuple[int, ...] | None
-    """Sizes of what was allocated, from a kilobyte on; None where that could not be counted."""
+    """Sizes of allocated blocks of at least a kilobyte; None if they could not be counted."""
     result_sizes: tuple[int, ...]
-    """Sizes of what it gives, which it allocates too."""
+    """Sizes of the results, which are also allocated."""
 
     @property
     def label(self) -> str:
-        """The step for people."""
+        """A readable name of the step."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
         return f"{self.bucket} ({sizes}{'' if self.filled_rows is None else f', {self.filled_rows} rows filled'})"
 
     @property
     def allocated_bytes(self) -> int:
-        """All bytes that were counted."""
+        """Total bytes of all counted blocks."""
         return sum(self.allocations or ())
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What was measured of a package."""
+    """The measurements of a package."""
 
     max_seq_len: int
-    """Rows of a slot, 0 for programs without a cache of rows."""
+    """Rows of a slot; 0 for programs without a KV cache."""
     steps: tuple[StepTraffic, ...] = ()
 
     @property
     def counts_allocations(self) -> bool:
-        """Whether blocks of memory were counted."""
+        """Whether allocations were counted."""
         return all(step.allocations is not None for step in self.steps)
 
     def problems(self) -> Iterator[str]:
-        """What is not as it must be."""
+        """Yield all violations: stray page accesses, and allocations that depend on filled rows."""
         alike: dict[tuple[Any, ...], list[StepTraffic]] = {}
         for step in self.steps:
             alike.setdefault((step.bucket, *step.sizes.items()), []).append(step)
             for name, pages in step.pages.items():
                 if pages.stray_writes:
-                    yield f"{step.label}: {pages.stray_writes} pages of {name} are written that hold no new row"
+                    yield f"{step.label}: {pages.stray_writes} pages of {name} are written but contain no new row"
                 if pages.stray_reads:
-                    yield f"{step.label}: {pages.stray_reads} pages of {name} are read that hold no filled row"
+                    yield f"{step.label}: {pages.stray_reads} pages of {name} are read but contain no filled row"
         for steps in alike.values():
             least = min(steps, key=lambda step: step.allocated_bytes)
             for step in steps:
                 yield from _describe_growth(least, step, f"with {least.filled_rows} rows filled")
 
     def find_growth(self, other: Traffic) -> Iterator[str]:
-        """What grows from this package to one of the same model with longer caches."""
+        """Yield allocations that are larger in a package of the same model with longer caches."""
         longer = {(step.bucket, *step.sizes.items(), _fill_level(step, other)): step for step in other.steps}
         for step in self.steps:
             beside = longer.get((step.bucket, *step.sizes.items(), _fill_level(step, self)))
             if beside is None:
-                yield f"{step.label}: the other package has no such step"
+                yield f"{step.label}: the --longer package has no such step"
             else:
                 yield from _describe_growth(
-                    step, beside, f"with caches of {self.max_seq_len} rows instead of {other.max_seq_len}"
+                    step, beside, f"with caches of {self.max_seq_len} instead of {other.max_seq_len} rows"
                 )
 
 
 def _fill_level(step: StepTraffic, traffic: Traffic) -> str:
-    """Whether caches were empty, half full or full."""
+    """Return whether caches were empty, half full or full."""
     return (
         "empty"
         if not step.filled_rows
@@ -138,7 +138,7 @@ def _fill_level(step: StepTraffic, traffic: Traffic) -> str:
 
 
 def _describe_growth(before: StepTraffic, after: StepTraffic, than: str) -> Iterator[str]:
-    """Memory that one step allocates and another does not."""
+    """Yield a text if one step allocates more memory than another."""
     if (
         before.allocations is None
         or after.allocations is None
@@ -146,12 +146,12 @@ def _describe_growth(before: StepTraffic, after: StepTraffic, than: str) -> Iter
     ):
         return
     new = (Counter(after.allocations) - Counter(before.allocations)).elements()
-    grown = f"{after.allocated_bytes - before.allocated_bytes:,} bytes more are allocated than {than}"
-    yield f"{after.label}: {grown}; the largest new block has {max(new, default=0):,}"
+    grown = f"{after.allocated_bytes - before.allocated_bytes:,} more bytes are allocated than {than}"
+    yield f"{after.label}: {grown}; the largest new block has {max(new, default=0):,} bytes"
 
 
 def measure_in_subprocess(folder: Path) -> Traffic:
-    """Measure a package in a process of its own, with allocations counted where that is possible."""
+    """Measure a package in a separate process, with allocations counted if possible."""
     run = subprocess.run(
         [sys.executable, "-m", "inlay.package.memory_traffic", str(folder)],
         env=malloc_counter_env(),
@@ -160,7 +160,7 @@ def measure_in_subprocess(folder: Path) -> Traffic:
         check=False,
     )
     if run.returncode:
-        last = (run.stderr.strip().splitlines() or [f"it ended with {run.returncode}"])[-1]
+        last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
         raise PackageError(f"A step of the package cannot be measured: {last}.")
     traffic: Traffic = from_json(Traffic, json.loads(run.stdout))
     return traffic
@@ -170,7 +170,7 @@ def measure(package: Executable) -> Traffic:
     """Measure a package in this process."""
     rows = {row.name: row for row in package.bindings.state}
     shapes = {name: (tuple(int(size) for size in row.shape), getattr(torch, row.dtype)) for name, row in rows.items()}
-    torch.ones(1 << 20).sum()  # threads are started, and their memory is taken
+    torch.ones(1 << 20).sum()  # starts the threads and allocates their memory
     whole, state = allocate_arena(shapes)
     for name, value in package.initial.items():
         state[name].copy_(value)
@@ -184,7 +184,7 @@ def _steps(package: Executable, whole: torch.Tensor, state: Mapping[str, torch.T
             for filled in _fills(package, sizes):
                 given = {**state, **_inputs(package, sizes, filled or 0)}
                 call = partial(execution, given)
-                if not filled:  # what is done once is done now
+                if not filled:  # one-time work happens before the measurement
                     call()
                     call()
                 marks, allocated, results = _run(call, whole)
@@ -195,7 +195,7 @@ def _steps(package: Executable, whole: torch.Tensor, state: Mapping[str, torch.T
 def _run(
     step: Callable[[], Sequence[Any]], whole: torch.Tensor
 ) -> tuple[bytes, tuple[int, ...] | None, tuple[int, ...]]:
-    """One step, watched: the marks of its pages, what it allocated, what it gave."""
+    """Run one step; return the marks of its pages, its allocations and the sizes of its results."""
     results: Sequence[Any] = ()
     counted: list[int] | None = None
 
@@ -217,7 +217,7 @@ def _run(
 def _pages(
     marks: bytes, package: Executable, state: Mapping[str, torch.Tensor], given: Mapping[str, Any]
 ) -> Iterator[tuple[str, Pages]]:
-    """Which pages of each state were touched, and which of them should not have been."""
+    """Yield the page accesses of each state, with those that are not allowed."""
     at = 0
     for name, value in state.items():
         count = -(-max(value.nbytes, 1) // mmap.PAGESIZE)
@@ -236,7 +236,7 @@ def _pages(
 
 
 def _pages_of(cache: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-    """The pages of a cache, `[slot, head, row, …]`, that hold something of these rows: slot, first, end."""
+    """Return the pages of a cache `[slot, head, row, …]` that contain parts of these rows (slot, first, end)."""
     pages = torch.zeros(-(-cache.nbytes // mmap.PAGESIZE), dtype=torch.bool)
     heads, room = cache.shape[1], cache.shape[2]
     row = cache.nbytes // (cache.shape[0] * heads * room)
@@ -247,7 +247,7 @@ def _pages_of(cache: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Te
 
 
 def _sizes(bucket: Bucket, package: Executable) -> Iterator[dict[str, int]]:
-    """The smallest sizes that a bucket takes, and larger ones: three sequences, some rows each."""
+    """Yield the smallest sizes of a bucket, and larger ones: up to three sequences with up to 40 rows each."""
     small = {name: low for name, (low, _) in bucket.sizes.items()}
     if package.cache is None:
         yield small
@@ -270,7 +270,7 @@ def _fills(package: Executable, sizes: Mapping[str, int]) -> list[int | None]:
 
 
 def _inputs(package: Executable, sizes: Mapping[str, int], filled: int) -> dict[str, torch.Tensor]:
-    """Zeros for all inputs; sequences in the last slots, the first with so many rows, others with a quarter of them."""
+    """Return zeros for all inputs. Sequences use the last slots; the first has `filled` rows, others a quarter."""
     states = {row.name for row in package.bindings.state}
     made = {
         row.name: torch.zeros(

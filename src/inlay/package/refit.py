@@ -1,4 +1,4 @@
-"""Refit: new weights in a compiled package, through the maps that its manifest names. Nothing is compiled."""
+"""Refit: new weights in a compiled package, through the weight maps of its manifest. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def refit(
     path: str | Path, weights: str, *, output: Path | None = None, on_step: Callable[[str], None] = lambda step: None
 ) -> Manifest:
-    """A package with the weights of another checkpoint of the same model, in its place or at `output`."""
+    """Write the weights of another checkpoint of the same model into a package, in place or to `output`."""
     manifest, folder = read_manifest(path)
     check_package(manifest, folder)
     on_step("opening the weights")
@@ -55,7 +55,7 @@ def refit(
 
 
 def _dtype(manifest: Manifest) -> torch.dtype | None:
-    """The number format of the weights that checkpoints hold."""
+    """Return the floating-point dtype of the weights that come from the checkpoint."""
     found = [getattr(torch, row.dtype) for row in manifest.weights.values() if row.sources]
     return next((dtype for dtype in found if dtype.is_floating_point), None)
 
@@ -63,13 +63,13 @@ def _dtype(manifest: Manifest) -> torch.dtype | None:
 def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, TensorRef]) -> None:
     if manifest.architecture and model.architecture and manifest.architecture != model.architecture:
         raise UsageError(
-            f"{model.name} is of the architecture {model.architecture}, and the package is {manifest.architecture}.",
+            f"{model.name} has the architecture {model.architecture}, but the package has {manifest.architecture}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
     for name, row in manifest.weights.items():
         missing = [source for source in row.sources if source not in tensors]
         if missing:
-            raise UsageError(f"{model.name} has no {missing[0]}, from which {name} is made.")
+            raise UsageError(f"{model.name} has no tensor {missing[0]}, from which {name} is derived.")
         _derive(row, tensors).readers()
     facts = [(name, model.config_facts.get(name), value) for name, value in manifest.facts.items()]
     differing = [
@@ -78,7 +78,7 @@ def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, T
     if differing:
         name, new, old = differing[0]
         raise UsageError(
-            f"{model.name} has {new:,} {name.replace('_', ' ')}, and the package was built for {old:,}.",
+            f"{model.name} has {new:,} {name.replace('_', ' ')}, but the package was built for {old:,}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
 

@@ -1,8 +1,8 @@
-"""Where a package lies: a folder of versions and one link that says which of them it is.
+"""The folder of a package: versions, and a link to the current one.
 
-DIR/current → versions/HASH, and HASH is the hash of the manifest in there, which holds the hashes of all other files.
-A version is written whole and on the disk before the link is switched, so a build that dies leaves the package as it
-was, or none. Who writes holds a lock, on the folder it writes to; the system drops it when the writer dies.
+DIR/current → versions/HASH. HASH is the hash of the manifest in that folder, which contains the hashes of all other
+files. A version is complete and flushed to disk before the link is switched. A build that dies leaves the package
+unchanged, or no package. A writer holds a lock on the folder it writes to; the system releases it if the writer dies.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ _REMEDY = "Copy or build the package again."
 
 
 def locate(path: Path) -> Path:
-    """The folder of the current version of a package. Links that lead anywhere else are not followed."""
+    """Return the folder of the current version. Links that point anywhere else are not followed."""
     link = path / LINK
     if not link.is_symlink():
         if link.exists():
             raise PackageError(
-                f"{path} was copied without its links: {LINK} must be one.", "Copy it with `cp -a` or `rsync -a`."
+                f"{path} was copied without its links: {LINK} must be a symbolic link.",
+                "Copy it with `cp -a` or `rsync -a`.",
             )
         raise PackageError(f"{path} is not an Inlay package.", "Make one with `inlay build MODEL -o DIR`.")
     folder, _, name = os.readlink(link).partition("/")
     if folder != VERSIONS or not _HASH.fullmatch(name):
-        raise PackageError(f"{path} is damaged: {LINK} does not lead to one of its versions.", _REMEDY)
+        raise PackageError(f"{path} is damaged: {LINK} does not point to one of its versions.", _REMEDY)
     found = path / VERSIONS / name
     if found.is_symlink() or not found.is_dir():
-        raise PackageError(f"{path} is incomplete: {name[:12]} is missing.", _REMEDY)
+        raise PackageError(f"{path} is incomplete: version {name[:12]} is missing.", _REMEDY)
     return found
 
 
 def is_package(path: Path) -> bool:
-    """Whether a path is a package, whole or not."""
+    """Whether a path is a package, complete or not."""
     return (path / LINK).is_symlink()
 
 
 def check_free(path: Path) -> None:
-    """A folder with something else in it is not written to."""
+    """Raise an error if a folder contains anything but a package."""
     versions = path / VERSIONS
     if versions.is_dir() and not versions.is_symlink() and all(map(_is_version, versions.iterdir())):
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path} exists and is not an Inlay package.", "Choose another folder, or empty it.")
+        raise UsageError(f"{path} exists and is not an Inlay package.", "Choose another folder, or empty this one.")
 
 
 @contextmanager
 def stage_version(path: Path) -> Iterator[Path]:
-    """A folder to write a new version into. It is gone afterwards, unless it was published."""
+    """Yield a folder to write a new version into. It is removed afterwards unless it was published."""
     check_free(path)
     (path / VERSIONS).mkdir(parents=True, exist_ok=True)
     with lock_folder(path / VERSIONS):
@@ -79,7 +80,7 @@ def stage_version(path: Path) -> Iterator[Path]:
 
 
 def link_files(names: Iterable[str], version: Path, staging: Path) -> None:
-    """Files of a version in a new one too: under another name, or copied where the disk cannot do that."""
+    """Add files of a version to a new one as hard links, or as copies if the disk does not support links."""
     for name in names:
         target = staging / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +91,14 @@ def link_files(names: Iterable[str], version: Path, staging: Path) -> None:
 
 
 def publish(path: Path, folder: Path, text: str) -> Path:
-    """Make a staged folder, with this manifest, the package."""
+    """Publish a staged folder, with this manifest, as the current version of the package."""
     (folder / manifests.NAME).write_bytes(text.encode())
     for file in sorted(folder.rglob("*")):
         sync(file)
     sync(folder)
     home = path / VERSIONS / manifests.version_hash(text.encode())
     with lock_folder(path / VERSIONS):
-        # The same bytes were built before: they stay where they are, for taking them away would be a moment without.
+        # An identical version stays in place: replacing it would leave a moment without a package.
         if not (home.is_dir() and integrity.is_intact(home)):
             shutil.rmtree(home, ignore_errors=True)
             folder.rename(home)
@@ -119,7 +120,7 @@ def _is_version(path: Path) -> bool:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what builds that died have left behind: nobody holds a lock on it any more."""
+    """Remove folders of builds that died: no process holds their lock."""
     for folder in (path / VERSIONS).glob(f"{STAGING}*"):
         handle = os.open(folder, os.O_RDONLY)
         if lock(handle, EXCLUSIVE | NON_BLOCKING):

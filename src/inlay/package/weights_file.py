@@ -1,4 +1,4 @@
-"""One safetensors file for all weights: written tensor by tensor, mapped into memory, never held twice."""
+"""The safetensors file with all weights: written tensor by tensor, mapped into memory, never in memory twice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCK = 1 << 20
 
 
 def write(file: Path, rows: Mapping[str, WeightRow], read: Callable[[str], torch.Tensor]) -> WeightsFile:
-    """Write the tensors that `read` gives, one after the other; at most one is held at a time."""
+    """Write the tensors that `read` returns, one by one; at most one is in memory at a time."""
     order = sorted(rows, key=lambda name: (-_dtype(rows[name]).itemsize, name))
     header: dict[str, Any] = {}
     at = 0
@@ -54,7 +54,7 @@ def write(file: Path, rows: Mapping[str, WeightRow], read: Callable[[str], torch
             row = rows[name]
             if tuple(value.shape) != tuple(row.shape) or value.dtype != _dtype(row):
                 raise PackageError(
-                    f"{name} has another type than the program was compiled for.", "Build a new package."
+                    f"{name} has another shape or dtype than the program was compiled for.", "Build a new package."
                 )
             out.write(raw_bytes(value))
             del value
@@ -62,10 +62,12 @@ def write(file: Path, rows: Mapping[str, WeightRow], read: Callable[[str], torch
 
 
 def check(file: Path, expected: WeightsFile) -> None:
-    """Hash the file chunk by chunk; the first that differs is an error. Little of it is in memory at a time."""
+    """Compare the hash of each chunk of the file, in small blocks; the first mismatch is an error."""
     buffer = memoryview(bytearray(_BLOCK))
     if len(expected.chunks) != -(-expected.size // CHUNK):
-        raise PackageError(f"The manifest does not know all of {file.name}.", "Build the package again.")
+        raise PackageError(
+            f"The manifest does not have the hashes of all chunks of {file.name}.", "Build the package again."
+        )
     with file.open("rb", buffering=0) as opened:
         for number, wanted in enumerate(expected.chunks):
             found = hashlib.sha256()
@@ -79,7 +81,7 @@ def check(file: Path, expected: WeightsFile) -> None:
 
 
 def map_tensors(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Tensor]:
-    """All tensors, each a view of the file in memory. Nothing is read until it is used."""
+    """Return all tensors as views of the mapped file. Data is read on first use."""
     size = file.stat().st_size
     header, start = _header(file, size)
     storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
@@ -87,7 +89,7 @@ def map_tensors(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Te
     for name, row in rows.items():
         low = _offset(header.get(name), row, size - start)
         if low is None or (start + low) % _dtype(row).itemsize:
-            raise PackageError(f"{file.name} does not hold {name} as the manifest says.", "Build the package again.")
+            raise PackageError(f"{name} in {file.name} does not match the manifest.", "Build the package again.")
         dtype = _dtype(row)
         strides = [math.prod(row.shape[axis + 1 :]) for axis in range(len(row.shape))]
         offset = (start + low) // dtype.itemsize
@@ -96,7 +98,7 @@ def map_tensors(file: Path, rows: Mapping[str, WeightRow]) -> dict[str, torch.Te
 
 
 def _header(file: Path, size: int) -> tuple[dict[str, Any], int]:
-    """What the file says it holds, and where that begins."""
+    """Return the header of the file and the offset of its data."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -109,11 +111,11 @@ def _header(file: Path, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _format_error(file: Path) -> PackageError:
-    return PackageError(f"{file.name} is no safetensors file.", "Copy or build the package again.")
+    return PackageError(f"{file.name} is not a safetensors file.", "Copy or build the package again.")
 
 
 def _offset(entry: Any, row: WeightRow, room: int) -> int | None:
-    """Where a tensor begins, if it is what the manifest says and lies within the file."""
+    """Return the offset of a tensor, if it matches the manifest and is inside the file."""
     if not isinstance(entry, dict) or row.dtype not in _NAMES:
         return None
     if (entry.get("dtype"), entry.get("shape")) != (_NAMES[row.dtype], list(row.shape)):
@@ -134,13 +136,13 @@ def _size(row: WeightRow) -> int:
 
 
 def raw_bytes(value: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, in the order in which they are written."""
+    """Return the bytes of a tensor in contiguous order."""
     flat: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 class _HashingWriter:
-    """A file that is hashed in chunks as it is written."""
+    """A file writer that hashes chunks while writing."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

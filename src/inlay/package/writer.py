@@ -1,4 +1,4 @@
-"""From plans to a package: pieces compiled, weights streamed, all of it published at once."""
+"""Writes a package: compiles the pieces of plans, streams the weights and publishes the result atomically."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a package holds beside code and weights."""
+    """Contents of a package other than code and weights."""
 
     model: str
     texts: Mapping[str, str] | None = None
-    """Files by name."""
+    """File name → text."""
     save_tokenizer: Callable[[Path], None] | None = None
 
 
@@ -51,7 +51,7 @@ def pack(
     on_step: Callable[[str], None] = lambda step: None,
     level: str = "native",
 ) -> Manifest:
-    """Compile what has to be for processors of a level, and write the package."""
+    """Compile the pieces for processors of this level, and write the package."""
     with store.stage_version(path) as folder:
         program = lowered.program
         decodes = has_kv_cache(program.bindings)
@@ -80,14 +80,14 @@ def pack(
 
 
 def _check_space(program: Program, folder: Path) -> None:
-    """Refuse now what would fail after all is compiled."""
+    """Check the free disk space before compiling."""
     rows = program.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
     needed = sum(math.prod(map(int, row.shape)) * getattr(torch, row.dtype).itemsize for row in rows if row.is_tensor)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MachineError(
-            f"The weights take {needed / 1e6:,.1f} MB, and {folder.parent} has {free / 1e6:,.1f} MB left.",
-            "Free some, or write to another disk.",
+            f"The weights need {needed / 1e6:,.1f} MB, but {folder.parent} has {free / 1e6:,.1f} MB free.",
+            "Free some space, or write to another disk.",
         )
 
 
@@ -98,7 +98,7 @@ def write_contents(
     read: Callable[[str], torch.Tensor],
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Manifest:
-    """Write what a package holds beside its code into a folder; the manifest that knows all files in there."""
+    """Write weights, texts and tokenizer into a folder; return the manifest that lists all its files."""
     on_step("writing weights")
     written = weights_file.write(folder / weights_file.NAME, draft.weights, read)
     on_step("writing the package")
@@ -122,12 +122,12 @@ def _file_row(file: Path) -> FileRow:
 def _compile_pieces(
     lowered: LoweredProgram, folder: Path, on_step: Callable[[str], None], level: str
 ) -> tuple[Bucket, ...]:
-    """The pieces of all buckets, as files of a folder."""
+    """Write the pieces of all buckets into a folder; return the buckets."""
     made: dict[Piece, PieceFile] = {}
     all_sizes = [sizes for _, sizes, _ in lowered.buckets]
     decodes = find_decode_buckets(all_sizes)
     for number, (name, sizes, each) in reversed(list(enumerate(lowered.buckets))):
-        # Kernels are those of the phase: all buckets for answers compute a row alike, and so do all others.
+        # Kernels are chosen per phase, so that all decode buckets compute a row identically, and all others too.
         phase = all_sizes[-1] | ({"length": sizes["length"]} if decodes[number] else {})
         for piece in each.pieces:
             same = next((other for other in made if _is_reusable(other, piece)), None)
@@ -145,7 +145,7 @@ def _compile_pieces(
 
 
 def _is_reusable(other: Piece, piece: Piece) -> bool:
-    """Whether a piece made for more sizes can be used here: it is no block, which is worth code of its own."""
+    """Whether a piece compiled for more sizes can be used here. Blocks of a fold are always compiled separately."""
     if piece.is_block or other.is_block or piece.name != other.name:
         return False
     calls = [[node.target for node in each.program.graph.nodes if node.op != "placeholder"] for each in (piece, other)]
@@ -183,7 +183,7 @@ def _write_piece(piece: Piece, sizes: SizeRanges, stem: Path, level: str, *, pre
 
 
 def _use_weight_names(steps: Sequence[PlanStep], program: Program) -> tuple[PlanStep, ...]:
-    """Steps that name weights as users know them."""
+    """Replace binding names of weights by their names in the model."""
     names = {row.name: row.target for row in program.bindings.ins}
     return tuple(replace(step, constants=tuple(names[each] for each in step.constants)) for step in steps)
 
@@ -191,7 +191,7 @@ def _use_weight_names(steps: Sequence[PlanStep], program: Program) -> tuple[Plan
 def _weights(
     lowered: LoweredProgram, buckets: Sequence[Bucket]
 ) -> tuple[dict[str, WeightRow], Callable[[str], torch.Tensor], dict[str, str]]:
-    """The tensors the steps bind, and the values that state starts with; how to read each."""
+    """Return the tensors that steps bind, a function to read each, and the initial values of states."""
     program = lowered.program
     used = {name for bucket in buckets for step in bucket.steps for name in step.constants}
     initial = {row.name: row.target for row in program.bindings.state if row.name in program.tensors}
