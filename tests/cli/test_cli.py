@@ -88,7 +88,7 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
     assert described["operators"]["aten.conv1d.default"] == 12
     dumped = tmp_path / "conv.py"
     _inlay("show", "models:convolutions", "--full", "-o", str(dumped))
-    assert "The programs are the same" in _inlay("diff", "models:convolutions", str(dumped)).stdout
+    assert "The programs are identical" in _inlay("diff", "models:convolutions", str(dumped)).stdout
     changed = dumped.read_text().replace("aten.tanh.default", "aten.sigmoid.default", 2)
     dumped.write_text(changed)
     assert "tanh" in _inlay("diff", "models:convolutions", str(dumped), check=1).stdout
@@ -105,7 +105,7 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
         (["show", "--no-such-option"], 2, "No such option"),
         (["show", "models:convolutions", "--dtype", "bfloat16"], 2, "builds the module itself"),
         (["shw"], 2, "No such command"),
-        (["diff", "models:convolutions", "architectures.py"], 5, "not a dump of Inlay"),
+        (["diff", "models:convolutions", "architectures.py"], 5, "not an Inlay dump"),
     ],
 )
 def test_errors_are_sentences(arguments: list[str], code: int, sentence: str) -> None:

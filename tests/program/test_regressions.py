@@ -114,7 +114,7 @@ def test_values_that_are_in_no_checkpoint_are_compared(count: int) -> None:
     one, two, again = (capture(Example(Scaled(value, count), (x,))) for value in (1.0, 2.0, 1.0))
     assert diff(one, again).is_equal
     assert not diff(one, two).is_equal
-    assert diff(one, two).binding_changes == ("buffer scale has other values",)
+    assert diff(one, two).binding_changes == ("buffer scale has different values",)
 
 
 def test_ranges_are_compared_and_true() -> None:
