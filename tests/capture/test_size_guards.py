@@ -180,4 +180,4 @@ def test_gated_delta_rule(tmp_path: Path) -> None:
     with pytest.raises(CaptureError) as refused:
         capture(str(tmp_path))
     assert "its code takes a path at modeling_qwen3_5.py:" in str(refused.value)
-    assert "//64), 1), which length 65 is not" in str(refused.value)
+    assert "//64), 1), which is false for length 65" in str(refused.value)

@@ -2,7 +2,7 @@
 
 After a transform a program may fold differently: its first layer may have become special, or two kinds of layers may
 alternate where there was one. A transform keeps the names of unchanged nodes, so names identify the nodes that each
-block became. Two blocks are then of the same kind only if they are on both sides.
+block became. Two blocks are of the same kind only if they are equal on both sides.
 """
 
 from __future__ import annotations
