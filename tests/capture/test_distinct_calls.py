@@ -207,10 +207,10 @@ def returns_sizes(module: Function, x: torch.Tensor) -> Any:
         (writes_to_a_buffer, "writes in place"),
         (writes_to_an_input, "writes in place"),
         (branches, "nested graph"),
-        (sizes_from_data, "data decides"),
-        (computed_sizes, "not given"),
+        (sizes_from_data, "depends on data"),
+        (computed_sizes, "not its operand"),
         (constants, "writes in place"),
-        (returns_sizes, "not one tensor"),
+        (returns_sizes, "not a single tensor"),
     ],
 )
 def test_as_a_whole(function: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_factory_forms() -> None:
         ("models:not_a_model", "returned a int"),
         ("no_such_module_anywhere:factory", "there is no Python module no_such_module_anywhere"),
         ("some/where.gguf", "There is no file or folder"),
-        ("org/no-such-model-here", "could not be fetched as a Hugging Face id"),
+        ("org/no-such-model-here", "downloading it as a Hugging Face id failed"),
     ],
 )
 def test_bad_names(model: str, sentence: str) -> None:
@@ -127,12 +127,12 @@ def test_wrong_shape(tmp_path: Path) -> None:
     llama_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    with pytest.raises(ModelError, match=r"has shape \[64, 32\] in .* the configuration asks for \[48, 32\]"):
+    with pytest.raises(ModelError, match=r"has shape \[64, 32\] in .* the configuration requires \[48, 32\]"):
         open_model(str(tmp_path))
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="of the model type 'lama', which the installed transformers does not know"):
+    with pytest.raises(ModelError, match="has model type 'lama', which the installed transformers does not support"):
         open_model(str(config_folder(tmp_path, model_type="lama")))
 
 

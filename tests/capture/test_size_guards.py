@@ -57,14 +57,14 @@ def _by_halves(x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "a loop over chunks": (_in_chunks, "which length 65 is not"),
-    "a loop over halves": (_by_halves, "which length"),
-    "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, "which length 301 is not"),
-    "a branch on a multiple": (lambda x: x if x.shape[1] % 4 else x * 2, "which length"),
-    "a number that was baked in": (lambda x: x * int(x.shape[1] / 3), "which length"),
+    "a loop over chunks": (_in_chunks, "which is false for length 65"),
+    "a loop over halves": (_by_halves, "which is false for length"),
+    "a branch": (lambda x: x * 2 if x.shape[1] > 300 else x, "which is false for length 301"),
+    "a branch on a multiple": (lambda x: x if x.shape[1] % 4 else x * 2, "which is false for length"),
+    "a number that was baked in": (lambda x: x * int(x.shape[1] / 3), "which is false for length"),
     "a branch on both": (
         lambda x: x * 2 if x.shape[0] * x.shape[1] > 100 else x,
-        "only where batch*length <= 100",
+        "that requires batch*length <= 100",
     ),
 }
 
@@ -180,4 +180,4 @@ def test_gated_delta_rule(tmp_path: Path) -> None:
     with pytest.raises(CaptureError) as refused:
         capture(str(tmp_path))
     assert "its code takes a path at modeling_qwen3_5.py:" in str(refused.value)
-    assert "//64), 1), which length 65 is not" in str(refused.value)
+    assert "//64), 1), which is false for length 65" in str(refused.value)

@@ -88,7 +88,7 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
     assert described["operators"]["aten.conv1d.default"] == 12
     dumped = tmp_path / "conv.py"
     _inlay("show", "models:convolutions", "--full", "-o", str(dumped))
-    assert "The programs are the same" in _inlay("diff", "models:convolutions", str(dumped)).stdout
+    assert "The programs are identical" in _inlay("diff", "models:convolutions", str(dumped)).stdout
     changed = dumped.read_text().replace("aten.tanh.default", "aten.sigmoid.default", 2)
     dumped.write_text(changed)
     assert "tanh" in _inlay("diff", "models:convolutions", str(dumped), check=1).stdout
@@ -99,13 +99,13 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
     ("arguments", "code", "sentence"),
     [
         (["show", "no/such/file.gguf"], 3, "There is no file or folder"),
-        (["show", "org/model-that-is-not-here"], 3, "could not be fetched"),
+        (["show", "org/model-that-is-not-here"], 3, "downloading it as a Hugging Face id failed"),
         (["show", "models:raises"], 3, "the factory is broken"),
         (["show", "models:data_dependent"], 4, "cannot be captured"),
         (["show", "--no-such-option"], 2, "No such option"),
-        (["show", "models:convolutions", "--dtype", "bfloat16"], 2, "makes its own module"),
+        (["show", "models:convolutions", "--dtype", "bfloat16"], 2, "builds the module itself"),
         (["shw"], 2, "No such command"),
-        (["diff", "models:convolutions", "architectures.py"], 5, "not a dump of Inlay"),
+        (["diff", "models:convolutions", "architectures.py"], 5, "not an Inlay dump"),
     ],
 )
 def test_errors_are_sentences(arguments: list[str], code: int, sentence: str) -> None:

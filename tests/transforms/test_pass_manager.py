@@ -101,7 +101,7 @@ def test_dump_leaves_files_of_others_alone(program: Program, tmp_path: Path) -> 
     precious.write_text("mine")
     other = tmp_path / "notes.txt"
     other.write_text("mine too")
-    with pytest.raises(Exception, match="is not a dump of Inlay"):
+    with pytest.raises(Exception, match="is not an Inlay dump"):
         run(program, configure(resolve_config()), [Dump(tmp_path)])
     assert precious.read_text() == "mine"
     assert other.read_text() == "mine too"

@@ -1,4 +1,4 @@
-"""From a module, a Hugging Face folder or id, or a GGUF file to a Program."""
+"""Capture a Program from a module, a Hugging Face folder or id, or a GGUF file."""
 
 from inlay.capture.export import capture
 from inlay.capture.huggingface.static_cache import with_static_cache

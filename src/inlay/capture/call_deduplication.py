@@ -1,9 +1,9 @@
-"""An exported program made functional, each distinct call only once.
+"""Functionalization of an exported program that traces each distinct call only once.
 
-`ExportedProgram.run_decompositions({})` traces the whole program again, which takes as long as all of its layers. In a
-program that writes to nothing, what becomes of a call depends on nothing but the operator, its constants and the types
-of its operands, and layers repeat each other. So one graph with one call of each kind goes through torch, and what
-became of it is put wherever such a call is. Whatever is not such a program goes through torch as a whole.
+`ExportedProgram.run_decompositions({})` traces the whole program again, in time proportional to its layers. In a
+program without mutations, the decomposition of a call depends only on the operator, its constants and the types of its
+operands. Layers repeat the same calls. So torch decomposes one graph with one call of each kind, and the result is
+inlined at every such call. Programs that do not qualify fall back to `run_decompositions` on the whole program.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SUPPORTED_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_T
 def make_functional(
     exported: ExportedProgram, *, on_fallback: Callable[[str], None] = lambda reason: None
 ) -> ExportedProgram:
-    """What `exported.run_decompositions({})` gives, up to the names of nodes, in time that layers hardly add to.
+    """Return the result of `exported.run_decompositions({})`, up to node names; repeated layers add little time.
 
-    `on_fallback` is told why a program has to go through torch as a whole.
+    `on_fallback` is called with the reason when torch has to decompose the whole program.
     """
     try:
         return _functionalize_by_kind(exported)
@@ -78,12 +78,12 @@ class _GraphBuilder:
         self.calls, self.decompositions = calls, became
         self.graph = fx.Graph()
         self.new_nodes: dict[fx.Node, Any] = {}
-        """Node of the exported program → its node here, or one for each of several results."""
+        """Node of the exported program → its node in the new graph, or a list with one node for each result."""
         self.size_nodes: dict[Any, fx.Node] = {}
         for node in exported.graph.nodes:
             if node.op == "placeholder":
                 made = self.new_nodes[node] = self.graph.node_copy(node)
-                made.name = node.name  # fx renames what would hide a builtin
+                made.name = node.name  # fx renames nodes whose names shadow a builtin
         self._add_symbols()
         self.graph.output(self._add_calls(exported.graph_module))
 
@@ -97,7 +97,7 @@ class _GraphBuilder:
                     self.size_nodes[size.node.expr] = made
 
     def _add_calls(self, module: fx.GraphModule, kept: tuple[str, ...] = PROVENANCE_KEYS) -> Any:
-        """Add the calls of a graph whose placeholders are there already; returns what it returns."""
+        """Add the calls of a graph whose placeholders were added before; return its mapped output."""
         for node in module.graph.nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], self._single_node)
@@ -107,7 +107,7 @@ class _GraphBuilder:
                 self.new_nodes[node] = self.new_nodes[node.args[0]][node.args[1]]
             elif node.target is WRAP_GRAD_MODE:
                 self._inline(node, module)
-        raise NotDeduplicable("a graph has no output")
+        raise NotDeduplicable("a graph has no output node")
 
     def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
         _, nested, *operands = node.args
@@ -117,14 +117,13 @@ class _GraphBuilder:
         for placeholder, operand in zip(placeholders, operands, strict=True):
             if isinstance(operand, fx.Node) and not is_symint(operand):
                 self.new_nodes[placeholder] = self._single_node(operand)
-        self.new_nodes[node] = self._add_calls(
-            inner, ("nn_module_stack",)
-        )  # where a line is, torch does not say of these
+        # torch records no source line for calls in these graphs.
+        self.new_nodes[node] = self._add_calls(inner, ("nn_module_stack",))
 
     def _single_node(self, node: fx.Node) -> fx.Node:
         made = self.new_nodes.get(node)
         if not isinstance(made, fx.Node):
-            raise NotDeduplicable(f"{node.name} is not one tensor")
+            raise NotDeduplicable(f"{node.name} is not a single tensor")
         return made
 
     def _splice(self, node: fx.Node, kept: tuple[str, ...]) -> None:
@@ -150,7 +149,7 @@ class _GraphBuilder:
     def _intermediate_value(
         self, inner: fx.Node, values: dict[fx.Node, Any], became: Decomposition, here: dict[fx.Node, fx.Node]
     ) -> Any:
-        """A value that is neither operand nor result: in their storage where it was in their storage."""
+        """Return a fake value for an intermediate node; it shares the storage that the decomposed value shared."""
         near = [(each.meta["val"], value) for each, value in values.items() if each not in became.operands]
         near += [(operand.meta["val"], here[operand].meta["val"]) for operand in became.operands]
 
@@ -171,7 +170,7 @@ class _GraphBuilder:
         value = inner.meta["val"]
         known = self.size_nodes.get(value.node.expr)
         if known is None and inner.target not in SYM_ARITHMETIC:
-            raise NotDeduplicable(f"{value} is the size of no input")
+            raise NotDeduplicable(f"{value} is not the size of an input")
         if known is None:
             known = self.size_nodes[value.node.expr] = self.graph.node_copy(inner, here.__getitem__)
             known.meta = {**told, "val": value}
@@ -180,9 +179,9 @@ class _GraphBuilder:
 
 def _refuse_signature(signature: ExportGraphSignature) -> None:
     if any(spec.kind not in _SUPPORTED_INPUTS for spec in signature.input_specs):
-        raise NotDeduplicable("it takes something else than tensors")
+        raise NotDeduplicable("the program has inputs that are not tensors")
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-        raise NotDeduplicable("it writes to its state")
+        raise NotDeduplicable("the program mutates its state")
 
 
 def _build_signature(old: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:

@@ -1,4 +1,4 @@
-"""The calls of an exported program by kind, and what torch makes of each kind.
+"""The calls of an exported program grouped by kind, and the decomposition of each kind.
 
 A kind is an operator with its constants and the types of its operands.
 """
@@ -25,23 +25,23 @@ SYM_SIZE = torch.ops.aten.sym_size.int
 SYM_ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod))
 WRAP_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
-"""What torch keeps of a call for everything that became of it."""
+"""Metadata that torch copies from a call to every node of its decomposition."""
 _ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
-class NotDeduplicable(Exception):  # noqa: N818 - nothing is wrong with it
-    """The program is not one whose calls can be taken one by one."""
+class NotDeduplicable(Exception):  # noqa: N818 - not an error
+    """The calls of the program cannot be decomposed one by one."""
 
 
 class _CallKind(NamedTuple):
-    """An operator, its constants and the types of its operands; and one call of this kind."""
+    """One call of a kind (an operator, its constants and the types of its operands), and its operands."""
 
     call: fx.Node
     operands: tuple[fx.Node, ...]
 
 
 class Decomposition(NamedTuple):
-    """What torch made of a kind of call: nodes in order, and which are the results, or the operands handed on."""
+    """The decomposition of a kind of call: operands, nodes in order, and results; a result may be an operand."""
 
     operands: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
@@ -73,7 +73,7 @@ class CallKinds:
                 if not isinstance(held, fx.GraphModule) or any(
                     each.target is not WRAP_GRAD_MODE for each in node.users
                 ):
-                    raise NotDeduplicable(f"{node.name} is a nested graph or a constant")
+                    raise NotDeduplicable(f"{node.name} is a nested graph or a constant attribute")
                 self._collect(held)
             if node.op == "call_function" and not _is_structure(node):
                 self._add_call(node)
@@ -81,11 +81,11 @@ class CallKinds:
     def _add_call(self, node: fx.Node) -> None:
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
-            raise NotDeduplicable(f"{node.name} calls {target}")
+            raise NotDeduplicable(f"{node.name} calls {target}, which is not an operator overload")
         if target._schema.is_mutable:
             raise NotDeduplicable(f"{node.name} writes in place")
         if not all(isinstance(value, torch.Tensor) for value in result_values(node)):
-            raise NotDeduplicable(f"{node.name} gives something else than tensors")
+            raise NotDeduplicable(f"{node.name} returns values that are not tensors")
         operands: dict[fx.Node, int] = {}
 
         def placed(value: Any) -> Hashable:
@@ -102,7 +102,7 @@ class CallKinds:
             key = target, placed(node.args), tuple((name, placed(value)) for name, value in node.kwargs.items())
             self.kinds.setdefault(key, _CallKind(node, tuple(operands)))
         except TypeError as error:
-            raise NotDeduplicable(f"{node.name} has a constant that cannot be compared") from error
+            raise NotDeduplicable(f"{node.name} has an unhashable constant") from error
         self.by_node[node] = _CallOperands(key, tuple(operands))
 
     def _add_size_symbols(self, node: fx.Node) -> None:
@@ -110,7 +110,7 @@ class CallKinds:
         if size.node.expr.is_Symbol:
             self.symbols.setdefault(size.node.expr, size)
         elif node.target not in SYM_ARITHMETIC:
-            raise NotDeduplicable(f"{node.name} is a size that is no symbol")
+            raise NotDeduplicable(f"{node.name} is a size that is neither a symbol nor supported arithmetic of symbols")
         else:
             for part in node.all_input_nodes:
                 self._add_size_symbols(part)
@@ -119,7 +119,7 @@ class CallKinds:
         if node not in self._types:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                raise NotDeduplicable(f"{node.name} is no plain tensor")
+                raise NotDeduplicable(f"{node.name} is not a dense strided tensor")
             self._types[node] = _tensor_type(value)
             for _, size in symbolic_axes(value):
                 if size.node.expr.is_Symbol:
@@ -127,7 +127,7 @@ class CallKinds:
         return self._types[node]
 
     def decompose(self) -> tuple[dict[Hashable, Decomposition], dict[Any, Any]]:
-        """Send a graph through torch that has one call of each kind, each on operands of its own."""
+        """Let torch decompose a graph with one call of each kind, each with separate operands."""
         graph = fx.Graph()
         axes = dict(zip(self.symbols, range(len(self.symbols)), strict=True))
         first = graph.placeholder("sizes")
@@ -159,8 +159,8 @@ class CallKinds:
         try:
             functional = functionalize_to_exported(fx.GraphModule({}, graph), self.fakes)
         except Exception as error:
-            # If it is the program's fault, torch says so again, of the whole.
-            raise NotDeduplicable(f"torch cannot take its calls apart: {one_line(error)}") from error
+            # If the program itself is at fault, decomposing the whole program raises the error again.
+            raise NotDeduplicable(f"torch cannot decompose its calls one by one: {one_line(error)}") from error
         sized = [node.meta for node in functional.graph.nodes if node.target is SYM_SIZE]
         self.size_provenance = {key: meta[key] for meta in sized[:1] for key in PROVENANCE_KEYS if key in meta}
         return self._split(functional.graph), functional.range_constraints
@@ -171,7 +171,7 @@ class CallKinds:
             return torch.as_strided(made, value.shape, value.stride(), value.storage_offset())
 
     def _split(self, graph: fx.Graph) -> dict[Hashable, Decomposition]:
-        """Take the graph apart again: what each result is made of."""
+        """Split the decomposed graph into the decomposition of each kind."""
         placeholders = iter([node for node in graph.nodes if node.op == "placeholder"][1:])
         order = {node: place for place, node in enumerate(graph.nodes)}
         output: Any = next(iter(reversed(graph.nodes)))
@@ -183,10 +183,10 @@ class CallKinds:
             results = tuple(next(given) for _ in values)
             for value, result in zip(values, results, strict=True):
                 if _tensor_type(value) != _tensor_type(result.meta["val"]):
-                    raise NotDeduplicable(f"{kind.call.name} is another type once it is functional")
+                    raise NotDeduplicable(f"{kind.call.name} changes its type when it is decomposed")
             inner = _ancestors(results)
             if any(node.op == "placeholder" and node not in operands for node in inner):
-                raise NotDeduplicable(f"{kind.call.name} reads what it is not given")
+                raise NotDeduplicable(f"{kind.call.name} reads an input that is not its operand")
             nodes = sorted((node for node in inner if node.op != "placeholder"), key=order.__getitem__)
             became[key] = Decomposition(operands, tuple(nodes), results)
         return became
@@ -198,23 +198,23 @@ def _refuse_unbacked_sizes(node: fx.Node) -> None:
             if isinstance(size, (torch.SymFloat, torch.SymBool)) or (
                 isinstance(size, torch.SymInt) and not all(str(each)[0] == "s" for each in size.node.expr.free_symbols)
             ):
-                raise NotDeduplicable(f"data decides on the size of {node.name}")
+                raise NotDeduplicable(f"the size of {node.name} depends on data")
 
 
 def is_symint(node: fx.Node) -> bool:
-    """Whether a node is a number that depends on the sizes of inputs."""
+    """Whether a node is a symbolic integer: a number that depends on input sizes."""
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_structure(node: fx.Node) -> bool:
-    """Whether a call is none that goes through torch: sizes, parts of results, and what only checks or wraps."""
+    """Whether a call is not decomposed: sizes, `getitem` of results, assertions and grad-mode wrappers."""
     if node.target in (_ASSERT_METADATA, operator.getitem, WRAP_GRAD_MODE):
         return True
     return is_symint(node) and (node.target is SYM_SIZE or node.target in SYM_ARITHMETIC)
 
 
 def has_multiple_results(node: fx.Node) -> bool:
-    """Whether a call has several results, one of which `getitem` takes."""
+    """Whether a call returns several results, which `getitem` selects from."""
     return isinstance(node.meta["val"], (tuple, list))
 
 
@@ -234,7 +234,7 @@ def _add_getitems(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ancestors(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything the results are computed from; a size that is a symbol is there without being computed."""
+    """Return all nodes that the results are computed from. Inputs of a size that is a symbol are not followed."""
     reached: set[fx.Node] = set()
     stack = list(results)
     while stack:
@@ -247,7 +247,7 @@ def _ancestors(results: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def symbolic_axes(value: torch.Tensor) -> list[tuple[int, Any]]:
-    """The axes of a tensor whose sizes are no numbers."""
+    """Return the axes of a tensor whose sizes are symbolic, with their sizes."""
     sizes: tuple[Any, ...] = tuple(value.shape)
     return [(axis, size) for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
 

@@ -1,4 +1,4 @@
-"""Model facts from what was captured and from what the configuration says."""
+"""Capture: export a model with torch.export, make it functional, and derive its facts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def find_facts(program: Program, model: SourceModel) -> Program:
-    """The program with its facts: counted in the graph where it shows them, read from the configuration otherwise."""
+    """Return the program with its facts, counted in the graph where possible and else read from the configuration."""
     graph: dict[str, int] = {}
     folds = fold(program)
     if folds.kinds:
@@ -60,7 +60,7 @@ def capture(
     *,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Program:
-    """Capture MODEL as a Program: functional ATen, dynamic where its axes say so, no weights loaded.
+    """Capture MODEL as a Program: functional ATen, dynamic along the named axes, without loading weights.
 
     >>> class Double(torch.nn.Module):
     ...     def forward(self, x):
@@ -71,7 +71,7 @@ def capture(
     >>> program.bindings["x"].type_text
     'f32[batch, 4]'
 
-    `on_step` is told what is being done, for progress bars.
+    `on_step` is called with the name of each step, for progress bars.
     """
     on_step("opening the model")
     if isinstance(model, str):
@@ -83,7 +83,7 @@ def capture(
     exported, assumed = _export(model, module, on_step)
     on_step("reading the program")
     written = set(exported.graph_signature.buffers_to_mutate.values())
-    # State is kept as it is now: the module it came from goes on living.
+    # State is copied, because the module may change it after capture.
     tensors: dict[str, TensorRef] = {
         name: InMemoryTensor(value.clone() if name in written else value) for name, value in exported.state_dict.items()
     }
@@ -100,7 +100,7 @@ def capture(
 def _export(
     model: SourceModel, module: torch.nn.Module, on_step: Callable[[str], None]
 ) -> tuple[torch.export.ExportedProgram, list[ShapeGuard]]:
-    """The functional program, and what was assumed of sizes on the way."""
+    """Return the functional program, and the shape guards of tracing."""
     example = model.example
     try:
         with tracing_lock(), size_oblivious():
@@ -121,7 +121,7 @@ def _export(
         where = _error_location(error)
         raise CaptureError(
             f"{model.name} cannot be captured: {type(error).__name__}: {one_line(error)}{where}.",
-            "torch.export must be able to trace the model; `--debug` shows its whole report.",
+            "Make the model traceable by torch.export; `--debug` shows its full error report.",
         ) from error
 
 
@@ -143,11 +143,11 @@ def _dynamic_shapes(example: Example, limits: Mapping[str, int]) -> dict[str, An
     given = dict(zip(names, example.args, strict=False)) | dict(example.kwargs)
     for name in example.axes:
         if name not in given:
-            raise UsageError(f"The axes name {name}, which is no input of the model.", suggest(name, given))
+            raise UsageError(f"`axes` names {name}, which is not an input of the model.", suggest(name, given))
         rank = given[name].dim() if isinstance(given[name], torch.Tensor) else 0
         for axis in example.axes[name]:
             if not 0 <= axis < rank:
-                raise UsageError(f"The axes name axis {axis} of {name}, which has {rank} axes.")
+                raise UsageError(f"`axes` names axis {axis} of {name}, which has {rank} axes.")
 
     def dims(name: str) -> Any:
         axes = example.axes.get(name, {})
@@ -160,7 +160,7 @@ def _dynamic_shapes(example: Example, limits: Mapping[str, int]) -> dict[str, An
 
 
 def _symbol_names(exported: torch.export.ExportedProgram, example: Example) -> dict[str, str]:
-    """Which symbol of the captured shapes is which named axis."""
+    """Map the symbols of the captured shapes to axis names."""
     values: dict[str, Any] = {
         node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"
     }

@@ -1,7 +1,7 @@
 """Modules without weights: parameters are fake tensors on the CPU device, buffers are real.
 
-The meta device will not do: it bakes `device=meta` into captured graphs and loses the buffers that are in no
-checkpoint (`inv_freq`, embedding scales).
+The meta device is not an option. It bakes `device=meta` into captured graphs and loses the buffers that are not in
+the checkpoint (`inv_freq`, embedding scales).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _FakeModeState(threading.local):
-    """The mode in which this thread registers parameters, if it builds a module without weights."""
+    """The fake tensor mode of this thread while it builds a module without weights."""
 
     mode: FakeTensorMode | None = None
 
@@ -38,15 +38,15 @@ def _replace_with_fake(module: torch.nn.Module, name: str, param: torch.nn.Param
     return torch.nn.Parameter(empty, requires_grad=False)
 
 
-# Stays registered: torch goes over its hooks without a lock, so adding and removing them is not safe in threads.
+# Stays registered: torch iterates over its hooks without a lock, so adding and removing them is not thread-safe.
 register_module_parameter_registration_hook(_replace_with_fake)  # type: ignore[arg-type]
 
 
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Within this context every parameter a module registers loses its memory and keeps its shape.
+    """Replace every parameter that a module registers in this context by a fake tensor of the same shape.
 
-    Other threads register theirs as ever.
+    Other threads are not affected.
 
     >>> with fake_parameters():
     ...     layer = torch.nn.Linear(1 << 20, 1 << 12, bias=False)
@@ -62,7 +62,7 @@ def fake_parameters() -> Iterator[None]:
 
 @contextmanager
 def fake_mode_of(module: torch.nn.Module) -> Iterator[None]:
-    """Within this context a module whose parameters are fake can be called, and gives fake results; others as ever.
+    """Make a module with fake parameters callable in this context, with fake results; no effect on other modules.
 
     >>> with fake_parameters():
     ...     layer = torch.nn.Linear(2, 1 << 12)
@@ -78,12 +78,12 @@ def fake_mode_of(module: torch.nn.Module) -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape but no memory."""
+    """Whether a tensor is fake: it has a shape but no memory."""
     return isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
 
 
 def check_buffers(module: torch.nn.Module) -> None:
-    """Buffers must be real: one computed from a parameter would have no value."""
+    """Reject fake buffers: a buffer computed from a fake parameter has no value."""
     for name, buffer in module.named_buffers():
         if is_fake(buffer):
             raise CaptureError(

@@ -1,14 +1,14 @@
-"""Adapter: what torch assumed of sizes while it traced a model, and whether it holds for every size that is claimed.
+"""Adapter: the shape guards of tracing, and whether they hold for every size in the range of a program.
 
-Python code that loops or branches on a size is traced for the sizes of the example. torch keeps a guard for each such
-decision: `(length + 63) // 64 == 1` for a loop over chunks of 64 that was unrolled once. The program is the model only
-where all guards hold. They are computed at every size of the range that the program claims, so a loop, a branch or a
-number that was baked in is found whatever the chunk or window is, without tracing the model at a second length.
+Python code that loops or branches on a size is traced for the sizes of the example. torch records a guard for each such
+decision: `(length + 63) // 64 == 1` for a loop over chunks of 64 that was unrolled once. The program is equivalent to
+the model only where all guards hold. Guards are evaluated at every size of the program's range. This detects a loop, a
+branch or a baked-in number for any chunk or window size, without tracing the model at a second length.
 
-Size 1 is apart: torch traces as if no size were 1, because strides of an axis of one entry do not matter. A guard of
-torch's own that fails there alone is no assumption of the model. One of a module's own code raises the lower bound to
-2. transformers asks whether a batch is 1 before it expands what has one row, which changes nothing; its models are
-compared with eager at a batch and a length of 1 (docs/architectures.md).
+Size 1 is a special case. torch traces as if no size were 1, because the strides of an axis of size 1 do not matter. A
+guard from torch's code that fails only at 1 is not an assumption of the model. A guard from a module's code raises the
+lower bound to 2. transformers checks whether the batch is 1 before it expands tensors of one row, which does not change
+results; its models are compared with eager at a batch and a length of 1 (docs/architectures.md).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from inlay.program.program import Program, Symbol
 
 _EXHAUSTIVE_LIMIT = 1 << 20
-"""Ranges to this size are gone through one by one."""
+"""Every size up to this one is checked."""
 _SAMPLE_SIZES = (2, 3, 7, 64, 1000)
-"""What other sizes are while one is gone through."""
+"""Values of the other symbols while all sizes of one symbol are checked."""
 _MAX_SUBSTITUTIONS = 4096
-"""So many sizes are tried where an assumption has a function that torch alone computes."""
+"""Number of sizes to check if a guard contains a function that only torch can evaluate."""
 _TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 _RELATIONS: dict[Any, Any] = {
@@ -57,20 +57,20 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-class _UnsupportedFunction(Exception):  # noqa: N818 - nothing is wrong with it
-    """A function that is not computed here."""
+class _UnsupportedFunction(Exception):  # noqa: N818 - not an error
+    """A function that `_evaluate` does not support."""
 
 
 @dataclass(frozen=True)
 class ShapeGuard:
-    """A guard: what has to hold, and the line of the model that asked, if it was the model."""
+    """A guard: its condition, and the source line that caused it if the line is outside torch."""
 
     expression: Any
     source: str
 
 
 def collect_guards(graph: fx.Graph) -> list[ShapeGuard]:
-    """What torch assumed of the sizes of a traced graph."""
+    """Return the guards on the sizes of a traced graph."""
     found: dict[Any, str] = {}
     for env in {id(each): each for each in _shape_envs(graph)}.values():
         for guard in env.guards:
@@ -80,17 +80,17 @@ def collect_guards(graph: fx.Graph) -> list[ShapeGuard]:
 
 
 def narrow_ranges(program: Program, guards: Iterable[ShapeGuard], model: SourceModel) -> Program:
-    """The program with the ranges in which all that was assumed holds.
+    """Return the program with its ranges narrowed to sizes for which all guards hold.
 
-    A module that says nothing of its sizes gets the largest range around those of its example. Where a model says how
-    far it goes, and where what was assumed is no range, it is refused.
+    A module without maximum sizes gets the largest valid range around its example. A model with a maximum size is
+    rejected if a guard fails below it. A model is also rejected if the valid sizes are not a range.
     """
     symbols = dict(program.symbols)
-    # What the model itself asked for says more than what followed from it within torch.
+    # Guards from the model's code come first, so that an error names a line of the model.
     for each in sorted(guards, key=lambda each: not each.source):
         free = {str(symbol): symbol for symbol in each.expression.free_symbols}
         if not free or not free.keys() <= symbols.keys():
-            continue  # sizes that data decides on are checked when the program runs
+            continue  # data-dependent sizes are checked at run time
         if _is_divisibility_guard(each, symbols) and _is_checked_by_view(program, free.values()):
             continue
         for raw in free:
@@ -109,7 +109,7 @@ def narrow_ranges(program: Program, guards: Iterable[ShapeGuard], model: SourceM
 def _valid_range(
     each: ShapeGuard, raw: str, free: Mapping[str, Any], symbols: Mapping[str, Symbol], limit: int | None
 ) -> tuple[tuple[int, int | None] | None, dict[str, int] | None]:
-    """The range around the example in which an assumption holds, if it is one, and sizes for which it does not hold."""
+    """Return the range around the example in which a guard holds, if any, and sizes for which the guard fails."""
     symbol = symbols[raw]
     sizes = _sizes_to_check(each.expression, symbol if limit is None else replace(symbol, high=limit))
     for other in _SAMPLE_SIZES if len(free) > 1 else (0,):
@@ -122,7 +122,7 @@ def _valid_range(
 
 
 def _contiguous_range(symbol: Symbol, sizes: Any, held: Any) -> tuple[int, int | None] | None:
-    """The range around the example that has no gap."""
+    """Return the contiguous range around the example, or None."""
     example = int(np.searchsorted(sizes[:-1], symbol.example))
     if example >= len(sizes) or sizes[example] != symbol.example or not held[example]:
         return None
@@ -133,7 +133,7 @@ def _contiguous_range(symbol: Symbol, sizes: Any, held: Any) -> tuple[int, int |
 
 
 def _is_divisibility_guard(each: ShapeGuard, symbols: Mapping[str, Symbol]) -> bool:
-    """Whether torch's own code asked for multiples of a number. The model's may do something else with other sizes."""
+    """Whether torch's code requires multiples of a number. Code of the model may support other sizes differently."""
     if each.source:
         return False
     free = list(each.expression.free_symbols)
@@ -151,7 +151,7 @@ def _is_divisibility_guard(each: ShapeGuard, symbols: Mapping[str, Symbol]) -> b
 
 
 def _is_checked_by_view(program: Program, symbols: Iterable[Any]) -> bool:
-    """Whether a view divides one of these sizes: then other sizes are an error in it, also when the program runs."""
+    """Whether a view divides one of these sizes. The view then fails at run time for sizes that are not multiples."""
     shapes = [node.meta["val"].shape for node in all_nodes(program.graph) if node.target in _VIEWS]
     divided = [size.node.expr for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
     return any(expr.has(symbol) and not expr.is_polynomial(symbol) for expr in divided for symbol in symbols)
@@ -176,7 +176,7 @@ def _source_line(guard: Any) -> str:
 
 
 def _sizes_to_check(expression: Any, symbol: Symbol) -> Any:
-    """Every size of a range from 2 on; without an upper bound, to twice what the constants add up to, or a million."""
+    """Return every size of a range from 2 on; an open range ends at twice the sum of the constants, 1024 to 2**20."""
     constants = sum(abs(int(each)) for each in expression.atoms(sympy.Integer))
     high = symbol.high if symbol.high is not None else min(max(1024, 2 * constants), _EXHAUSTIVE_LIMIT)
     low = max(symbol.low, 2)
@@ -188,7 +188,7 @@ def _evaluate_guard(expression: Any, given: Mapping[Any, Any]) -> Any:
     try:
         return np.broadcast_to(_evaluate(expression, given), sizes.shape)
     except _UnsupportedFunction:
-        # Torch computes what it calls by a name of its own, one size at a time; of what is not tried nothing is known.
+        # torch evaluates its own functions, one size at a time. Sizes that are not tried count as failures.
         held = np.zeros(sizes.shape, bool)
         for place in range(min(_MAX_SUBSTITUTIONS, len(sizes))):
             chosen = {symbol: int(np.atleast_1d(value)[-1]) for symbol, value in given.items()}
@@ -198,7 +198,7 @@ def _evaluate_guard(expression: Any, given: Mapping[Any, Any]) -> Any:
 
 
 def _evaluate(expression: Any, given: Mapping[Any, Any]) -> Any:
-    """The value of an expression for many sizes at once."""
+    """Evaluate an expression for many sizes at once."""
     if expression in given:
         return given[expression]
     if expression.is_Integer:
@@ -226,6 +226,6 @@ def _guard_error(program: Program, each: ShapeGuard, broken: Mapping[str, int]) 
     where = f" at {each.source}" if each.source else ""
     return CaptureError(
         f"{program.name} is not the same program for all sizes: traced with {traced}, its code takes a path{where} that"
-        f" holds only where {text}, which {sizes} is not.",
-        "A loop or a branch over a size has to become operations on tensors, or the range of sizes smaller.",
+        f" requires {text}, which is false for {sizes}.",
+        "Replace the loop or branch over a size by tensor operations, or narrow the range of sizes.",
     )

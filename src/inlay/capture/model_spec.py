@@ -1,4 +1,4 @@
-"""What MODEL means, the same in every command."""
+"""Resolution of the MODEL argument, shared by all commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
 def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
-    """Find MODEL, check it and its weights, and build it without loading a weight.
+    """Find MODEL, check it and its weights, and build it without loading weights.
 
     >>> open_model("no/such folder")
     Traceback (most recent call last):
@@ -46,7 +46,7 @@ def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
     if _FACTORY.match(text):
         if options is not None and options.dtype is not None:
             raise UsageError(
-                f"A number format was asked for, but {text} makes its own module.", "Set it in the factory."
+                f"A dtype was requested, but {text} builds the module itself.", "Set the dtype in the factory."
             )
         return _open_factory(text)
     if _is_hub_id(text):
@@ -56,14 +56,14 @@ def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a captured program is called and of which architecture it is; empty where that is not known."""
+    """The name and architecture of a captured program; the architecture is empty if it is unknown."""
 
     name: str
     architecture: str = ""
 
 
 def identify(text: str, options: HFOptions | None = None) -> Identity:
-    """What MODEL is, from its configuration or header alone: no module is built, no weight looked at.
+    """Identify MODEL from its configuration or header; no module is built and no weights are read.
 
     >>> identify("package.module:factory")
     Identity(name='package.module:factory', architecture='')
@@ -100,7 +100,7 @@ def _identify_id(text: str, options: HFOptions | None) -> Identity:
         from huggingface_hub import snapshot_download
 
         folder = _download_snapshot(snapshot_download, arguments, lambda folder: (folder / "config.json").exists())
-    except Exception:  # whatever the reason, its configuration is not to be had, and its name is known
+    except Exception:  # without a configuration, only the name is known
         return Identity(repo)
     return _identify_folder(folder, _commit_name(repo, folder), options)
 
@@ -128,8 +128,8 @@ def _check_file(path: Path) -> None:
     if magic == b"GGUF" or path.suffix == ".gguf":
         return
     if path.suffix in (".safetensors", ".json"):
-        raise ModelError(f"{path} is a part of a model.", f"Pass the folder it is in: {path.parent}")
-    raise ModelError(f"{path} is not a model file Inlay knows.", MODEL_FORMS)
+        raise ModelError(f"{path} is only one file of a model.", f"Pass its folder: {path.parent}")
+    raise ModelError(f"{path} is not a supported model file.", MODEL_FORMS)
 
 
 def _open_folder(path: Path, text: str, options: HFOptions | None) -> SourceModel:
@@ -143,7 +143,7 @@ def _check_folder(path: Path, text: str) -> None:
     if (path / "current" / "manifest.json").exists():
         raise ModelError(
             f"{text} is a compiled package; this command needs the model it was built from.",
-            f"`inlay inspect {text}` says what it is.",
+            f"Run `inlay inspect {text}` to describe it.",
         )
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
@@ -162,7 +162,7 @@ def _open_factory(text: str) -> SourceModel:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"{text}: there is no Python module {error.name}.", "Run from the folder that holds it, or install it."
+            f"{text}: there is no Python module {error.name}.", "Run from the folder that contains it, or install it."
         ) from error
     except Exception as error:
         raise ModelError(
@@ -192,8 +192,8 @@ def _to_example(text: str, made: Any) -> Example:
             return Example(module, (), args, axes)
         return Example(module, args if isinstance(args, tuple) else (args,), {}, axes)
     raise ModelError(
-        f"{text} returned a {type(made).__name__} without a torch.nn.Module in its first place.",
-        "A factory returns inlay.Example(module, args, kwargs, axes) or a tuple (module, args[, axes]).",
+        f"{text} returned a {type(made).__name__}, not an Example or a tuple that starts with a torch.nn.Module.",
+        "Return inlay.Example(module, args, kwargs, axes) or a tuple (module, args[, axes]) from the factory.",
     )
 
 
@@ -214,7 +214,7 @@ def _open_id(text: str, options: HFOptions | None) -> SourceModel:
         raise
     except Exception as error:
         raise ModelError(
-            f"{text} is no file or folder here, and it could not be fetched as a Hugging Face id: {one_line(error)}.",
+            f"{text} is not a local file or folder, and downloading it as a Hugging Face id failed: {one_line(error)}.",
             "Check the spelling and the network, or pass a local folder.",
         ) from error
     return open_folder(folder, _commit_name(repo, folder), _default_options(options))
@@ -235,16 +235,16 @@ def find_snapshot(text: str) -> Path | None:
 
 
 def _commit_name(repo: str, folder: Path) -> str:
-    """The folder is named after the commit, so the name says exactly what was used, whatever was asked for."""
+    """Return the repository with its commit; the snapshot folder is named after the commit."""
     return f"{repo}@{folder.name[:12]}"
 
 
 def _download_snapshot(download: Any, arguments: dict[str, Any], suffices: Callable[[Path], bool]) -> Path:
-    """From the local cache if what is needed is there (no network then), else from the hub."""
+    """Return the snapshot in the local cache if it has the required files, without network access; else download it."""
     try:
         cached = Path(download(**arguments, local_files_only=True))
         if suffices(cached):
             return cached
-    except Exception:  # noqa: S110 - not cached: any reason leads to the same next step
+    except Exception:  # noqa: S110 - not cached, so it is downloaded
         pass
     return Path(download(**arguments))

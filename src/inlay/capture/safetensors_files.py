@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: found by name, memory-mapped, never loaded before they are read."""
+"""Tensors in safetensors files: indexed by name, memory-mapped, loaded only when they are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SafetensorsTensor:
     key: str
     shape: tuple[int, ...]
     dtype_name: str = ""
-    """Number format, as safetensors files call it: `BF16`, `F8_E4M3`."""
+    """Dtype as safetensors names it, such as `BF16` or `F8_E4M3`."""
 
     @property
     def origin(self) -> str:
@@ -38,7 +38,7 @@ class SafetensorsTensor:
 
 
 def index_folder(folder: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor of the safetensors files in `folder`; empty when there are none."""
+    """Return every tensor of the safetensors files in `folder`; empty if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     listed = folder / "model.safetensors.index.json"
     if listed.exists():
@@ -64,7 +64,7 @@ def _files_of_index(listed: Path) -> list[Path]:
         names = sorted(set(json.loads(listed.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise ModelError(
-            f"{listed.name} is no index of safetensors files: {one_line(error)}.", "Download it again."
+            f"{listed.name} is not an index of safetensors files: {one_line(error)}.", "Download it again."
         ) from error
     files = [listed.parent / str(name) for name in names]
     for file in files:

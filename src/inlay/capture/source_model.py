@@ -1,4 +1,4 @@
-"""What every kind of MODEL becomes before it is captured."""
+"""The common form of every kind of MODEL before capture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """A module with one set of inputs and the names of the axes that may change.
+    """A module with example inputs and the names of its dynamic axes.
 
-    This is what a `package.module:factory` returns.
+    A `package.module:factory` returns an `Example`.
 
     >>> import torch
     >>> example = Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),), axes={"input": {0: "batch"}})
@@ -33,16 +33,16 @@ class Example:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A model that was found and checked: an example, where its weights are, and what its configuration says."""
+    """A model that was found and checked: an example, references to its weights, and facts of its configuration."""
 
     name: str
     kind: str
     example: Example
     tensors: Mapping[str, TensorRef]
-    """Qualified name → reference, for parameters and buffers that live in files."""
+    """Qualified name → reference, for parameters and buffers that are stored in files."""
     config_facts: Mapping[str, int] = field(default_factory=dict)
     architecture: str = ""
     max_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Largest size of a named axis, where the model has one."""
+    """Axis name → maximum size, for axes that the model limits."""
     load_tokenizer: Callable[[], Any] | None = None
     """Loads the tokenizer that comes with the model; slow for GGUF files, which store it in another form."""

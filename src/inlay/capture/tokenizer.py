@@ -1,4 +1,4 @@
-"""The tokenizer of a model as files of a package, from which text can be made without transformers."""
+"""The tokenizer files of a package, which are usable without transformers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from inlay.errors import ModelError
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a transformers tokenizer: what it saves itself, and `text.json`, which `inlay.runtime.text_codec` reads.
+    """Write the files of a transformers tokenizer, and `text.json`, which `inlay.runtime.text_codec` reads.
 
-    `tokenizer.json` alone does not say which tokens end an answer: chat models have several.
+    `text.json` lists the end-of-sequence tokens, which `tokenizer.json` does not contain; chat models have several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(
             f"The tokenizer {type(tokenizer).__name__} runs in Python only and has no tokenizer.json.",
-            "Convert it with the tokenizers library and put tokenizer.json beside config.json.",
+            "Convert it with the tokenizers library and put tokenizer.json into the folder of config.json.",
         )
     facts = {"eos": sorted(_eos_token_ids(tokenizer)), "special_tokens": dict(tokenizer.special_tokens_map)}
     (folder / "text.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _eos_token_ids(tokenizer: Any) -> set[int]:
-    """End tokens: the tokenizer's own, and those of the generation settings, or else of the configuration, beside it.
+    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, or else of config.json.
 
-    Files beside a GGUF file are not looked at: its tokenizer comes from within, they may be about another model.
+    Files in the folder of a GGUF file are ignored: they may belong to another model.
     """
     found = {tokenizer.eos_token_id} - {None}
     source = Path(tokenizer.name_or_path)

@@ -1,4 +1,4 @@
-"""The program: graph, bindings, text form, folds, diffs."""
+"""The Program: graph, binding table, text form, folds and diffs."""
 
 from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.facts import Fact, Facts

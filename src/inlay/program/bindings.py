@@ -1,4 +1,4 @@
-"""The binding table: everything that goes into or comes out of a program, in one order."""
+"""The binding table: all inputs and outputs of a program, in a fixed order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a binding is to the caller."""
+    """The role of a binding at the program boundary."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -27,9 +27,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Alias:
-    """This output *is* the storage of the binding `binding`; `kind` says how that is known.
+    """The output shares the storage of the binding `binding`; `kind` is the source of this information.
 
-    `mutated` comes from the captured signature: the model wrote to it in place.
+    `mutated` comes from the captured signature: the model mutates the binding in place.
     """
 
     binding: str
@@ -38,11 +38,11 @@ class Alias:
 
 @dataclass(frozen=True)
 class Binding:
-    """One tensor or number that crosses the program's boundary.
+    """One tensor or number at the boundary of a program.
 
-    `name` is the placeholder's name for everything that goes in; for an output it is the path of
-    the value in what the model returns. `target` is the name users know: the qualified name of
-    a parameter or buffer, the name of an argument. `dtype` is empty for a Python number.
+    `name` is the name of the placeholder, or for an output the path of the value in the structure that the model
+    returns. `target` is the name in the model: the qualified name of a parameter or buffer, or the name of an
+    argument. `dtype` is empty for a Python number.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Binding:
     alias: Alias | None = None
     persistent: bool = True
     value: int | float | bool | str | None = None
-    """What a Python number or string was when the program was captured: it is part of the program."""
+    """The value of a Python number or string at capture, which is baked into the program."""
 
     @property
     def is_tensor(self) -> bool:
@@ -62,7 +62,7 @@ class Binding:
 
     @property
     def type_text(self) -> str:
-        """The type as people write it.
+        """The type in short form.
 
         >>> Binding("x", Role.INPUT, "x", "float32", ("batch", 8)).type_text
         'f32[batch, 8]'
@@ -71,7 +71,7 @@ class Binding:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values, sizes that have no number counted as 1.
+        """The number of bytes of its values, with symbolic sizes counted as 1.
 
         >>> Binding("cache", Role.INPUT, "cache", "bfloat16", ("batch", 8, 4)).nbytes
         64
@@ -98,7 +98,7 @@ _SHORT_DTYPES = {
 
 
 def tensor_text(dtype: str, shape: tuple[int | str, ...]) -> str:
-    """A dtype and a shape in the short form used by every dump and table.
+    """Return a dtype and a shape in the short form of dumps and tables.
 
     >>> tensor_text("bfloat16", ("batch", "length", 576))
     'bf16[batch, length, 576]'
@@ -121,10 +121,10 @@ class Bindings:
         names = Counter(row.name for row in self.rows)
         if len(names) != len(self.rows):
             twice = sorted(name for name, count in names.items() if count > 1)
-            raise ProgramError(f"The binding table names {', '.join(twice)} more than once.")
+            raise ProgramError(f"The binding table contains {', '.join(twice)} more than once.")
         for row in self.rows:
             if row.alias is not None and row.alias.binding not in names:
-                raise ProgramError(f"{row.name} is declared to live in {row.alias.binding}, which is no binding.")
+                raise ProgramError(f"{row.name} is an alias of {row.alias.binding}, which is not a binding.")
 
     def __iter__(self) -> Iterator[Binding]:
         return iter(self.rows)
@@ -142,28 +142,28 @@ class Bindings:
         for row in self.rows:
             if row.name == key:
                 return row
-        raise ProgramError(f"No binding is called {key}.", suggest(key, (row.name for row in self.rows)))
+        raise ProgramError(f"There is no binding {key}.", suggest(key, (row.name for row in self.rows)))
 
     def with_role(self, *roles: Role) -> tuple[Binding, ...]:
-        """The bindings that have one of these roles, in order."""
+        """Return the bindings that have one of these roles, in order."""
         return tuple(row for row in self.rows if row.role in roles)
 
     @property
     def ins(self) -> tuple[Binding, ...]:
-        """What goes in, one per placeholder, in placeholder order."""
+        """The inputs, one for each placeholder, in order."""
         return tuple(row for row in self.rows if row.role is not Role.OUTPUT)
 
     @property
     def outs(self) -> tuple[Binding, ...]:
-        """What comes out, one per value of the graph's output, in order."""
+        """The outputs, one for each value of the graph's output, in order."""
         return self.with_role(Role.OUTPUT)
 
     def find_alias(self, state: str) -> Alias:
-        """How it is known that this state is written to."""
+        """Return the alias of the output that updates this state."""
         return next(row.alias for row in self.outs if row.alias is not None and row.alias.binding == state)
 
     @property
     def state(self) -> tuple[Binding, ...]:
-        """The bindings whose storage some output writes to."""
+        """The bindings whose storage an output shares."""
         written = {row.alias.binding for row in self.outs if row.alias is not None}
         return tuple(row for row in self.ins if row.name in written)

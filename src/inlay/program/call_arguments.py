@@ -1,4 +1,4 @@
-"""Arguments of a call in one form: by name, defaults filled in, axes counted from the end."""
+"""Normalized arguments of a call: by name, with defaults, axes counted from the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMUTATIVE = {
     torch.ops.aten.mul.Tensor: ("self", "other"),
     torch.ops.aten.__and__.Tensor: ("self", "other"),
 }
-"""Operator → the two arguments that may change places."""
+"""Operator → the two arguments that may be swapped."""
 
 
 @lru_cache(maxsize=4096)
@@ -28,7 +28,7 @@ def _names(target: Any) -> tuple[tuple[str, bool, Any], ...]:
 
 
 def normalize_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """The arguments of a call by name, defaults included."""
+    """Yield the arguments of a call by name, including defaults."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         yield from ((f"_{index}", value) for index, value in enumerate(node.args))
@@ -45,12 +45,12 @@ def normalize_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
         else:
             continue
         if value is None and name == "start":
-            value = 0  # torch.export writes one for fixed sizes, the other for sizes that may change
+            value = 0  # torch.export writes either, depending on whether the size is dynamic
         yield name, _count_from_end(value, rank) if name in _AXES and rank else value
 
 
 def _rank(node: fx.Node) -> int:
-    """Rank of what an axis argument counts in: the first tensor, or the first of a list of tensors."""
+    """Return the rank that axis arguments refer to: of the first tensor, or the first of a list of tensors."""
     candidates = [*node.args, *node.kwargs.values()]
     for arg in candidates:
         first = arg[0] if isinstance(arg, (list, tuple)) and arg else arg

@@ -1,4 +1,4 @@
-"""The signature of a decoder: names of its inputs and its output. Manifests store it, and loading compares it."""
+"""The signature of a decoder: names of its inputs and its output. Manifests store it and loading compares it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecoderSignature:
-    """What a decoder calls its inputs and its output."""
+    """The names of the inputs and the output of a decoder."""
 
     tokens: str = "input_ids"
     """Token ids, `[batch, length]`."""
     slots: str = "slots"
-    """The slot of the KV cache that each sequence is in, `[batch]`."""
+    """The KV cache slot of each sequence, `[batch]`."""
     lengths: str = "lengths"
-    """How many rows of its slot each sequence has filled, `[batch]`."""
+    """The number of filled rows in the slot of each sequence, `[batch]`."""
     logits: str = "logits"
     """Logits of the next token."""
 
@@ -29,7 +29,7 @@ SIGNATURE = DecoderSignature()
 
 
 def is_stateless_decoder(bindings: Bindings) -> bool:
-    """Whether a captured program takes tokens alone and returns logits alone: a KV cache can be inserted."""
+    """Whether a captured program takes only tokens and returns only logits, so that a KV cache can be inserted."""
     inputs = [row.target for row in bindings.with_role(Role.INPUT)]
     return inputs == [SIGNATURE.tokens] and [row.name for row in bindings.outs] == [SIGNATURE.logits]
 

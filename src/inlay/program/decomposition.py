@@ -1,9 +1,9 @@
-"""Adapter: what `ExportedProgram.run_decompositions({})` gives, without what that costs whatever the program is.
+"""Adapter: the result of `ExportedProgram.run_decompositions({})` without its fixed cost.
 
-The only file that imports torch.export's tables of composite operators; tested on torch 2.13.0. An empty table says
-that composite operators stay whole. torch then registers the thousand of them that exist anew at every call, which
-takes longer than tracing a small program. Only the ones a program calls can matter, unless it calls an operator whose
-parts are composite themselves: such a program, and every program on a torch that has other tables, goes the public way.
+The only file that imports torch.export's tables of composite operators; tested on torch 2.13.0. An empty table means
+that composite operators are preserved. torch then registers all of them, about a thousand, at every call, which takes
+longer than tracing a small program. Only the operators that a program calls matter, unless it calls an operator that
+decomposes into composite operators. Such programs, and all programs on a torch with other tables, use the public API.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ALWAYS_DECOMPOSED: frozenset[Any] = frozenset(
         *(_ATEN.chunk.default, _ATEN.narrow.default, _ATEN.dropout.default, _ATEN.numpy_T.default),
     }
 )
-"""Composite operators that torch takes apart in any case, because their results may be views, and of whose parts none
-is composite and could stay whole (tests/program/test_decomposition.py)."""
+"""Composite operators that torch always decomposes, because their results may be views. None of their parts is a
+composite operator that could be preserved (tests/program/test_decomposition.py)."""
 
 
 _EXPECTED_PARAMETERS = {"ep", "cia_to_decomp", "python_decomp_table", "joint_loss_index", "decompose_custom_triton_ops"}
-"""Parameters of torch's function."""
+"""Expected parameters of `_decompose_exported_program`."""
 
 
 def decompose(exported: ExportedProgram) -> ExportedProgram:
-    """Make a program functional; composite operators stay whole where they compute something new."""
+    """Make a program functional. Composite operators are preserved, except those that may return views."""
     called = {node.target for node in all_nodes(exported.graph) if node.op == "call_function"}
     tables = _load_torch_internals()
     if tables is None or not all(map(_is_known, called)):
@@ -56,9 +56,9 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _is_known(target: Any) -> bool:
-    """Whether it is clear what becomes of a call."""
+    """Whether the decomposition of a call is known."""
     if not isinstance(target, torch._ops.OpOverload):
-        return not isinstance(target, torch._ops.OperatorBase)  # a higher-order operator has graphs of its own
+        return not isinstance(target, torch._ops.OperatorBase)  # a higher-order operator has nested graphs
     if target._schema.is_mutable:
         packet = getattr(torch.ops, target.namespace), target._schema.name.partition("::")[2].removesuffix("_")
         functional = getattr(getattr(*packet, None), target._overloadname, target)
@@ -80,9 +80,9 @@ def _is_preserved(target: Any) -> bool:
 
 @cache
 def _load_torch_internals() -> tuple[Any, Any] | None:
-    """How torch marks a composite operator that stays whole, and what takes marked operators; none if it has others."""
+    """Return torch's marker for preserved operators and its decomposition function; None if this torch differs."""
     try:
-        from torch._export.utils import (  # noqa: F401 - all that is used here has to be there
+        from torch._export.utils import (  # noqa: F401 - all of them must exist
             _is_cia_op,
             _is_preservable_cia_op,
             _special_op_to_preserve_cia,

@@ -1,4 +1,4 @@
-"""Adapter: Program ⇄ torch.export.ExportedProgram. The only file that knows both."""
+"""Adapter: conversion between Program and torch.export.ExportedProgram."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def from_exported(
     symbols: Mapping[str, str] | None = None,
     facts: Facts | None = None,
 ) -> Program:
-    """Take a program out of an ExportedProgram. `tensors` is by qualified name, as in the signature's targets."""
+    """Convert an ExportedProgram to a Program. Keys of `tensors` are qualified names, the targets of the signature."""
     graph = copy_graph(exported.graph)
     for node in all_nodes(graph):
         node.meta = _select_meta(node)
@@ -66,7 +66,7 @@ def from_exported(
     types = TypeFormatter({raw: symbol.name for raw, symbol in table.items()})
     calling = exported.module_call_graph[0].signature
     if calling is None:
-        raise CaptureError("The exported program does not say how it is called.")
+        raise CaptureError("The exported program has no call signature.")
     bindings = _drop_unused(graph, _bindings(exported.graph_signature, graph, types, calling.out_spec))
     refs = {row.name: tensors[row.target] for row in bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)}
     spec = CallSpec(calling.in_spec, calling.out_spec, tuple(calling.forward_arg_names or ()))
@@ -74,7 +74,7 @@ def from_exported(
 
 
 def _drop_unused(graph: fx.Graph, bindings: Bindings) -> Bindings:
-    """Weights nobody reads: the other names of tied parameters, buffers kept for reference."""
+    """Remove weights that no operator reads: other names of tied parameters, unused buffers."""
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     held = {row.name for row in bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)}
     written = {row.name for row in bindings.state}
@@ -92,7 +92,7 @@ def _symbol(raw: str, bounds: Any, named: Mapping[str, str], example: int) -> Sy
 
 def strip_metadata_asserts(graph: fx.Graph) -> None:
     """Remove assertions about metadata from a graph and its nested graphs."""
-    # They check what the types on the nodes already say, and count as consumers in every pattern.
+    # They repeat the types of the nodes, and they count as consumers in pattern matching.
     check = torch.ops.aten._assert_tensor_metadata.default
     for _, module in subgraphs(graph):
         strip_metadata_asserts(module.graph)
@@ -106,7 +106,7 @@ def _select_meta(node: fx.Node) -> dict[str, Any]:
     if SOURCE not in meta and (source := source_line(node.meta.get("stack_trace"))):
         meta[SOURCE] = source
     if MODULE not in meta and (stack := node.meta.get("nn_module_stack")):
-        # torch.export marks nodes it made itself with a string instead of (name, class).
+        # Nodes that torch.export inserts have a string instead of (name, class).
         meta[MODULE] = next((str(entry[0]) for entry in reversed(stack.values()) if isinstance(entry, tuple)), "")
     return meta
 
@@ -116,7 +116,7 @@ _LIBRARY_PREFIXES = (str(Path(torch.__file__).parent), "torch/", "<")
 
 
 def source_line(trace: str | None) -> str:
-    """The innermost line of a stack trace that is the model's own, not torch's.
+    """Return the innermost line of a stack trace that is not in torch.
 
     >>> source_line('File "/a/model.py", line 3, in forward\\n x\\nFile "torch/nn/linear.py", line 9, in f')
     'model.py:3'
@@ -135,7 +135,7 @@ def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: TypeForma
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     for spec in signature.input_specs:
         if spec.kind not in _ROLES:
-            raise CaptureError(f"The model takes {spec.arg.name}, a {spec.kind.name.lower()}, which Inlay cannot bind.")
+            raise CaptureError(f"The model takes {spec.arg.name}, a {spec.kind.name.lower()}, which is not supported.")
         role, target = _ROLES[spec.kind], spec.target or spec.arg.name
         by_target[role is Role.INPUT, target] = spec.arg.name
         dtype, shape = _type(placeholders[spec.arg.name].meta.get("val"), types)
@@ -155,7 +155,7 @@ def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: TypeForma
             target = spec_.target or ""
             alias = Alias(by_target[spec_.kind is OutputKind.USER_INPUT_MUTATION, target], "mutated")
         else:
-            raise CaptureError(f"The model returns a {spec_.kind.name.lower()}, which Inlay cannot bind.")
+            raise CaptureError(f"The model returns a {spec_.kind.name.lower()}, which is not supported.")
         name = f"{target}.out" if alias else target
         name = name if name not in taken else f"{name}.{position}"
         taken.add(name)
@@ -171,7 +171,7 @@ def _type(value: Any, types: TypeFormatter) -> tuple[str, tuple[int | str, ...]]
 
 
 def output_names(out_spec: Any) -> list[str]:
-    """Names for the flat outputs, from the structure the model returns.
+    """Return names for the flat outputs, from the structure that the model returns.
 
     >>> output_names(pytree.tree_structure({"logits": 0, "hidden": (1, 2)}))
     ['logits', 'hidden.0', 'hidden.1']
@@ -191,7 +191,7 @@ def _key(key: Any) -> str:
 
 
 def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
-    """An ExportedProgram that computes `program`, with its weights bound, or only their types."""
+    """Convert a Program to an ExportedProgram, with its weights bound or only with their types."""
     _check_name_clashes(program)
     graph = copy_graph(program.graph)
     root = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
@@ -202,9 +202,9 @@ def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
         values = {row.target: program.tensors[row.name].read() for row in held}
     else:
         types = {node.name: node.meta["val"] for node in graph.nodes if node.op == "placeholder"}
-        # Memory that is never touched costs nothing; of fake tensors a compiler takes two of one shape for the same.
+        # Uninitialized memory costs nothing. Fake tensors do not work: a compiler merges two of the same shape.
         values = {row.target: torch.empty(types[row.name].shape, dtype=types[row.name].dtype) for row in held}
-    # What the program writes to starts from the captured value each time, and is nobody else's.
+    # State starts from the captured value each time, in memory that is not shared.
     values |= {row.target: values[row.target].clone() for row in held if row.name in written}
     persistent = {row.target for row in program.bindings.with_role(Role.PARAMETER, Role.BUFFER) if row.persistent}
     state = {target: value for target, value in values.items() if target in persistent}
@@ -236,15 +236,15 @@ def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
 
 
 def _check_name_clashes(program: Program) -> None:
-    """torch's ExportedProgram.module() writes to the buffer where an argument of the same name is meant."""
+    """Reject equal names of an argument and a buffer: ExportedProgram.module() of torch would write to the buffer."""
     inputs = {row.target for row in program.bindings.with_role(Role.INPUT)}
     written = {row.target for row in program.bindings.state}
     clash = inputs & written & {row.target for row in program.bindings.with_role(Role.BUFFER)}
     if clash:
         name = sorted(clash)[0]
         raise ProgramError(
-            f"{name} is the name of an argument and of a buffer, and one of them is written to:"
-            " torch's ExportedProgram mixes them up.",
+            f"{name} is the name of an argument and of a buffer, and the model mutates one of them."
+            " torch's ExportedProgram confuses them.",
             "Rename one of them in the model.",
         )
 
@@ -272,7 +272,7 @@ def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
 
 
 def argument_spec(value: Any, name: str) -> Any:
-    """How torch.export's signatures name a value."""
+    """Return the argument of a torch.export signature for a value."""
     if not isinstance(value, fx.Node):
         return ConstantArgument(name=name, value=value)
     held = value.meta.get("val")
@@ -297,7 +297,7 @@ def _ranges(program: Program) -> dict[Any, Any]:
 
 
 def _free_symbols(graph: fx.Graph) -> dict[str, tuple[Any, int]]:
-    """The symbols that the types of a graph's nodes use, by name, with the size each had at capture."""
+    """Return the symbols in the node types of a graph, by name, with their sizes at capture."""
     free: dict[str, tuple[Any, int]] = {}
     for node in all_nodes(graph):
         for value in pytree.tree_leaves(node.meta.get("val")):

@@ -1,4 +1,4 @@
-"""Model facts: the numbers people ask for first, each with where it was found."""
+"""Model facts: the key sizes of a model, each with its origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fact:
-    """A number and how it is known: `config`, `graph`, or `config, graph` when both agree."""
+    """A number and its origin: `config`, `graph`, or `config, graph` if both agree."""
 
     value: int
     origin: str
@@ -19,7 +19,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model. A module that is no decoder simply has fewer of them."""
+    """The known facts of a model. A module that is not a decoder has fewer of them."""
 
     architecture: str = ""
     layers: Fact | None = None
@@ -31,7 +31,7 @@ class Facts:
     max_length: Fact | None = None
 
     def items(self) -> Iterator[tuple[str, Fact]]:
-        """The facts that are known, by name.
+        """Yield the known facts by name.
 
         >>> list(Facts(layers=Fact(30, "config")).items())
         [('layers', Fact(value=30, origin='config'))]
@@ -43,7 +43,7 @@ class Facts:
 
 
 def reconcile(config: int | None, graph: int | None) -> Fact | None:
-    """One fact from two sources. Where they differ, the graph is what will run and both are shown.
+    """Merge one fact from two sources. If they differ, the graph wins and both are reported.
 
     >>> reconcile(30, 30), reconcile(None, 4), reconcile(8, 6)
     (Fact(value=30, origin='config, graph'), Fact(value=4, origin='graph'), Fact(value=6, origin='graph (config: 8)'))

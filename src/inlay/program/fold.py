@@ -1,10 +1,10 @@
 """Fold: the repeated blocks of a program, found structurally.
 
-Nothing here knows what a layer is. A program in order is a string of labels (see `graphs.labels`); repeated layers are
-a *tandem repeat* in that string: a stretch that equals itself shifted by one period. Candidate periods come from how
-far equal stretches lie apart, at several lengths; each is checked with one comparison of the string with its shifted
-self. The phase is free within a repeat, so blocks are cut where the fewest values cross. Two occurrences are of one
-kind when their *signatures* are equal: same labels, and the same wiring up to what comes in from outside.
+No definition of a layer is needed. A program in order is a string of labels (see `graphs.labels`). Repeated layers are
+a *tandem repeat* in that string: a substring that equals itself shifted by one period. Candidate periods are the
+distances between equal substrings, at several lengths. Each is checked by comparing the string with its shifted copy.
+The phase within a repeat is arbitrary, so blocks are cut where the fewest values cross. Two occurrences are of the same
+kind if their *signatures* are equal: the same labels, and the same wiring up to the values from outside.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 MIN_SAVED_NODES = 8
-"""A repeat that would hide fewer nodes than this is left as it is."""
+"""A repeat that would save fewer nodes than this is not folded."""
 _CANDIDATES_PER_LENGTH = 4
 _MAX_FOLDS = 32
 _MAX_STRETCH = 1024
-"""Two parts of one layer that are alike for longer than this would be taken for two layers."""
+"""Maximum length of the compared substrings: longer equal parts of one layer would count as two layers."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 _MIN_PREFIX_SHARE = 0.2
 _MIN_PREFIX_NODES = 4
-"""How much of a period, as a share and in nodes, must recur inside it before it is taken for several layers."""
+"""Minimum part of a period, as a share and in nodes, that must recur inside it to split it into several layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Occurrence:
-    """One place where a block stands: its nodes in order and the outside values they read, in order of first use."""
+    """One occurrence of a block: its nodes in order, and the outside values they read, in order of first use."""
 
     start: int
     nodes: tuple[fx.Node, ...]
@@ -51,27 +51,27 @@ class Occurrence:
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """The nodes that something outside reads."""
+        """The nodes that are read outside the block."""
         inside = set(self.nodes)
         return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
 
 
 @dataclass(frozen=True, eq=False)
 class BlockKind:
-    """A block and everywhere it stands. All occurrences compute the same function of their inputs."""
+    """A block and all its occurrences, which compute the same function of their inputs."""
 
     occurrences: tuple[Occurrence, ...]
     shown_index: int = 0
-    """Which occurrence stands for all of them in text."""
+    """Index of the occurrence that represents all of them in text."""
     name: str = ""
-    """What its function is called in text; by default a letter in program order."""
+    """Name of its function in text; by default a letter in program order."""
 
     def __len__(self) -> int:
         return len(self.occurrences)
 
     @property
     def example(self) -> Occurrence:
-        """The occurrence that stands for all of them in text."""
+        """The occurrence that represents all of them in text."""
         return self.occurrences[self.shown_index]
 
     @property
@@ -81,7 +81,7 @@ class BlockKind:
 
     @cached_property
     def output_positions(self) -> tuple[int, ...]:
-        """Positions in the block of the values that any occurrence hands on."""
+        """Positions in the block of the values that are read outside any occurrence."""
         read: set[int] = set()
         for each in self.occurrences:
             where = {node: position for position, node in enumerate(each.nodes)}
@@ -91,7 +91,7 @@ class BlockKind:
 
 @dataclass(frozen=True, eq=False)
 class BlockDeviation:
-    """A stretch that is almost a block: most of its operators, but not all or not wired alike."""
+    """A run of nodes that is almost a block: most of its operators, but not all, or with different wiring."""
 
     start: int
     nodes: tuple[fx.Node, ...]
@@ -101,7 +101,7 @@ class BlockDeviation:
 
     @property
     def text(self) -> str:
-        """What differs, in a few words."""
+        """A short description of the difference."""
         parts = [f"+ {count} {name}" for name, count in self.extra.items()]
         parts += [f"- {count} {name}" for name, count in self.missing.items()]
         return ", ".join(parts) or "same operators, wired differently"
@@ -109,7 +109,7 @@ class BlockDeviation:
 
 @dataclass(frozen=True, eq=False)
 class Folds:
-    """The folds of one graph, in program order, and what almost folded."""
+    """The folds of one graph, in program order, and deviating blocks."""
 
     graph: fx.Graph
     kinds: tuple[BlockKind, ...]
@@ -117,7 +117,7 @@ class Folds:
 
     @property
     def layer_count(self) -> int:
-        """How many layer-like blocks there are: occurrences of the main kinds, deviating ones included."""
+        """Number of layer-like blocks: occurrences of the main kinds, including deviating ones."""
         if not self.kinds:
             return 0
         largest = max(kind.size for kind in self.kinds)
@@ -126,17 +126,17 @@ class Folds:
 
     @property
     def covered_node_count(self) -> int:
-        """Number of nodes that stand in some occurrence."""
+        """Number of nodes that belong to an occurrence."""
         return sum(kind.size * len(kind) for kind in self.kinds)
 
     def iter_occurrences(self) -> Iterator[tuple[BlockKind, int, Occurrence]]:
-        """Every occurrence in program order: its kind, which of the kind it is, and where it stands."""
+        """Yield every occurrence in program order: its kind, its index within the kind, and the occurrence."""
         found = [(kind, index, each) for kind in self.kinds for index, each in enumerate(kind.occurrences)]
         yield from sorted(found, key=lambda item: item[2].start)
 
     @cached_property
     def layer_of(self) -> dict[fx.Node, int]:
-        """Node → number of the block it stands in, counted over all kinds and deviations in program order."""
+        """Node → number of its block, counted over all kinds and deviations in program order."""
         stretches = [(each.start, each.nodes) for _, _, each in self.iter_occurrences()]
         stretches += [(each.start, each.nodes) for each in self.deviations]
         return {node: number for number, (_, nodes) in enumerate(sorted(stretches)) for node in nodes}
@@ -145,7 +145,7 @@ class Folds:
 def fold(program: Program, *, maximize_blocks: bool = False) -> Folds:
     """Find the repeated blocks of a program (of its outermost graph).
 
-    Blocks begin where the model's own do, as readers expect; with `maximize_blocks`, where that gives most of them.
+    Blocks start at the layer boundaries of the model. With `maximize_blocks`, they start where this gives most blocks.
     """
     return fold_graph(program.graph, labels(program.graph, program.types), maximize_blocks=maximize_blocks)
 
@@ -178,10 +178,10 @@ def fold_graph(graph: fx.Graph, node_labels: Sequence[Hashable], *, maximize_blo
 
 
 def size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Placeholders, outputs, and numbers computed from them alone.
+    """Return placeholders, outputs, and numbers computed only from them.
 
-    Sizes are shared by all layers and computed where the first one needs them: counted as its own, they would make
-    the first layer differ from the rest.
+    Sizes are shared by all layers and computed where the first layer needs them. If they counted as part of it, the
+    first layer would differ from the rest.
     """
     outside: set[fx.Node] = set()
     for node in nodes:
@@ -193,12 +193,12 @@ def size_arithmetic(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _blank(string: npt.NDArray[np.int64], start: int, stop: int) -> None:
-    """Labels that occur nowhere else: what is folded is out of the search."""
+    """Exclude folded nodes from the search by giving them unique labels."""
     string[start:stop] = -1 - np.arange(start, stop)
 
 
 def _live_tensor_counts(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
-    """How many tensors are alive at the cut before each node."""
+    """Return the number of live tensors at the cut before each node."""
     place = {node: index for index, node in enumerate(nodes)}
     change = np.zeros(len(nodes) + 2, dtype=np.int64)
     for index, node in enumerate(nodes):
@@ -211,14 +211,14 @@ def _live_tensor_counts(nodes: list[fx.Node]) -> npt.NDArray[np.int64]:
 
 
 def _boundary(nodes: list[fx.Node]) -> npt.NDArray[np.bool_]:
-    """Whether a node comes from another layer's module than the one before it, going by the first index in its path."""
+    """Whether a node comes from another layer's module than its predecessor, by the first index in the module path."""
     owners = [layer_path(str(node.meta.get(MODULE, ""))) for node in nodes]
     differs = [bool(two) and one != two for one, two in pairwise(owners)]
     return np.array([True, *differs, True], dtype=np.bool_)
 
 
 def layer_path(path: str) -> str:
-    """A module path up to its first index: the layer it belongs to, or nothing.
+    """Return a module path up to its first index, which is its layer, or an empty string.
 
     >>> layer_path("model.layer_count.3.mlp"), layer_path("model.norm")
     ('model.layer_count.3', '')
@@ -229,19 +229,19 @@ def layer_path(path: str) -> str:
 
 
 def _best_run(string: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
-    """The tandem repeat that covers most: start, end, period."""
+    """Return the tandem repeat that saves most nodes: start, end, period."""
     best: tuple[int, int, int] | None = None
     best_saved = float(MIN_SAVED_NODES)
     for period in sorted(_candidate_periods(string)):
         for start, end in _runs(string, period):
-            # A larger period must save clearly more than a smaller one: two layers are not one.
+            # A larger period must save clearly more than a smaller one, or two layers would become one block.
             if (saved := ((end - start) // period - 1) * period) >= best_saved:
                 best, best_saved = (start, end, period), saved * 1.05
     return best
 
 
 def _candidate_periods(string: npt.NDArray[np.int64]) -> set[int]:
-    """Distances at which equal stretches lie apart, the most frequent ones for stretches of 1, 2, 4, 8, … nodes."""
+    """Return the most frequent distances between equal substrings of 1, 2, 4, 8, … nodes."""
     ranks, length, periods = np.unique(string, return_inverse=True)[1].reshape(-1), 1, set[int]()
     while length <= min(len(string) // 2, _MAX_STRETCH):
         order = np.argsort(ranks, kind="stable")
@@ -259,7 +259,7 @@ def _candidate_periods(string: npt.NDArray[np.int64]) -> set[int]:
 
 
 def _runs(string: npt.NDArray[np.int64], period: int) -> Iterator[tuple[int, int]]:
-    """Stretches of at least two periods that equal themselves shifted by one."""
+    """Yield substrings of at least two periods that equal themselves shifted by one period."""
     equal = np.concatenate(([False], string[:-period] == string[period:], [False]))
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
@@ -279,8 +279,8 @@ def _cut(
 ) -> list[tuple[int, int]]:
     """Cut a repeat into blocks where the fewest tensors cross.
 
-    Among such places, one where the modules change, then one that gives blocks seen before, then most blocks; or most
-    blocks before all that.
+    Ties are resolved in favor of module boundaries, then known blocks, then most blocks; with `most`, most blocks come
+    first.
     """
 
     def cost(phase: int) -> tuple[int, int, bool, bool, int, int]:
@@ -298,7 +298,7 @@ def _cut(
 
 
 def _inner_cuts(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64]) -> list[int]:
-    """Where a period consists of several layers, of one kind or more: starts of the layers, 0 included."""
+    """Return the starts of the layers within a period, including 0; they may be of several kinds."""
     cuts = {0}
     inner = _best_run(block)
     if inner is not None:
@@ -319,7 +319,7 @@ def _peak(crossing: npt.NDArray[np.int64], cuts: Iterable[int]) -> int:
 
 
 def _split_known(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], cuts: list[int]) -> list[int]:
-    """A piece that starts with another whole piece is that piece and a rest."""
+    """Split pieces that start with another whole piece into that piece and the rest."""
     while True:
         pieces = sorted(zip(cuts, [*cuts[1:], len(block)], strict=True), key=lambda piece: piece[1] - piece[0])
         new = {
@@ -336,15 +336,15 @@ def _split_known(block: npt.NDArray[np.int64], crossing: npt.NDArray[np.int64], 
 
 
 def _common_prefix_length(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """How many labels two stretches have in common from their starts."""
+    """Return the length of the common prefix of two label sequences."""
     length = min(len(left), len(right))
     differs = np.flatnonzero(left[:length] != right[:length])
     return int(differs[0]) if len(differs) else length
 
 
 class Signer:
-    """A graph without its size arithmetic, and signatures of its stretches: labels and wiring, with outside values
-    numbered by first use."""
+    """A graph without its size arithmetic, and signatures of its runs of nodes. A signature consists of labels and
+    wiring, with outside values numbered by first use."""
 
     def __init__(self, graph: fx.Graph, node_labels: Sequence[Hashable]) -> None:
         every = list(graph.nodes)
@@ -358,7 +358,7 @@ class Signer:
         self.place = {node: index for index, node in enumerate(self.nodes)}
 
     def sign(self, start: int, stop: int) -> tuple[Occurrence, Hashable]:
-        """The stretch as an occurrence, and what it has in common with every other one of its kind."""
+        """Return the run of nodes as an occurrence, and its signature, which all occurrences of a kind share."""
         nodes = tuple(self.nodes[start:stop])
         inputs: dict[fx.Node, int] = {}
         wiring: list[int] = []
@@ -373,7 +373,7 @@ class Signer:
 def _deviations(
     nodes: list[fx.Node], node_labels: Sequence[Any], keep: list[int], kinds: list[BlockKind]
 ) -> Iterator[BlockDeviation]:
-    """Stretches beside the blocks that hold most of a block's operators."""
+    """Yield runs of nodes between the blocks that contain most operators of a block."""
     if not kinds:
         return
     main = max(kinds, key=lambda kind: kind.size * len(kind))
@@ -383,7 +383,7 @@ def _deviations(
     template = Counter(node_labels[keep[place[node]]] for node in main.occurrences[0].nodes)
     for (_, start), (stop, _) in pairwise(edges):
         while stop - start >= main.size // 2:
-            # A long gap may hold several deviating blocks: look at one block's length from the side of the blocks.
+            # A long gap may contain several deviating blocks: check one block's length at a time, next to a block.
             begin = max(start, stop - main.size - main.size // 3) if start == 0 else start
             end = min(stop, begin + main.size + main.size // 3)
             end = stop if stop - end < main.size // 2 else end

@@ -1,7 +1,7 @@
 """Adapter: a traced graph with in-place operators → Program.
 
-The only file that imports torch.export's verifiers. What the graph writes to becomes an output of the program that
-lives in the storage of the input, as for every captured model.
+The only file that imports torch.export's verifiers. An input that the graph mutates becomes an output that aliases
+the input, as in every captured model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def functionalize(module: fx.GraphModule, fakes: FakeValues, name: str) -> Program:
-    """Make a program of a graph of ATen operators that may write in place; its inputs and outputs are flat.
+    """Convert a graph of ATen operators that may write in place to a Program; its inputs and outputs are flat.
 
-    Symbolic sizes stay in the shape environment of `fakes`, so whoever owns it learns of every assumption made.
+    Symbolic sizes stay in the shape environment of `fakes`, so its owner gets every new guard.
     """
     exported = functionalize_to_exported(module, fakes)
     held = {
@@ -39,7 +39,7 @@ def functionalize(module: fx.GraphModule, fakes: FakeValues, name: str) -> Progr
 
 
 def functionalize_to_exported(module: fx.GraphModule, fakes: FakeValues) -> ExportedProgram:
-    """The same as an ExportedProgram, whose ranges are those of the shape environment."""
+    """Do the same, and return an ExportedProgram with the ranges of the shape environment."""
     constants = _lift_constants(module, fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     output = next(iter(reversed(module.graph.nodes)))
@@ -77,7 +77,7 @@ def _input(node: fx.Node, constants: dict[str, torch.Tensor]) -> InputSpec:
 
 
 def _lift_constants(module: fx.GraphModule, fakes: FakeValues) -> dict[str, torch.Tensor]:
-    """Tensors that the graph holds itself become placeholders in front of the others."""
+    """Replace tensor attributes of the graph by placeholders in front of the others; return them by name."""
     nested = {target for target, _ in subgraphs(module.graph)}
     constants: dict[str, torch.Tensor] = {}
     lifted: dict[str, fx.Node] = {}

@@ -1,6 +1,6 @@
-"""Pausing Python's cycle collector where many objects are made that all stay alive.
+"""Pause Python's cycle collector while many long-lived objects are created.
 
-Otherwise it walks the whole graph again and again, and time per node grows with the size of the program.
+Otherwise the collector traverses the whole graph repeatedly, and time per node grows with the size of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Also usable as a decorator.
+    """Pause the cycle collector; also usable as a decorator.
 
     >>> with pause_gc():
     ...     gc.isenabled()

@@ -1,4 +1,4 @@
-"""Reading fx graphs: nested graphs, node types as text, source lines, labels."""
+"""Queries on fx graphs: nested graphs, node types as text, source lines, labels."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 AS_STRIDED_OPS = (
     *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default, torch.ops.aten.as_strided_scatter.default),
 )
-"""Operators that say where in memory each element lies, whatever the strides of their operand are."""
+"""Operators that address memory directly, independent of the strides of their operand."""
 SOURCE = "source"
-"""Key of `node.meta`: where in the model the node comes from, as `file.py:line`."""
+"""Key of `node.meta`: the source line in the model, as `file.py:line`."""
 MODULE = "module"
-"""Key of `node.meta`: qualified name of the module that was running."""
+"""Key of `node.meta`: the qualified name of the module that made the call."""
 ORIGIN = "origin"
-"""Key of `node.meta`: the name of the captured node whose place a transform gave to this one."""
+"""Key of `node.meta`: the name of the captured node that a transform replaced by this one."""
 
 
 def origin(node: fx.Node) -> str:
-    """What a node stands for in the captured program; the same whichever other sites were rewritten."""
+    """Return the name of the captured node behind a node; rewrites of other sites do not change it."""
     return str(node.meta.get(ORIGIN, node.name))
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
-    """Where a node comes from, for the metadata of what takes its place."""
+    """Return the provenance of a node, for the metadata of its replacement."""
     return {key: node.meta[key] for key in (SOURCE, MODULE) if key in node.meta} | {ORIGIN: origin(node)}
 
 
 def subgraphs(graph: fx.Graph) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The graphs that `graph` calls by name (branches of `cond`, bodies of loops), in order of first use.
+    """Yield the graphs that `graph` calls by name (branches of `cond`, loop bodies), in order of first use.
 
     >>> list(subgraphs(fx.Graph()))
     []
@@ -63,7 +63,7 @@ def _has_module(owner: torch.nn.Module, target: str) -> bool:
 
 
 def all_graphs(graph: fx.Graph, name: str = "forward") -> Iterator[tuple[str, fx.Graph]]:
-    """`graph` and every graph nested in it, outermost first, with names unique in the program."""
+    """Yield `graph` and all nested graphs, outermost first, with names unique in the program."""
     yield name, graph
     for target, module in subgraphs(graph):
         inner = target if name == "forward" else f"{name}__{target}"
@@ -71,13 +71,13 @@ def all_graphs(graph: fx.Graph, name: str = "forward") -> Iterator[tuple[str, fx
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every node of `graph` and of the graphs nested in it."""
+    """Yield every node of `graph` and its nested graphs."""
     for _, each in all_graphs(graph):
         yield from each.nodes
 
 
 def target_text(target: Any) -> str:
-    """The name of what a node calls, the way Python spells it without `torch.ops.`.
+    """Return the Python name of an operator or function, without `torch.ops.`.
 
     >>> target_text(torch.ops.aten.mul.Tensor), target_text(torch.sym_max)
     ('aten.mul.Tensor', 'torch.sym_max')
@@ -103,7 +103,7 @@ def is_mutation(node: fx.Node) -> bool:
 
 
 def sizes(value: torch.Tensor) -> list[str]:
-    """The sizes of a tensor as text: comparing them asks nothing that would become an assumption about symbols.
+    """Return the sizes of a tensor as text. Comparing text adds no guards on symbols.
 
     >>> sizes(torch.ones(2, 3))
     ['2', '3']
@@ -112,7 +112,7 @@ def sizes(value: torch.Tensor) -> list[str]:
 
 
 def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """The first call after `first` and before `last` that writes in place, whatever it writes to."""
+    """Return the first call between `first` and `last` that writes in place, to any storage."""
     at = first.next
     while at is not last and at.op != "root":
         if is_mutation(at):
@@ -122,7 +122,7 @@ def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
 
 
 def ancestors(node: fx.Node, *, past_sizes: bool = True) -> list[fx.Node]:
-    """A node and all that it is computed from, in order; without `past_sizes`, not what a size is the size of.
+    """Return a node and everything it is computed from, in order; without `past_sizes`, stop at `sym_size`.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -141,7 +141,7 @@ def ancestors(node: fx.Node, *, past_sizes: bool = True) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call hands on the storage of an operand, or may.
+    """Whether the result of a call shares, or may share, the storage of an operand.
 
     >>> graph = fx.Graph()
     >>> is_view(graph.call_function(torch.ops.aten.expand.default, (graph.placeholder("x"), [2, 2])))
@@ -155,7 +155,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether a value is a result of its graph, as it is or as a view of it.
+    """Whether the graph returns a value or a view of it.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -175,7 +175,7 @@ def is_returned(node: fx.Node) -> bool:
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call writes to.
+    """Return the operands that a call writes to.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -193,7 +193,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def has_strided_reader(value: fx.Node) -> bool:
-    """Whether `as_strided` reads a value, or something that is computed from it and may lie in memory as it does."""
+    """Whether `as_strided` reads a value, or a value computed from it that may have the same memory layout."""
     find = value.graph.find_nodes
     last = max((node for target in AS_STRIDED_OPS for node in find(op="call_function", target=target)), default=value)
     seen, todo = {value}, [value]
@@ -208,7 +208,7 @@ def has_strided_reader(value: fx.Node) -> bool:
 
 
 def view_base(node: fx.Node) -> fx.Node:
-    """The node whose storage a value lives in: what a view is a view of.
+    """Return the node whose storage a value shares: the base of a view.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -225,7 +225,7 @@ def view_base(node: fx.Node) -> fx.Node:
 
 
 def op_counts(graph: fx.Graph) -> Counter[str]:
-    """How often each operator is called, nested graphs included, most frequent first.
+    """Return the number of calls of each operator, including nested graphs, most frequent first.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -238,9 +238,9 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
 
 
 class TypeFormatter:
-    """Node types as text, with the symbols of the program under their user-facing names.
+    """Formats node types as text, with the display names of symbols.
 
-    Sizes repeat thousands of times in a graph and printing a symbolic one is slow, hence the memory.
+    Sizes repeat thousands of times in a graph and printing symbolic sizes is slow, so texts are cached.
     """
 
     def __init__(self, symbols: Mapping[str, str]) -> None:
@@ -248,13 +248,13 @@ class TypeFormatter:
         self._sizes: dict[Any, str] = {}
 
     def dim(self, size: Any) -> int | str:
-        """A size: an int, or an expression such as `batch` or `2*length`."""
+        """Return a size as an int, or as an expression such as `batch` or `2*length`."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
         text = self._sizes.get(expr)
         if text is None:
-            # Rename before printing: the order of factors follows the names.
+            # Rename before printing: names determine the order of factors.
             names = {
                 symbol: type(symbol)(self._symbols[str(symbol)], integer=True, positive=True)
                 for symbol in getattr(expr, "free_symbols", ())
@@ -264,11 +264,11 @@ class TypeFormatter:
         return int(text) if text.isdigit() else text
 
     def shape(self, value: torch.Tensor) -> tuple[int | str, ...]:
-        """The sizes of a tensor."""
+        """Return the sizes of a tensor."""
         return tuple(self.dim(size) for size in value.shape)
 
     def layout(self, value: Any) -> str:
-        """The type of a value and how it lies in memory: `f32[batch, 8] strides [8, 1]`."""
+        """Return the type and strides of a value: `f32[batch, 8] strides [8, 1]`."""
         if isinstance(value, torch.Tensor):
             return f"{self.text(value)} strides [{', '.join(str(self.dim(step)) for step in value.stride())}]"
         if isinstance(value, (list, tuple)):
@@ -276,7 +276,7 @@ class TypeFormatter:
         return self.text(value)
 
     def text(self, value: Any) -> str:
-        """The type of a value: `f32[batch, 8]`, `batch`, `(f32[2], f32[2])`; empty when unknown."""
+        """Return the type of a value: `f32[batch, 8]`, `batch`, `(f32[2], f32[2])`; empty if unknown."""
         if isinstance(value, torch.Tensor):
             return tensor_text(str(value.dtype).removeprefix("torch."), self.shape(value))
         if isinstance(value, (list, tuple)):
@@ -289,10 +289,9 @@ class TypeFormatter:
 
 
 def labels(graph: fx.Graph, types: TypeFormatter) -> list[tuple[Any, ...]]:
-    """What each node is, without saying which nodes it reads: operator, constants, types.
+    """Return a label for each node: operator, constants and types, but not which nodes it reads.
 
-    Two nodes that do the same work at the same place of two layers have equal labels.
-    Nested graphs count by what they contain, not by what they are called.
+    Corresponding nodes of two equal layers have equal labels. Nested graphs are compared by content, not by name.
     """
     modules = dict(subgraphs(graph))
 
@@ -320,18 +319,18 @@ def labels(graph: fx.Graph, types: TypeFormatter) -> list[tuple[Any, ...]]:
 
 
 def _wiring(graph: fx.Graph) -> list[tuple[int, ...]]:
-    """Which nodes each node reads, by position."""
+    """Return the positions of the nodes that each node reads."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     return [tuple(place[each] for each in operands(node)) for node in graph.nodes]
 
 
 def _constant(arg: Any) -> Any:
-    # 1, 1.0 and True are equal and hash alike, but they are not the same constant; -0.0 and nan are special too.
+    # 1, 1.0 and True are equal and have equal hashes, but are different constants; -0.0 and nan are special too.
     return (type(arg).__name__, repr(arg))
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that `node` reads, one entry per place in its arguments, in order."""
+    """Return the nodes that `node` reads, one entry for each use in its arguments, in order."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), found.append)
     return found
@@ -339,7 +338,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 @pause_gc()
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` and of its nested graphs, names kept; node values and weights are shared, not copied.
+    """Copy `graph` and its nested graphs with their names; node values and weights are shared.
 
     >>> graph = fx.Graph()
     >>> graph.output(graph.placeholder("x"))
@@ -353,7 +352,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new.output(result)
     for node, copied in mapping.items():
         if copied.name != node.name:
-            copied.name = node.name  # fx renames what would hide a builtin, such as an argument called `input`
+            copied.name = node.name  # fx renames nodes that shadow a builtin, such as `input`
     attach_subgraphs(new, {target: _copy_module(module) for target, module in subgraphs(graph)})
     return new
 
@@ -369,7 +368,7 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
 def attach_subgraphs(graph: fx.Graph, children: Mapping[str, fx.GraphModule]) -> None:
     """Make `children` the nested graphs of `graph`.
 
-    The owner is a bare module: making the outer graph a GraphModule would generate its whole code each time.
+    The owner is a plain module, because a GraphModule would generate the code of the whole graph each time.
     """
     owner = torch.nn.Module()
     for name, child in children.items():

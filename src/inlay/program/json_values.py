@@ -1,4 +1,4 @@
-"""Values of frozen dataclasses from what JSON has for them; anything that does not fit its type is refused."""
+"""Decoding of frozen dataclasses from JSON; values that do not fit their type are rejected."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from inlay.errors import ProgramError
 
 DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ProgramError)
-"""What `from_json` and `json.loads` raise at what is something else."""
+"""Exceptions that `from_json` and `json.loads` raise for invalid input."""
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """A value of this type.
+    """Decode a JSON value to this type.
 
     >>> from_json(dict[str, tuple[int, int | None]], {"length": [1, None]})
     {'length': (1, None)}
@@ -39,12 +39,12 @@ def from_json(kind: Any, value: Any) -> Any:
     if home is float and type(value) is int:
         return float(value)
     if type(value) is not home:
-        raise TypeError(f"{value!r} is no {home}")
+        raise TypeError(f"{value!r} is not of type {home}")
     return value
 
 
 def _select_type(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Which of several types a value is meant to have."""
+    """Return the member of a union type that fits a value."""
     if value is None:
         return NoneType
     fitting = [each for each in kinds if type(value) is each or (is_dataclass(each) and isinstance(value, dict))]

@@ -1,4 +1,4 @@
-"""Program: what every stage hands on."""
+"""Program: the representation that all stages take and return."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A size that is known only when the program runs: its name for people and the range it was captured for."""
+    """A size that is only known at run time: its display name and the range it was captured for."""
 
     name: str
     low: int
     high: int | None
     example: int = 2
-    """The size at capture: types are computed with it again when a dump is read."""
+    """The size at capture, which is used again to compute types when a dump is read."""
 
     @property
     def range_text(self) -> str:
-        """The range.
+        """The range as text.
 
         >>> Symbol("batch", 1, None).range_text, Symbol("length", 1, 8192).range_text
         ('1 … ∞', '1 … 8192')
@@ -42,7 +42,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """How flat bindings map to what the model's `forward` takes and returns (pytree specs)."""
+    """How flat bindings map to the arguments and results of the model's `forward` (pytree specs)."""
 
     in_spec: Any
     out_spec: Any
@@ -53,17 +53,17 @@ class CallSpec:
 class Program:
     """A graph, its binding table and references to its weights.
 
-    The graph is functional ATen. Treat a Program you did not make as read-only: `copy` is cheap, because
-    weights are references and the values on nodes are shared.
+    The graph is functional ATen. Treat a Program that you did not create as read-only and copy it. `copy` is cheap,
+    because weights are references and the values on nodes are shared.
     """
 
     name: str
     graph: fx.Graph
     bindings: Bindings
     tensors: Mapping[str, TensorRef]
-    """Binding name → where its value comes from, for every parameter, buffer and constant."""
+    """Binding name → reference to its value, for every parameter, buffer and constant."""
     symbols: Mapping[str, Symbol]
-    """Symbol in the graph's shapes (`s72`) → its name for people and its range."""
+    """Symbol in the graph's shapes (`s72`) → its display name and its range."""
     call_spec: CallSpec
     facts: Facts
     types: TypeFormatter = field(init=False, repr=False)
@@ -91,25 +91,25 @@ class Program:
         return import_graph(graph, name)
 
     def copy(self) -> Program:
-        """The same program with a graph of its own; no weight is copied."""
+        """Return the same program with a copied graph; weights are not copied."""
         return replace(self, graph=copy_graph(self.graph))
 
     def op_counts(self) -> Counter[str]:
-        """How often each operator is called, nested graphs included."""
+        """Return the number of calls of each operator, including nested graphs."""
         return op_counts(self.graph)
 
     def parameter_count(self) -> int:
-        """Number of trained values, tied weights counted once."""
+        """Return the number of parameter values, with tied weights counted once."""
         return sum(_numel(row.shape) for row in self.bindings.with_role(Role.PARAMETER))
 
     def to_exported(self) -> ExportedProgram:
-        """An ExportedProgram with the weights bound: for running eagerly, saving and compiling."""
+        """Return an ExportedProgram with the weights bound, for eager runs, saving and compiling."""
         from inlay.program.exported_program import to_exported
 
         return to_exported(self)
 
     def module(self) -> Callable[..., Any]:
-        """A callable with the signature of the captured model that runs this program eagerly."""
+        """Return a callable that runs this program eagerly, with the signature of the captured model."""
         module: torch.nn.Module = self.to_exported().module(check_guards=False)
         return module
 

@@ -1,4 +1,4 @@
-"""Remarks: what a transform did, did not do, and why. One record, many views."""
+"""Remarks: what a transform matched, missed or refused, and why."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 class RemarkKind(StrEnum):
-    """`passed`: a site was rewritten; `missed`: a place started like the pattern and differs; `refused`: it matched and
-    a check said no; `analysis`: something worth knowing."""
+    """The kind of a remark: `passed`: a site was rewritten; `missed`: a site almost matches the pattern; `refused`: the
+    pattern matched and a check failed; `analysis`: a finding without a rewrite."""
 
     PASSED = "passed"
     MISSED = "missed"
@@ -19,7 +19,7 @@ class RemarkKind(StrEnum):
 
 @dataclass(frozen=True)
 class Remark:
-    """One JSON line. `reason` begins with a word from a small fixed set: another consumer, dtype, constant differs, …
+    """One JSON line. `reason` begins with one of a fixed set of phrases: another consumer, dtype, constant differs, …
 
     >>> Remark(RemarkKind.MISSED, "match_rope", "match_rope", "another consumer: mul_7").to_json()["kind"].value
     'missed'
@@ -34,10 +34,10 @@ class Remark:
     source: str = ""
     layer: int | None = None
     matched_nodes: int = 0
-    """How many nodes of the pattern were found."""
+    """Number of nodes of the pattern that were found."""
     pattern_nodes: int = 0
-    """How many nodes the pattern has."""
+    """Number of nodes in the pattern."""
 
     def to_json(self) -> dict[str, Any]:
-        """The record for machines."""
+        """Return the record as a JSON object."""
         return asdict(self)

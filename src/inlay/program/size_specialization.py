@@ -1,7 +1,7 @@
-"""Adapter: exporting without the assumption that a size is never 1.
+"""Adapter: export without the assumption that no size is 1.
 
-By default torch.export takes every dynamic size to be at least 2, and says so in its ranges whether or not the model
-cares. A decoder runs with one sequence and one token; here a lower bound of 2 means that the model asked.
+By default torch.export assumes that every dynamic size is at least 2, and its ranges start at 2 even if the model works
+with 1. A decoder runs with one sequence and one token. Here a lower bound of 2 means that the model requires it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 
 def size_oblivious() -> AbstractContextManager[None]:
-    """Within this context, size 1 is an ordinary size."""
+    """Return a context in which torch does not treat size 1 specially."""
     context: AbstractContextManager[None] = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     return context

@@ -1,7 +1,7 @@
 """Adapter: symbolic sizes and fake values for programs that do not come from torch.export.
 
-The only file that imports torch's symbolic-shape machinery. Used by the reader of dumps and by whoever builds
-graphs directly.
+The only file that imports torch's symbolic-shape modules. Used by the parser of dumps and by code that builds graphs
+directly.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ for _name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_s
 
 @contextmanager
 def symbolic_sizes() -> Iterator[None]:
-    """Within this context every operator can be computed on fake tensors with symbolic sizes, one of them 1 or not.
+    """Allow every operator to run on fake tensors with symbolic sizes, including sizes that may be 1.
 
-    What cannot be computed raises, and torch does not print a traceback of its own besides.
+    Operators that fail raise, and torch does not log an additional traceback.
     """
     token = _QUIET.set(True)
     try:
@@ -61,19 +61,19 @@ def symbolic_sizes() -> Iterator[None]:
 
 
 def is_statically_true(condition: Any) -> bool:
-    """Whether a condition on sizes holds whatever they are; asking adds no assumption."""
+    """Whether a condition on sizes holds for all sizes; no guard is added."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def is_data_dependent(size: Any) -> bool:
-    """Whether a size is computed from numbers that are read from tensors when the program runs."""
+    """Whether a size is computed from tensor values at run time."""
     return bool(free_unbacked_symbols(size))
 
 
 def is_same_size(one: Any, two: Any) -> bool:
-    """Whether two sizes are the same whatever the symbols are; one that no input has may be any.
+    """Whether two sizes are equal for all values of the symbols. Data-dependent sizes equal any size.
 
-    Asking adds no assumption.
+    No guard is added.
     """
     if isinstance(one, int) and isinstance(two, int):
         return one == two
@@ -83,14 +83,14 @@ def is_same_size(one: Any, two: Any) -> bool:
 
 
 def fixed_symbols(graph: fx.Graph) -> dict[str, str]:
-    """Raw symbols of a graph's sizes that something has taken to be a number, or another symbol."""
+    """Return the raw symbols of a graph that were specialized to a number or to another symbol."""
     values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
     env = next((value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor)), None)
     return {str(symbol): str(value) for symbol, value in env.replacements.items()} if env is not None else {}
 
 
 class FakeValues:
-    """Makes fake tensors whose sizes are named symbols, and computes the values of a graph's nodes from them."""
+    """Creates fake tensors whose sizes are named symbols, and computes the fake values of graph nodes."""
 
     def __init__(self, symbols: Sequence[Symbol]) -> None:
         env = ShapeEnv()
@@ -108,38 +108,38 @@ class FakeValues:
 
     @classmethod
     def from_graph(cls, graph: fx.Graph) -> FakeValues:
-        """Computes on with the values a graph's placeholders have: their sizes stay the symbols they are."""
+        """Reuse the fake mode of a graph's placeholders, so that their symbols are kept."""
         return cls.from_values(node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
 
     @classmethod
     def from_values(cls, values: Iterable[Any]) -> FakeValues:
-        """Computes on with these values."""
+        """Reuse the fake mode of these values."""
         made = cls([])
         made.mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), made.mode)
         return made
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Within this context torch computes with fake values, and sizes stay symbols."""
+        """Make torch compute with fake values and symbolic sizes in this context."""
         with enable_python_dispatcher(), self.mode:
             yield
 
     @contextmanager
     def forbid_guards(self) -> Iterator[None]:
-        """Within this context a call that would add an assumption about a size raises instead."""
+        """Make calls that would add a guard on a size raise in this context."""
         env = self.mode.shape_env
         assert env is not None
         with symbolic_sizes(), self.mode, env.error_on_new_guards():
             yield
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int | str]) -> torch.Tensor:
-        """A fake tensor with this dtype and shape; sizes are numbers, symbols or expressions of symbols."""
+        """Return a fake tensor with this dtype and shape; sizes are numbers, symbols or expressions of symbols."""
         sizes = [self.size(size) for size in shape]
         with self.mode:
             return torch.empty(sizes, dtype=dtype)
 
     def size(self, size: int | str) -> Any:
-        """A size as torch computes with it."""
+        """Return a size as an int or SymInt."""
         if isinstance(size, int):
             return size
         try:
@@ -158,7 +158,7 @@ class FakeValues:
         raise KeyError(ast.unparse(node))
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[Any]) -> Any:
-        """Set `meta["val"]` on every node of `graph`, nested graphs included; returns the outputs' values."""
+        """Set `meta["val"]` on every node of `graph` and its nested graphs; return the values of the outputs."""
         given = iter(inputs)
         result: Any = None
         for node in graph.nodes:
@@ -171,12 +171,12 @@ class FakeValues:
         return result
 
     def compute_value(self, node: fx.Node) -> Any:
-        """What a call gives, computed from the values its operands have."""
+        """Return the fake value of a call, computed from the values of its operands."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _node_value)
         self._propagate_nested(args)
         target: Any = node.target
         try:
-            with symbolic_sizes(), self.mode, torch.no_grad():  # a weight that is trained may be written to
+            with symbolic_sizes(), self.mode, torch.no_grad():  # allows in-place writes to parameters
                 return target(*args, **kwargs)
         except Exception as error:
             raise ProgramError(f"{node.name} cannot be computed: {one_line(error)}.") from error
@@ -199,5 +199,5 @@ def _node_value(node: fx.Node) -> Any:
 
 
 def parse_symbols(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:
-    """The table of a dump as symbols."""
+    """Convert the symbol table of a dump to symbols."""
     return [Symbol(name, low, high, example) for name, (low, high, example) in names.items()]

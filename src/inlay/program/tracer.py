@@ -1,6 +1,6 @@
-"""Adapter: a function of tensors as a graph of ATen operators.
+"""Adapter: trace a function of tensors to a graph of ATen operators.
 
-The only file that imports torch's tracer. Operators that consist of others (`linear`, attention) stay whole.
+The only file that imports torch's tracer. Composite operators (`linear`, attention) are preserved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def trace_function(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    """The calls that `function` makes on these values, as a graph with one placeholder a value.
+    """Return the calls that `function` makes on these values, as a graph with one placeholder for each value.
 
     >>> import torch
     >>> [node.name for node in trace_function(lambda x: x.relu() + 1, [torch.ones(2)]).graph.nodes]

@@ -1,11 +1,10 @@
-"""Adapter: what tracing changes in the process while it runs, and why it takes turns.
+"""Adapter: the process-wide lock for tracing.
 
-torch.export replaces methods of `nn.Module` and sets flags while it traces, transformers sets the default number format
-while it builds a model, and Python's filter of warnings belongs to the process. None of them can be had for one thread,
-so one trace of a model or a pattern runs at a time. Dynamo has a lock of its own while it compiles, which a backend is
-called with and which export takes where it needs Dynamo: it is this lock too, or two threads could wait for each other.
-Everything that Inlay itself needs to change is kept per thread. Tested on torch 2.13.0; a torch without that lock gets
-one of ours.
+torch.export replaces methods of `nn.Module` and sets flags while it traces. transformers sets the default dtype while
+it builds a model. Python's warning filter is process-wide. None of these can be limited to one thread, so only one
+trace of a model or pattern runs at a time. Dynamo holds its own lock while it compiles and calls a backend, and export
+takes that lock when it uses Dynamo. Inlay uses the same lock, because a second lock could deadlock two threads. State
+that Inlay itself changes is per thread. Tested on torch 2.13.0; a torch without that lock uses a fallback lock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _process_lock() -> Any:
 
 
 class _LogSilence(threading.local):
-    """Whether this thread captures a model."""
+    """Whether this thread is tracing, and logs of transformers are suppressed."""
 
     active = False
 
@@ -46,14 +45,14 @@ def _is_logged(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def tracing_lock() -> Iterator[None]:
-    """Within this context no other thread traces, and transformers says nothing below an error to this one.
+    """Hold the tracing lock, and suppress messages of transformers below errors in this thread.
 
-    It logs and warns about things a user of Inlay can do nothing about.
+    A user of Inlay cannot act on those messages.
     """
     with _process_lock(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for handler in logging.getLogger("transformers").handlers:
-            handler.addFilter(_is_logged)  # the same filter is added once
+            handler.addFilter(_is_logged)  # adding a filter again has no effect
         before, _SILENCE.active = _SILENCE.active, True
         try:
             yield

@@ -1,7 +1,7 @@
-"""Types that nodes state (dtype, shape, strides), held against what computes them: a fake kernel, or a run.
+"""Checks of the types in node metadata (dtype, shape, strides) against fake kernels or a run.
 
-Memory plans, views and the transforms that follow believe what a node states. A fake kernel that is wrong, or a value
-that was replaced by one of another type, makes them wrong without a word.
+Memory plans, views and later transforms rely on node metadata. A wrong fake kernel, or a replacement of another type,
+would make them silently wrong.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 _RUNTIME_LAYOUT_OPS = ("aten.scaled_dot_product_attention.default", "inlay.attention.default")
-"""torch takes one of several kernels when it runs, whose results lie in memory in different ways (torch 2.13)."""
+"""Operators for which torch selects a kernel at run time; their results have different strides (torch 2.13)."""
 
 
 def type_mismatch(
     one: Any, two: Any, types: TypeFormatter, is_same: Callable[[Any, Any], bool] = is_same_size
 ) -> tuple[str, str]:
-    """Two values as text, where dtype, shape or strides differ; two empty texts where they do not.
+    """Return two values as text if dtype, shape or strides differ, else two empty strings.
 
-    Strides of an axis of one element, or of a tensor without any, mean nothing.
+    Strides of an axis of size 1 or of an empty tensor are ignored.
 
     >>> type_mismatch(torch.ones(2, 3), torch.ones(3, 2).T, TypeFormatter({}))
     ('f32[2, 3] strides [3, 1]', 'f32[2, 3] strides [1, 2]')
@@ -57,7 +57,7 @@ def type_mismatch(
 
 
 def _same_strides(one: torch.Tensor, two: torch.Tensor, same: Callable[[Any, Any], bool]) -> bool:
-    sizes = [int(size) if isinstance(size, int) else None for size in two.shape]  # of two, which may be a real value
+    sizes = [int(size) if isinstance(size, int) else None for size in two.shape]  # of `two`, which may be a real tensor
     if 0 in sizes:
         return True
     steps = zip(sizes, one.stride(), two.stride(), strict=True)
@@ -65,35 +65,35 @@ def _same_strides(one: torch.Tensor, two: torch.Tensor, same: Callable[[Any, Any
 
 
 class RunTypeChecker:
-    """What the nodes of one program state, held against the values of one run: symbols have the sizes of its inputs."""
+    """Compares the node types of a program with the values of one run; symbols get the sizes of its inputs."""
 
     def __init__(self, types: TypeFormatter) -> None:
         self.types = types
         self.mismatches: dict[str, str] = {}
-        """By the name of a node: what it states and is."""
+        """Node name → its metadata type and its actual type, as text."""
         self._free_layouts: set[fx.Node] = set()
         self._symbol_values: dict[Any, int] = {}
         self._numbers: dict[Any, int] = {}
-        """Expressions of symbols, as numbers: computing one is slow."""
+        """Expression of symbols → its number; evaluation is slow."""
 
     def check(self, node: fx.Node, value: Any) -> None:
-        """An input, whose sizes say what the symbols are, or the value that a call gave."""
+        """Check an input, whose sizes bind the symbols, or the result of a call."""
         stated = node.meta.get("val")
         self._bind_symbols(stated, value)
         left, right = type_mismatch(stated, value, self.types, self._same)
         if left != right and self._layout_is_free(node, left):
             self._free_layouts.add(node)
         elif left != right and node.op != "placeholder":
-            self.mismatches[node.name] = f"{node} ({target_text(node.target)}) states {left} and is {right}"
+            self.mismatches[node.name] = f"{node} ({target_text(node.target)}) has type {left}, but returns {right}"
 
     def _layout_is_free(self, node: fx.Node, stated: str) -> bool:
-        """Whether only strides differ, and torch chose them when it ran: in this call, or in one that it reads."""
+        """Whether only strides differ and torch chose them at run time, in this call or in an operand."""
         return " strides " in stated and (
             target_text(node.target) in _RUNTIME_LAYOUT_OPS or not self._free_layouts.isdisjoint(operands(node))
         )
 
     def _bind_symbols(self, stated: Any, value: Any) -> None:
-        """Symbols that no input has, such as the number of elements that are not zero, are learned where they arise."""
+        """Bind symbols to sizes; data-dependent ones, such as the number of nonzero elements, at first use."""
         for each, real in zip(tree_leaves(stated), tree_leaves(value), strict=False):
             if isinstance(each, torch.Tensor) and isinstance(real, torch.Tensor):
                 self._bind_symbols(list(each.shape), list(real.shape))
@@ -106,15 +106,15 @@ class RunTypeChecker:
         expr = stated.node.expr
         if expr not in self._numbers:
             number = expr.subs(self._symbol_values)
-            if number.free_symbols:  # it has a size that nothing was seen of so far
+            if number.free_symbols:  # contains a symbol that is not bound yet
                 return True
             self._numbers[expr] = int(number)
         return bool(self._numbers[expr] == real)
 
 
 def check_types(program: Program, before: Program) -> None:
-    """Every call that is new, or reads something else than in `before`, states what its fake kernel says; every output
-    is what the bindings say."""
+    """Check each call that is new or reads other values than in `before` against its fake kernel, and each output
+    against its binding."""
     known = {name: {node.name: node for node in graph.nodes} for name, graph in all_graphs(before.graph)}
     checking = _FakeTypeChecker(program)
     for name, graph in all_graphs(program.graph):
@@ -122,7 +122,7 @@ def check_types(program: Program, before: Program) -> None:
     values, earlier = (tree_leaves(each.graph.output_node().args[0]) for each in (program, before))
     if len(values) - len(program.bindings.outs) != len(earlier) - len(before.bindings.outs):
         raise TransformError(
-            f"The graph returns {len(values)} values, and its bindings name another number of outputs."
+            f"The graph returns {len(values)} values, but the binding table has a different number of outputs."
         )
     for row, value in zip(program.bindings.outs, values, strict=False):
         held = value.meta.get("val") if isinstance(value, fx.Node) else value
@@ -130,28 +130,28 @@ def check_types(program: Program, before: Program) -> None:
             continue
         dtype, shape = str(held.dtype).removeprefix("torch."), program.types.shape(held)
         if (dtype, shape) != (row.dtype, row.shape):
-            raise TransformError(f"The output {row.name} is {program.types.text(held)}, and must be {row.type_text}.")
+            raise TransformError(f"The output {row.name} is {program.types.text(held)}, but must be {row.type_text}.")
 
 
 class CallTypes:
-    """The values of calls, computed with fake kernels; calls that are alike are computed once.
+    """The fake values of calls; equivalent calls are computed once.
 
-    A call is alike another one where operator, constants and the types of all operands are the same. A value that lies
-    in the storage of an operand is computed each time: which storage it is, its type does not say. So is one whose size
-    its data decides.
+    Calls are equivalent if operator, constants and operand types are equal. A result that shares the storage of an
+    operand is computed each time, because its type does not identify the storage. So is a result with a data-dependent
+    size.
     """
 
     def __init__(self, program: Program) -> None:
         self.fakes, self.types = FakeValues.from_graph(program.graph), program.types
         self._computed: dict[Any, tuple[Any, bool]] = {}
-        """A value, and whether it stands for all calls that are alike."""
+        """Label → value, and whether it is valid for all equivalent calls."""
 
     def compute_type(self, node: fx.Node) -> Any:
-        """A value of the type that a call gives; the storage is that of some call that is alike."""
+        """Return a value of the type of a call; it may share the storage of an equivalent call."""
         return self._compute(node)[0]
 
     def compute_value(self, node: fx.Node) -> Any:
-        """What a call gives, in storage that is shared with no call but those it is a view of."""
+        """Return the value of a call; it shares storage only with values that it is a view of."""
         value, is_new, is_shared = self._compute(node)
         if is_new:
             return value
@@ -161,7 +161,7 @@ class CallTypes:
             return tree_map_only(torch.Tensor, _new_storage, value)
 
     def _compute(self, node: fx.Node) -> tuple[Any, bool, bool]:
-        """A value, whether it was computed for this call, and whether it stands for all that are alike."""
+        """Return a value, whether it was computed for this call, and whether it is valid for all equivalent calls."""
         held = [leaf for each in operands(node) for leaf in tree_leaves(each.meta.get("val"))]
         if not all(isinstance(each, (torch.Tensor, torch.SymInt)) for each in held):
             return self.fakes.compute_value(node), True, False
@@ -178,7 +178,7 @@ class CallTypes:
 
 
 def call_label(node: fx.Node, types: TypeFormatter) -> tuple[Any, str]:
-    """A call, with the types of what it reads instead of names."""
+    """Return a label of a call with operand types instead of names."""
     named = fx.map_arg((node.args, dict(node.kwargs)), lambda each: types.layout(each.meta.get("val")))
     return node.target, repr(named)
 
@@ -192,16 +192,16 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 
 class _FakeTypeChecker:
-    """Holds what a program states against its fake kernels."""
+    """Compares node types with fake kernels."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.types = program, program.types
         self.calls = CallTypes(program)
 
     def check_graph(self, graph: fx.Graph, known: Mapping[str, fx.Node]) -> None:
-        """Check what is not as it was."""
+        """Check nodes that are new or changed."""
         changed: set[fx.Node] = set()
-        """Values that are new, or of another type than the one of that name."""
+        """Nodes that are new, or have another type than the node of the same name."""
         for node in graph.nodes:
             was = known.get(node.name)
             if was is None or self._differs(node, was):
@@ -221,11 +221,11 @@ class _FakeTypeChecker:
                     self._check(node)
 
     def _same_results(self, output: fx.Node, was: fx.Node) -> None:
-        """A nested graph returns what it did: not every call of one can be computed from its operands."""
+        """Check that a nested graph returns the same types; not all of its calls can be computed from operands."""
         now, before = (fx.map_arg(each.args[0], lambda value: value.meta.get("val")) for each in (output, was))
         stated, found = type_mismatch(before, now, self.types)
         if stated != found:
-            raise TransformError(f"A nested graph returns {found}, and returned {stated}.")
+            raise TransformError(f"A nested graph returns {found}, but returned {stated} before.")
 
     def _differs(self, node: fx.Node, was: fx.Node) -> bool:
         one, two = node.meta.get("val"), was.meta.get("val")
@@ -235,8 +235,8 @@ class _FakeTypeChecker:
         stated, found = type_mismatch(node.meta["val"], self.calls.compute_type(node), self.types)
         if stated != found:
             raise TransformError(
-                f"{node.name} ({target_text(node.target)}) states {stated}, and computing it gives {found}.",
-                "A value may be replaced by one of the same dtype, shape and strides; else compute types again.",
+                f"{node.name} ({target_text(node.target)}) has type {stated}, but computing it gives {found}.",
+                "Replace a value by one of the same dtype, shape and strides, or recompute types.",
             )
 
 

@@ -1,4 +1,4 @@
-"""The same program with its types computed anew: other ranges of sizes, or sizes that become numbers."""
+"""Recompute the types of a program for other size ranges, or for sizes that become constants."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def retype(program: Program, ranges: Mapping[str, tuple[int, int | None]]) -> Program:
-    """`program` with the sizes of these symbols (as the graph spells them) in other ranges.
+    """Return `program` with new ranges for these raw symbols of the graph.
 
-    A range of one number makes the size that number. The graph is changed: hand in a copy.
+    A range of one number makes the size constant. The graph is modified in place, so pass a copy.
     """
     symbols: list[Symbol] = []
     fixed: dict[str, int] = {}
@@ -48,13 +48,13 @@ def retype(program: Program, ranges: Mapping[str, tuple[int, int | None]]) -> Pr
 
 
 def _example(low: int, high: int | None, place: int) -> int:
-    """A size to compute with that looks like no other: neither 0, 1 nor that of another symbol."""
+    """Return an example size that differs from 0, 1 and the other symbols, if the range allows it."""
     wanted = (3, 7, 11, 13, 17)[place % 5]
     return max(low, min(wanted, high if high is not None else wanted))
 
 
 def _inline_numbers(program: Program) -> None:
-    """What computes a size that is a number now is not needed any more."""
+    """Remove calls that compute a size that is now constant."""
     graph = program.graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -67,6 +67,6 @@ def _rows(program: Program, values: list[object]) -> Bindings:
     rows = []
     for row, value in zip(program.bindings, values, strict=True):
         if row.is_tensor and not isinstance(value, torch.Tensor):
-            raise ProgramError(f"{row.name} is no tensor any more.")
+            raise ProgramError(f"{row.name} must be a tensor, but its recomputed value is not.")
         rows.append(replace(row, shape=program.types.shape(value)) if isinstance(value, torch.Tensor) else row)
     return Bindings(tuple(rows))

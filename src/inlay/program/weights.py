@@ -1,4 +1,4 @@
-"""References to tensors: which file, which tensor, through which map. Never the weights themselves."""
+"""Weight references: file, tensor and weight map, but never the values."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class TensorRef(Protocol):
-    """Where a binding's value comes from. `read` may map a file or compute; holding a reference costs nothing."""
+    """A reference to the value of a binding. `read` may memory-map a file or compute; the reference itself is small."""
 
     @property
     def origin(self) -> str:
-        """A short text for people: file, tensor, map."""
+        """A short description: file, tensor, weight map."""
         ...
 
     def read(self) -> torch.Tensor:
-        """The tensor, mapped from its file where that is possible."""
+        """Return the tensor, memory-mapped from its file if possible."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class InMemoryTensor:
-    """A tensor that exists nowhere else: a non-persistent buffer, a constant, a user's own module.
+    """A tensor that is in no file: a non-persistent buffer, a constant, a weight of a module in memory.
 
     >>> import torch
     >>> InMemoryTensor(torch.ones(2)).read()
@@ -47,7 +47,7 @@ class InMemoryTensor:
 
 @dataclass(frozen=True, eq=False)
 class MissingTensor:
-    """A tensor of a model that was captured from its configuration alone."""
+    """A tensor of a model that was captured only from its configuration."""
 
     name: str
 
@@ -58,13 +58,13 @@ class MissingTensor:
     def read(self) -> torch.Tensor:
         raise ModelError(
             f"{self.name} has no value: the model was captured from its configuration alone.",
-            "Point MODEL at a folder that also holds *.safetensors files.",
+            "Pass a MODEL folder that also contains *.safetensors files.",
         )
 
 
 @dataclass(frozen=True, eq=False)
 class CastTensor:
-    """A tensor in another number format.
+    """A tensor cast to another dtype.
 
     >>> CastTensor(InMemoryTensor(torch.ones(2)), torch.float16).read().dtype
     torch.float16
@@ -79,7 +79,7 @@ class CastTensor:
 
     @property
     def quantized_blocks(self) -> QuantizedBlocks | None:
-        """The blocks behind it: what is stored has no number format of torch."""
+        """The blocks of the source; the cast does not apply to them, because they have no torch dtype."""
         return quantized_blocks(self.source)
 
     def read(self) -> torch.Tensor:
@@ -88,16 +88,16 @@ class CastTensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBlocks:
-    """A tensor as a checkpoint stores it quantised."""
+    """The quantized form in which a checkpoint stores a tensor."""
 
     format: str
-    """Such as `Q4_1`."""
+    """The storage format, such as `Q4_1`."""
     read: Callable[[], torch.Tensor]
-    """The bytes, `[rows, bytes a row]`, rows in the order that the parameter has them."""
+    """Returns the bytes, `[rows, bytes per row]`, in the row order of the parameter."""
 
 
 def quantized_blocks(ref: TensorRef) -> QuantizedBlocks | None:
-    """What a reference has stored, if that is quantised and each row of the parameter is one stored row.
+    """Return the stored blocks of a reference if it is quantized and each parameter row is one stored row.
 
     >>> quantized_blocks(InMemoryTensor(torch.ones(2))) is None
     True
@@ -108,11 +108,11 @@ def quantized_blocks(ref: TensorRef) -> QuantizedBlocks | None:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """How a weight is made of weights."""
+    """A function that computes a weight from weights of the checkpoint."""
 
     make: Callable[..., torch.Tensor]
     block_format: str = ""
-    """The format of the stored blocks that it takes, as bytes; empty: it takes values."""
+    """The format of the stored blocks that it takes as bytes; empty if it takes values."""
 
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
@@ -120,11 +120,11 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "concat": WeightMap(lambda *tensors: torch.cat(tensors)),
     "transpose": WeightMap(lambda tensor: tensor.t().contiguous()),
 }
-"""How transforms make weights of weights, by name: packages name them, so that they can be refitted."""
+"""Weight maps by name. Packages store the names for refit."""
 
 
 def weight_maps(names: str) -> list[WeightMap]:
-    """The maps of these names, one after the other: `concat+transpose`."""
+    """Return the maps of a chain such as `concat+transpose`, in order."""
     for name in names.split("+"):
         if name not in WEIGHT_MAPS:
             raise ProgramError(f"There is no weight map {name}.", suggest(name, WEIGHT_MAPS))
@@ -133,7 +133,7 @@ def weight_maps(names: str) -> list[WeightMap]:
 
 @dataclass(frozen=True, eq=False)
 class DerivedTensor:
-    """A tensor that a transform makes of weights of the model: which ones, by the names users know, and how.
+    """A tensor that a transform computes from weights of the model, by their names in the model, through weight maps.
 
     >>> one, two = InMemoryTensor(torch.ones(1)), InMemoryTensor(torch.zeros(1))
     >>> DerivedTensor({"a": one, "b": two}, "concat").read()
@@ -142,24 +142,24 @@ class DerivedTensor:
 
     sources: Mapping[str, TensorRef]
     map: str
-    """One map or several, one after the other, with `+` between them."""
+    """One weight map, or several joined by `+`, applied in order."""
 
     @property
     def origin(self) -> str:
         return f"{', '.join(self.sources)} via {self.map}"
 
     def readers(self) -> list[Callable[[], torch.Tensor]]:
-        """How to read each source: its values, or its blocks when a map takes those. Other blocks are an error."""
+        """Return a reader for each source: of its values, or of its blocks if a map takes blocks of the same format."""
         takes = next((each.block_format for each in weight_maps(self.map) if each.block_format), "")
         if not takes:
             return [ref.read for ref in self.sources.values()]
         found = {name: quantized_blocks(ref) for name, ref in self.sources.items()}
         for name, blocks in found.items():
             if blocks is None or blocks.format != takes:
-                stored = "in another form" if blocks is None else f"as {blocks.format}"
+                stored = "in another format" if blocks is None else f"as {blocks.format}"
                 raise ModelError(
-                    f"{name} is stored {stored}, and the weight is made of {takes} blocks.",
-                    "Take a checkpoint that stores it so, or build a new package.",
+                    f"{name} is stored {stored}, but the weight map requires {takes} blocks.",
+                    "Use a checkpoint that stores it in this format, or build a new package.",
                 )
         return [blocks.read for blocks in found.values() if blocks is not None]
 

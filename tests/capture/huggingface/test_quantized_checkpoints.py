@@ -152,13 +152,13 @@ def _refusal(model: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_published(tmp_path: Path, kind: str) -> None:
     said = _refusal(_folder(tmp_path / "it", kind, stated=True))
-    assert said.startswith(f"it is quantised by {KINDS[kind][2]}, which is not read yet: its config.json says so.")
+    assert said.startswith(f"it is quantized by {KINDS[kind][2]} (see config.json), which is not supported yet.")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_word_in_the_configuration(tmp_path: Path, kind: str) -> None:
     """Tensors that belong to quantised weights tell."""
-    assert "which belong to quantised weights" in _refusal(_folder(tmp_path, kind, stated=False))
+    assert "which belong to an unsupported quantization format" in _refusal(_folder(tmp_path, kind, stated=False))
 
 
 @pytest.mark.parametrize(("kind", "form"), [("fp8", "F8_E4M3"), ("bitsandbytes int8", "I8"), ("mlx", "U32")])
@@ -168,7 +168,7 @@ def test_without_scales(tmp_path: Path, kind: str, form: str) -> None:
     file = tmp_path / "model.safetensors"
     parts = ("scale", "SCB", "biases")
     save_file({key: value for key, value in load_file(file).items() if not any(each in key for each in parts)}, file)
-    assert f"_proj.weight as {form}, so it is quantised" in _refusal(model)
+    assert f"_proj.weight as {form}, a quantized format" in _refusal(model)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_without_scales(tmp_path: Path, kind: str, form: str) -> None:
 def test_files_beside(tmp_path: Path, file: str, said: str) -> None:
     stated = {"quant_method": "gptq", "bits": 4} if said != "modelopt" else {"producer": {"name": "modelopt"}}
     (config_folder(tmp_path) / file).write_text(json.dumps(stated))
-    assert f"is quantised by {said}, which is not read yet: it comes with {file}." in _refusal(str(tmp_path))
+    assert f"is quantized by {said} (see {file}), which is not supported yet." in _refusal(str(tmp_path))
 
 
 def test_a_part_of_the_configuration(tmp_path: Path) -> None:
     config_folder(tmp_path, text_config={"quantization_config": {"quant_method": "fp8"}})
-    assert "is quantised by fp8" in _refusal(str(tmp_path))
+    assert "is quantized by fp8" in _refusal(str(tmp_path))
 
 
 def _with_tensor(folder: Path, name: str, *shape: int) -> str:
@@ -195,7 +195,8 @@ def _with_tensor(folder: Path, name: str, *shape: int) -> str:
 def test_weights_of_another_model(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_norm.weight"
     said = _refusal(_with_tensor(tmp_path / "it", name))
-    assert said.startswith(f"it holds {name}, which the model that transformers builds from its configuration does not")
+    assert said.startswith(f"it contains {name}, which the model that transformers builds from its configuration")
+    assert "does not use. The weights belong to another model." in said
 
 
 def test_buffers_of_older_checkpoints_are_harmless(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_mask_that_is_called_a_bias(tmp_path: Path) -> None:
     """With four axes it is the mask; a bias of the layer has one."""
     name = "model.layers.0.attn.bias"
     assert open_model(_with_tensor(tmp_path / "mask", name, 1, 1, 8, 8))
-    assert f"holds {name}, which the model" in _refusal(_with_tensor(tmp_path / "bias", name, 8))
+    assert f"contains {name}, which the model" in _refusal(_with_tensor(tmp_path / "bias", name, 8))
 
 
 def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
         tmp_path / "one.gguf",
         more=lambda writer: writer.add_tensor("more.weight", block, raw_shape=block.shape, raw_dtype=kind),
     )
-    assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not read yet.")
+    assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not supported yet.")
 
 
 def _factors(value: float) -> Callable[[Any], None]:
@@ -234,7 +235,7 @@ def test_rotary_factors_of_a_gguf_file(tmp_path: Path) -> None:
     """transformers does not read them, so the rotary embedding would be another one."""
     assert open_model(str(tiny_gguf(tmp_path / "one.gguf", more=_factors(1.0))))
     said = _refusal(str(tiny_gguf(tmp_path / "two.gguf", more=_factors(2.0))))
-    assert said.startswith("two.gguf holds rope_freqs.weight, which the model")
+    assert said.startswith("two.gguf contains rope_freqs.weight, which the model")
 
 
 def test_split_gguf(tmp_path: Path) -> None:
@@ -242,8 +243,8 @@ def test_split_gguf(tmp_path: Path) -> None:
     tiny_gguf(first, more=lambda writer: writer.add_uint16("split.count", 3))
     whole = (
         "m-00001-of-00003.gguf is one of the 3 parts of a split GGUF model, m-00001-of-00003.gguf to "
-        "m-00003-of-00003.gguf, and only whole files are read yet. "
-        "Merge them: llama-gguf-split --merge m-00001-of-00003.gguf m.gguf"
+        "m-00003-of-00003.gguf. Split models are not supported yet. "
+        "Merge the parts: llama-gguf-split --merge m-00001-of-00003.gguf m.gguf"
     )
     assert _refusal(str(first)) == whole
     assert _refusal(str(tmp_path)) == whole, "given the folder"
@@ -263,7 +264,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification"),
     "mamba2": (
         {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], **MAMBA2},
-        "keeps the states of convolutions and recurrences (linear_attention in all 2 layers) instead of keys and",
+        "has convolution or recurrent states (linear_attention in all 2 layers) instead of keys and",
     ),
 }
 """Configurations, and what is said of each."""

@@ -225,11 +225,11 @@ def _refused(change: Any, **sizes: Any) -> None:
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ({"max_length": 129}, "max_length is 129, but LlamaForCausalLM knows 128 positions. Choose at most 128."),
-        ({"max_length": 4, "length": 5}, "The caches hold max_length 4 tokens, and one step has 5."),
-        ({"max_length": 1, "length": None}, "The caches hold max_length 1 tokens, and one step has 2."),
-        ({"batch": 0}, "A batch of 0 holds no sequence."),
-        ({"length": 0}, "A step of length 0 holds no token."),
+        ({"max_length": 129}, "max_length is 129, but LlamaForCausalLM supports 128 positions. Choose at most 128."),
+        ({"max_length": 4, "length": 5}, "max_length is 4, but one step has 5 tokens."),
+        ({"max_length": 1, "length": None}, "max_length is 1, but one step has 2 tokens."),
+        ({"batch": 0}, "batch is 0, but must be at least 1."),
+        ({"length": 0}, "length is 0, but must be at least 1. Pass None for any length."),
     ],
 )
 def test_sizes_that_cannot_be(sizes: dict[str, Any], sentence: str) -> None:
@@ -241,11 +241,11 @@ def test_sizes_that_cannot_be(sizes: dict[str, Any], sentence: str) -> None:
 def test_models_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="A Linear is not a causal language model of transformers"):
         with_static_cache(torch.nn.Linear(2, 2), max_length=8)
-    with pytest.raises(ModelError, match="attends by flex_attention, which takes no mask as a tensor"):
+    with pytest.raises(ModelError, match="uses flex_attention attention, which takes no mask tensor"):
         _refused(lambda model: model.set_attn_implementation("flex_attention"))
     layers = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
     folder = config_folder(tmp_path, model_type="lfm2", architectures=["Lfm2ForCausalLM"], **layers)
-    with pytest.raises(ModelError, match="Layer 0 of Lfm2ForCausalLM keeps its state in a LinearAttentionLayer"):
+    with pytest.raises(ModelError, match="Layer 0 of Lfm2ForCausalLM stores its state in a LinearAttentionLayer"):
         with_static_cache(open_model(str(folder)), max_length=8)
     with pytest.raises(ModelError, match="Layer 1 of LlamaForCausalLM never wrote to its cache"):
         _refused(lambda model: model.model.layers.pop(-1))

@@ -96,7 +96,7 @@ def test_each_shape_is_shown_once_and_the_rest_is_counted() -> None:
     found = Diff(tuple(rows), {}, (1, 1), (), has_same_wiring=False)
     assert [index for index, new in enumerate(mark_first_changes(rows)) if new] == [0, 12]
     lines = [line.text for line in diff_lines(found)]
-    assert "5 lines differ in 2 ways; each way is shown at least once." in lines
+    assert "5 lines differ by 2 kinds of change; each kind is shown at least once." in lines
     hidden = sum(int(count) for line in lines for count in re.findall(r"(\d+) changed like", line))
     shown = sum(line.startswith("~") for line in lines)
     assert hidden + shown == 5

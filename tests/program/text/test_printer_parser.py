@@ -131,7 +131,7 @@ def test_files_of_others_are_left_alone(name: str, tmp_path: Path) -> None:
             return x + big
 
     made = capture(Example(Add(), (torch.ones(100, 100),)))
-    with pytest.raises(ProgramError, match="is not a dump of Inlay"):
+    with pytest.raises(ProgramError, match="is not an Inlay dump"):
         save(made, tmp_path / "mine.py")
     assert foreign.read_text() == "print('precious')"
     assert [path.name for path in tmp_path.iterdir()] == [name]

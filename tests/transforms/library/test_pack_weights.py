@@ -201,7 +201,7 @@ class TestGGUF:
 
     def test_refit_from_other_formats_is_refused(self, package: Path, tmp_path: Path) -> None:
         other = tiny_gguf(tmp_path / "other.gguf", inner=256, **KINDS | {"attn_v": "Q8_0"})
-        with pytest.raises(ModelError, match=r"v_proj\.weight is stored as Q8_0, and the weight is made of Q4_0"):
+        with pytest.raises(ModelError, match=r"v_proj\.weight is stored as Q8_0, but the weight map requires Q4_0"):
             refit(package, str(other), output=tmp_path / "refused")
         assert not (tmp_path / "refused" / "current").exists()
 

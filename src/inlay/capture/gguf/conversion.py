@@ -1,4 +1,4 @@
-"""Adapter: what transformers knows about GGUF — configuration, tensor names, row order.
+"""Adapter to the GGUF support of transformers: configuration, tensor names, row order.
 
 `transformers.modeling_gguf_pytorch_utils` is not public API; this file is the only one that imports it.
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def read_config(header: GGUFFile) -> Any:
-    """The Hugging Face configuration of a GGUF file.
+    """Return the Hugging Face configuration of a GGUF file.
 
-    transformers reads a file by itself, tokenizer and all, and trusts every count in it. It gets a small file with the
-    scalars and short arrays of the checked header and the names of the tensors instead.
+    transformers would read the whole file, tokenizer included, and trust every count in it. It gets a small file
+    instead, with the scalars and short arrays of the checked header and the names of the tensors.
     """
     from transformers import CONFIG_MAPPING
 
@@ -43,16 +43,16 @@ def read_config(header: GGUFFile) -> Any:
         return CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:
         raise ModelError(
-            f"{header.path.name} holds a model of architecture {header.architecture!r} whose configuration cannot be"
-            f" understood: {one_line(error)}.",
-            "`inlay show` works with the GGUF architectures the installed transformers knows; upgrading it may help.",
+            f"{header.path.name} contains a model of architecture {header.architecture!r} whose configuration cannot be"
+            f" read: {one_line(error)}.",
+            "Upgrade transformers: Inlay reads the GGUF architectures that the installed version supports.",
         ) from error
 
 
 def _write_header(header: GGUFFile, path: Path) -> None:
     writer = gguf.GGUFWriter(path, header.architecture)
     values = {key: value for key, value in header.metadata.items() if not _is_non_config_list(value)}
-    for key in ("general.architecture", "general.alignment"):  # the writer has its own
+    for key in ("general.architecture", "general.alignment"):  # the writer sets these
         values.pop(key, None)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
@@ -82,16 +82,16 @@ def _value_type(value: Any) -> gguf.GGUFValueType:
 
 
 def _is_non_config_list(value: Any) -> bool:
-    """Whether a value is a list that no configuration has: of texts, of lists, of none, or longer than any."""
+    """Whether a value is a list that no configuration contains: of strings, of lists, empty, or too long."""
     return isinstance(value, list) and (
         not 0 < len(value) <= _MAX_ARRAY_LENGTH or any(isinstance(item, (str, list)) for item in value)
     )
 
 
 def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], list[str]]:
-    """Qualified parameter name → tensor of the file, through the row order and offsets that GGUF changed.
+    """Map qualified parameter names to tensors of the file, undoing the row order and offsets of GGUF.
 
-    Beside it, the tensors that belong to no parameter.
+    Also return the names of tensors that belong to no parameter.
     """
     processor_class = hf.TENSOR_PROCESSORS.get(header.architecture, hf.TensorProcessor)
     processor = processor_class(config=model.config.to_dict())
@@ -110,16 +110,16 @@ def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], lis
 
 
 def _is_unit_rope_factor(header: GGUFFile, name: str) -> bool:
-    """Whether a tensor holds factors of the rotary frequencies, which transformers does not read, and all are 1."""
+    """Whether a tensor contains rotary frequency factors that are all 1; transformers does not read them."""
     return name == "rope_freqs.weight" and bool((GGUFTensor(header, header.tensors[name]).read() == 1).all())
 
 
 def _map_names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
-    """Name of a tensor → qualified parameter name.
+    """Map tensor names to qualified parameter names.
 
-    Files were converted from the whole model, or from a part of it, whose names lack a prefix. transformers tries the
-    model and each of its modules, with a new table of names each time; here a module is tried as long as the file has
-    tensors without a parameter.
+    A file was converted from the whole model, or from a part of it, whose names lack a prefix. transformers tries the
+    model and each of its modules, with a new table of names each time. Here modules are tried until every tensor of
+    the file has a parameter.
     """
     config = model.config
     names: dict[str, str] = {}
@@ -134,7 +134,7 @@ def _map_names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _ModuleWithoutChildren:
-    """A module without its children, as transformers asks for one."""
+    """A module without its children, with the interface that transformers requires."""
 
     module: torch.nn.Module
     config: Any
@@ -147,12 +147,12 @@ class _ModuleWithoutChildren:
 
 
 _MAX_ARRAY_LENGTH = 1024
-"""No configuration has longer lists: one entry a layer at most."""
+"""Lists of a configuration are not longer: they have at most one entry for each layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReorderedTensor:
-    """A GGUF tensor after what transformers does to it (un-permuting attention rows, Gemma's `1 + w`, transposing)."""
+    """A GGUF tensor as transformers processes it (un-permuted attention rows, Gemma's `1 + w`, transposed)."""
 
     tensor: GGUFTensor
     processor: Any
@@ -164,12 +164,12 @@ class ReorderedTensor:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape after the map, or None when only reading can tell."""
+        """The shape after processing, or None if it is only known after reading."""
         return self.tensor.shape if self.row_order() is not None else None
 
     @property
     def quantized_blocks(self) -> QuantizedBlocks | None:
-        """The stored blocks in the parameter's order, or None when they are not the parameter's values."""
+        """The stored blocks in the row order of the parameter, or None if processing does more than reorder rows."""
         order = self.row_order()
         return None if order is None else self.tensor.ordered_blocks(order)
 
@@ -181,9 +181,9 @@ class ReorderedTensor:
         return torch.from_numpy(np.ascontiguousarray(values))
 
     def row_order(self) -> npt.NDArray[np.int64] | None:
-        """Which stored row each row of the parameter is, or None when the map is more than an order of rows.
+        """Return the stored row of each parameter row, or None if processing does more than reorder rows.
 
-        Found by sending numbered rows through the map, so it needs no list of tensors or architectures.
+        The order is found by processing numbered rows, so no list of tensors or architectures is needed.
         """
         rows = self.tensor.shape[0]
         probe = np.arange(1, rows + 1, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""GGUF files: a strict reader of the header, and tensors that stay quantised until somebody asks.
+"""GGUF files: a strict reader of the header, and tensors that are dequantized only when they are read.
 
-The `gguf` package reads well-formed files; on a damaged one it can loop for hours or ask for terabytes.
-So the header is checked here first, every count and offset against the size of the file.
+The `gguf` package reads well-formed files. On a damaged file it can loop for hours or allocate terabytes.
+So the header is checked here first: every count and offset against the size of the file.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """What the file says it is."""
+        """The architecture that the header states, or an empty string."""
         return str(self.metadata.get("general.architecture", ""))
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF file; `stored_bytes` are its bytes as stored, `read` dequantises them to float32."""
+    """A tensor of a GGUF file; `stored_bytes` are its bytes as stored, `read` dequantizes them to float32."""
 
     file: GGUFFile
     info: TensorInfo
@@ -95,7 +95,7 @@ class GGUFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes after dequantisation."""
+        """The shape after dequantization."""
         return self.info.shape
 
     def stored_bytes(self) -> npt.NDArray[np.uint8]:
@@ -105,11 +105,11 @@ class GGUFTensor:
 
     @property
     def quantized_blocks(self) -> QuantizedBlocks | None:
-        """The blocks, when the storage format has any."""
+        """The quantized blocks, or None if the storage format has no blocks."""
         return self.ordered_blocks()
 
     def ordered_blocks(self, order: npt.NDArray[np.int64] | None = None) -> QuantizedBlocks | None:
-        """The blocks with their rows in this order, when the storage format has any."""
+        """Return the quantized blocks with their rows in `order`, or None if the storage format has no blocks."""
         import torch
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -131,7 +131,7 @@ class GGUFTensor:
 
 
 def check_storage_types(name: str, header: GGUFFile) -> None:
-    """Refuse storage types that can be named and not be read."""
+    """Reject storage types that the gguf package defines but cannot dequantize."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     for kind in {GGMLQuantizationType(info.ggml_type) for info in header.tensors.values()}:
@@ -139,12 +139,12 @@ def check_storage_types(name: str, header: GGUFFile) -> None:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{name} stores tensors as {kind.name}, which is not read yet.", "Use a file in another format."
+                f"{name} stores tensors as {kind.name}, which is not supported yet.", "Use a file in another format."
             ) from error
 
 
 class _Cursor:
-    """Reads forward through the header and refuses to leave the file."""
+    """Sequential reader of the header that rejects reads past the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
@@ -155,7 +155,7 @@ class _Cursor:
     def read_bytes(self, count: int, what: str) -> bytes:
         if count < 0 or self.position + count > len(self.data):
             raise self.make_error(
-                f"{what} at byte {self.position} reaches past the end of the file ({len(self.data)} bytes)"
+                f"{what} at byte {self.position} extends past the end of the file ({len(self.data)} bytes)"
             )
         self.position += count
         return self.data[self.position - count : self.position]
@@ -182,12 +182,12 @@ class _Cursor:
             width = struct.calcsize(_SCALARS[item])
             return list(struct.unpack(f"<{count}{_SCALARS[item]}", self.read_bytes(count * width, key)))
         if count * 8 > len(self.data):
-            raise self.make_error(f"{key} claims {count} items")
+            raise self.make_error(f"{key} declares {count} items, more than the file can contain")
         return [self.read_value(item, key) for _ in range(count)]
 
 
 def read_header(path: Path) -> GGUFFile:
-    """Read and check everything of a GGUF file but the tensors' bytes."""
+    """Read and check a GGUF file, except for the bytes of its tensors."""
     if path.stat().st_size < 24:
         raise ModelError(f"{path.name} is too short to be a GGUF file.", "Download it again.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -196,9 +196,7 @@ def read_header(path: Path) -> GGUFFile:
             raise ModelError(f"{path.name} is not a GGUF file: it does not start with GGUF.", "Check the file name.")
         version = cursor.read_number("I", "the version")
         if version not in (2, 3):
-            raise cursor.make_error(
-                f"it says version {version}, and only versions 2 and 3 exist for little-endian files"
-            )
+            raise cursor.make_error(f"its version is {version}, but little-endian files have version 2 or 3")
         tensor_count, kv_count = cursor.read_number("Q", "the tensor count"), cursor.read_number("Q", "the key count")
         metadata: dict[str, Any] = {}
         for _ in range(kv_count):
@@ -216,11 +214,11 @@ def read_header(path: Path) -> GGUFFile:
 
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-# How the tool that splits a file names its parts.
+# The file names that llama-gguf-split gives to parts.
 
 
 def is_split_file(path: Path) -> bool:
-    """Whether a file is called one of several parts.
+    """Whether a file name is that of a part of a split model.
 
     >>> from pathlib import Path
     >>> is_split_file(Path("m-00001-of-00003.gguf")), is_split_file(Path("m.gguf"))
@@ -231,14 +229,14 @@ def is_split_file(path: Path) -> bool:
 
 
 def split_error(path: Path, count: int | None = None) -> ModelError:
-    """What is said of a part of a split model."""
+    """Return the error for a part of a split model."""
     part = _SPLIT_NAME.match(path.name)
     stem, count = part["stem"] if part else path.stem, count or int(part["count"] if part else 0)
     first, last = (f"{stem}-{number:05}-of-{count:05}.gguf" for number in (1, count))
     return ModelError(
-        f"{path.name} is one of the {count} parts of a split GGUF model, {first} to {last}, and only whole files are"
-        " read yet.",
-        f"Merge them: llama-gguf-split --merge {first} {stem}.gguf",
+        f"{path.name} is one of the {count} parts of a split GGUF model, {first} to {last}. Split models are not"
+        " supported yet.",
+        f"Merge the parts: llama-gguf-split --merge {first} {stem}.gguf",
     )
 
 
@@ -263,7 +261,7 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
             raise cursor.make_error(f"{name} has the unknown storage type {kind}")
         block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not all(shape) or shape[-1] % block:
-            raise cursor.make_error(f"{name} has the impossible shape {list(shape)} for its storage type")
+            raise cursor.make_error(f"{name} has shape {list(shape)}, which is invalid for its storage type")
         size = prod(shape) // block * width
         if offset % alignment or start + offset + size > len(cursor.data):
             raise cursor.make_error(f"{name} ({size} bytes at {start + offset}) does not fit into the file")
@@ -274,9 +272,9 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
 
 
 def _check_sizes(cursor: _Cursor, header: GGUFFile) -> None:
-    """Sizes that the tensors contradict would have a model of absurd size built before anything else fails."""
+    """Reject sizes that contradict the tensors; else a model of absurd size would be built before anything fails."""
     if not header.architecture:
-        raise cursor.make_error("it does not say its architecture")
+        raise cursor.make_error("its metadata has no general.architecture")
     largest = max((max(info.shape) for info in header.tensors.values()), default=0)
     for key in _SIZE_KEYS:
         name = f"{header.architecture}.{key}"
@@ -285,4 +283,4 @@ def _check_sizes(cursor: _Cursor, header: GGUFFile) -> None:
         values = value if isinstance(value, list) else [value]
         for each in values:
             if not isinstance(each, int) or not 0 <= each <= limit:
-                raise cursor.make_error(f"{name} is {each!r}, which its {len(header.tensors)} tensors rule out")
+                raise cursor.make_error(f"{name} is {each!r}, which contradicts its {len(header.tensors)} tensors")

@@ -1,4 +1,4 @@
-"""Hugging Face folders, ids and GGUF files: a stock decoder without its weights, and where the weights are."""
+"""Hugging Face folders, ids and GGUF files: a stock decoder without weights, and references to its weights."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _CONFIG_FACTS = {
 
 @dataclass(frozen=True)
 class HFOptions:
-    """What a user may ask of a Hugging Face model. Remote code runs only when asked for."""
+    """Options for loading a Hugging Face model. Remote code runs only if `trust_remote_code` is set."""
 
     dtype: torch.dtype | None = None
     trust_remote_code: bool = False
 
 
 def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
-    """A model from a folder with a `config.json` and, usually, safetensors files."""
+    """Open a model folder with a `config.json` and, usually, safetensors files."""
     config = _load_config(folder, name, options)
     refuse_quantized_config(folder, name)
     stored = index_folder(folder)
     if not stored and any(folder.glob("*.bin")):
         raise ModelError(
-            f"{name} holds its weights in pickled .bin files, which can run code when they are read.",
-            "Convert them to safetensors: transformers' save_pretrained does.",
+            f"{name} stores its weights in pickled .bin files, which can run code when they are loaded.",
+            "Convert them to safetensors, for example with save_pretrained of transformers.",
         )
     model = _build_module(config, name, options)
     leftover: list[str] = []
@@ -76,7 +76,7 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
 
 
 def open_gguf(path: Path, options: HFOptions) -> SourceModel:
-    """A model from a GGUF file; its quantised blocks stay reachable behind the references."""
+    """Open a GGUF file; the weight references give access to its quantized blocks."""
     header, config = _load_gguf_config(path)
     from inlay.capture.gguf.conversion import map_tensors
     from inlay.capture.gguf.reader import check_storage_types
@@ -92,23 +92,22 @@ def open_gguf(path: Path, options: HFOptions) -> SourceModel:
 
 
 def _check_unexpected_weights(name: str, leftover: list[str], remedy: str) -> None:
-    """A weight that the model does not use was made for another model."""
+    """Reject weights that the model does not use: they belong to another model."""
     if leftover:
         raise ModelError(
-            f"{name} holds {summarize_names(leftover)}, which the model that transformers builds from its"
-            " configuration does"
-            " not use, so it is not the model these weights were made for.",
+            f"{name} contains {summarize_names(leftover)}, which the model that transformers builds from its"
+            " configuration does not use. The weights belong to another model.",
             remedy,
         )
 
 
 def folder_architecture(folder: Path, name: str, options: HFOptions) -> str:
-    """The architecture of a Hugging Face folder, from its configuration alone."""
+    """Return the architecture of a Hugging Face folder; only the configuration is read."""
     return _architecture(_load_config(folder, name, options))
 
 
 def gguf_architecture(path: Path) -> str:
-    """The architecture of a GGUF file, from its header alone, as transformers calls it."""
+    """Return the architecture of a GGUF file, as transformers names it; only the header is read."""
     return _architecture(_load_gguf_config(path)[1])
 
 
@@ -146,7 +145,7 @@ def _load_tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
     except Exception as error:
         raise ModelError(
             f"The tokenizer of {name} cannot be read: {one_line(error)}.",
-            "A Hugging Face folder needs tokenizer.json beside its config.json.",
+            "Check that tokenizer.json is in the same folder as config.json.",
         ) from error
 
 
@@ -165,7 +164,7 @@ def _build_module(config: Any, name: str, options: HFOptions) -> Any:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name} has a configuration no causal language model can be built from: {one_line(error)}.",
+            f"transformers cannot build a causal language model from the configuration of {name}: {one_line(error)}.",
             "For another kind of model, write a factory and pass it as package.module:factory.",
         ) from error
     check_buffers(model)
@@ -178,36 +177,36 @@ def _refuse_encoder_decoder(config: Any, name: str) -> None:
     if config.is_encoder_decoder:
         stated = f" ({', '.join(config.architectures)})" if config.architectures else ""
         raise ModelError(
-            f"{name} is a model with an encoder and a decoder{stated}; a causal language model built from its"
-            " configuration would be its decoder alone.",
-            "Write a factory that makes the part you want and pass it as package.module:factory.",
+            f"{name} is a model with an encoder and a decoder{stated}. A causal language model built from its"
+            " configuration would only be its decoder.",
+            "Write a factory that returns the part you need and pass it as package.module:factory.",
         )
 
 
 def _refuse_recurrent(model: Any, name: str) -> None:
-    """A model none of whose layers attends: all of its state is one that no cache of keys and values holds."""
+    """Reject a model without attention layers: its state does not fit into a KV cache."""
     from inlay.capture.huggingface.static_cache import cache_layers
 
     layers, attends = cache_layers(model.config)
     if layers and not attends:
         kinds = ", ".join(dict.fromkeys(getattr(model.config.get_text_config(), "layer_types", None) or ()))
         raise ModelError(
-            f"{name} keeps the states of convolutions and recurrences ({kinds or type(layers[0]).__name__} in all"
+            f"{name} has convolution or recurrent states ({kinds or type(layers[0]).__name__} in all"
             f" {len(layers)} layers) instead of keys and values, which is not supported yet.",
-            "Use a model whose layers attend.",
+            "Use a model with attention layers.",
         )
 
 
 def _check_class(model: Any, name: str) -> None:
-    """The checkpoint was made by the class that its configuration names, if transformers has that class."""
+    """Reject a checkpoint whose configuration names another class of transformers than the one that was built."""
     made = {type(each).__name__ for each in (model, model.base_model)}
     stated = model.config.architectures or []
     known = [each for each in stated if hasattr(_import_transformers(), each)]
     if known and made.isdisjoint(stated):
         raise ModelError(
             f"{name} is a {known[0]}, not a causal language model: transformers would build a {type(model).__name__}"
-            " from its configuration, which is another model.",
-            "Write a factory that makes the model you want and pass it as package.module:factory.",
+            " from its configuration, which is a different model.",
+            "Write a factory that returns the model you need and pass it as package.module:factory.",
         )
 
 
@@ -232,7 +231,7 @@ def _build_source_model(
 
 
 def read_config_facts(model: Any) -> tuple[dict[str, int], str]:
-    """What the configuration of a stock model says: facts by name, and its architecture."""
+    """Return the facts that the configuration of a stock model states, by name, and its architecture."""
     config = model.config.get_text_config()
     facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
     return facts, _architecture(model.config)
@@ -249,7 +248,7 @@ def _bind_weights(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[
     if missing:
         raise ModelError(
             f"{name} lacks the weights {summarize_names(missing)}.",
-            "The download is incomplete or the configuration belongs to another checkpoint.",
+            "Check that the download is complete and that the configuration belongs to this checkpoint.",
         )
     bound: dict[str, TensorRef] = {}
     for target, value in parameters.items():
@@ -259,8 +258,8 @@ def _bind_weights(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[
         shape = getattr(ref, "shape", None)
         if shape is not None and tuple(shape) != tuple(value.shape):
             raise ModelError(
-                f"{target} has shape {list(shape)} in {name}, but the configuration asks for {list(value.shape)}.",
-                "The configuration belongs to another checkpoint, or the file is damaged.",
+                f"{target} has shape {list(shape)} in {name}, but the configuration requires {list(value.shape)}.",
+                "Check that the configuration belongs to this checkpoint, or download the file again.",
             )
         bound[target] = _cast(ref, value.dtype)
     for target, value in model.named_buffers():
@@ -272,7 +271,7 @@ def _bind_weights(model: Any, name: str, refs: Mapping[str, TensorRef]) -> dict[
 
 
 def _dtype_names(ref: TensorRef) -> tuple[str, ...]:
-    """The number formats a reference is stored in; none where its file says how to read it."""
+    """Return the stored dtypes of a reference; empty if its file format defines how to decode values."""
     return (ref.dtype_name,) if isinstance(ref, SafetensorsTensor) else getattr(ref, "dtype_names", ())
 
 
@@ -285,13 +284,13 @@ def _config_error(name: str, error: Exception) -> ModelError:
     known = re.search(r"model type `([^`]+)`", text)
     if known and "does not recognize" in text:
         return ModelError(
-            f"{name} is of the model type {known.group(1)!r}, which the installed transformers does not know.",
+            f"{name} has model type {known.group(1)!r}, which the installed transformers does not support.",
             "Upgrade transformers, or check model_type in config.json.",
         )
     if "trust_remote_code" in text or "custom code" in text:
         return ModelError(
-            f"{name} brings Python code of its own, which is not run unless asked for.",
-            "Read that code, then pass --trust-remote-code.",
+            f"{name} contains Python code, which is not run by default.",
+            "Review that code, then pass --trust-remote-code.",
         )
     return ModelError(f"The configuration of {name} cannot be read: {one_line(error)}.", "Check its config.json.")
 

@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are quantised in a form that is not read: refused by name.
+"""Checks that reject checkpoints with weights in an unsupported quantization format.
 
-Three things tell: what the checkpoint says of itself, the number format its tensors are stored in, and tensors that
-belong to a quantised weight (scales, zero points, code books) and to no parameter. A weight that is taken without its
-scale is wrong by a factor of thousands, so each of them alone is enough.
+Three things are checked: the configuration of the checkpoint, the dtype of its tensors, and tensors that belong to a
+quantized weight (scales, zero points, codebooks) but to no parameter. A weight that is used without its scale is wrong
+by a factor of thousands, so any one of the three is enough to reject.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-"""Where config.json says it: transformers, older compressed-tensors, MLX."""
+"""Keys of config.json that state a quantization: transformers, older compressed-tensors, MLX."""
 _METHOD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files beside config.json that say it, and whose they are."""
+"""Files in the same folder that state a quantization, and their methods."""
 _DETAILS = ("bits", "w_bit", "bnb_4bit_quant_type", "format", "fmt", "quant_algo", "weight_block_size", "group_size")
 _QUANTIZATION_TENSORS = re.compile(
     r"(scale|zero_?point|qzeros|qweight|weight_packed|g_idx|absmax|quant_map|quant_state|nested_|codebook"
     r"|\.SCB$|weight_format$|_blocks$|_scales$)"
 )
-"""Names of tensors that quantised weights come with."""
+"""Names of tensors that belong to quantized weights."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Number formats of safetensors files in which a value is the weight."""
+"""Dtypes of safetensors files whose values need no scale."""
 _REMEDY = (
-    "Use the checkpoint it was quantised from (`inlay build --weights int4` or `int8` quantises it), "
+    "Use the checkpoint it was quantized from (`inlay build --weights int4` or `int8` quantizes it), "
     "or a GGUF file of the model."
 )
 
 
 def refuse_quantized_config(folder: Path, name: str) -> None:
-    """Refuse a folder that says its weights are quantised."""
+    """Reject a folder whose files state that its weights are quantized."""
     found = _find_method(_read_json(folder / "config.json"))
     if found is not None:
-        raise ModelError(f"{name} is quantised by {found}, which is not read yet: its config.json says so.", _REMEDY)
+        raise ModelError(f"{name} is quantized by {found} (see config.json), which is not supported yet.", _REMEDY)
     for file, method in _METHOD_FILES.items():
         if (folder / file).is_file():
             method = _describe_method(_read_json(folder / file)) or method
-            raise ModelError(f"{name} is quantised by {method}, which is not read yet: it comes with {file}.", _REMEDY)
+            raise ModelError(f"{name} is quantized by {method} (see {file}), which is not supported yet.", _REMEDY)
 
 
 def refuse_quantized_dtype(name: str, target: str, formats: Iterable[str]) -> None:
-    """Refuse number formats of which no value is the weight itself."""
+    """Reject dtypes whose values are not the weights themselves."""
     for stored in formats:
         if stored not in _FLOAT_DTYPES:
             raise ModelError(
-                f"{name} stores {target} as {stored}, so it is quantised, in a form that is not read yet.", _REMEDY
+                f"{name} stores {target} as {stored}, a quantized format that is not supported yet.", _REMEDY
             )
 
 
 def refuse_quantization_tensors(name: str, leftover: Iterable[str]) -> None:
-    """Refuse tensors that belong to quantised weights."""
+    """Reject tensors that belong to quantized weights."""
     parts = [key for key in leftover if _QUANTIZATION_TENSORS.search(key)]
     if parts:
         raise ModelError(
-            f"{name} holds {summarize_names(parts)}, which belong to quantised weights in a form that is not read yet.",
+            f"{name} contains {summarize_names(parts)}, which belong to an unsupported quantization format.",
             _REMEDY,
         )
 
 
 def summarize_names(names: list[str]) -> str:
-    """A few names, and how many more there are.
+    """Join the first three names and the number of the others.
 
     >>> summarize_names(["a", "b", "c", "d"])
     'a, b, c and 1 more'
@@ -78,12 +78,12 @@ def summarize_names(names: list[str]) -> str:
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):  # whoever reads the configuration says so
+    except (OSError, ValueError):  # reported where the configuration is loaded
         return None
 
 
 def _find_method(config: Any) -> str | None:
-    """What a configuration, or a part of it, says its weights are quantised by.
+    """Return the quantization method that a configuration, or a part of it, states.
 
     >>> _find_method({"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}})
     'gptq (bits 4)'
@@ -97,7 +97,7 @@ def _find_method(config: Any) -> str | None:
 
 
 def _describe_method(stated: Any) -> str:
-    """The method a checkpoint states, and what describes its format."""
+    """Return the method that a checkpoint states, with details of its format."""
     if not isinstance(stated, dict):
         return ""
     nested = stated.get("quantization")

@@ -1,12 +1,12 @@
 """Adapter: stock decoders with transformers' static cache, its tensors as named arguments of the captured program.
 
-A static cache layer holds rows for keys and values, and a counter of how many are filled, which it writes to as well.
-All three are state: `key_0`, `value_0`, `count_0` for the first layer, and so on. Positions and masks are computed from
-the counters, so nothing about the position in a stream is part of the program.
+A static cache layer contains rows for keys and values, and a counter of filled rows, which it also updates. All three
+are state: `key_0`, `value_0`, `count_0` for the first layer, and so on. Positions and masks are computed from the
+counters, so no position is baked into the program.
 
-A sliding layer keeps a second counter, a Python number, which capturing would freeze. It is replaced by a full layer:
-the mask that the model makes from its configuration already hides what lies outside of the window, and rows that are
-hidden add nothing. This costs memory (all rows are kept, not just the window), never numbers.
+A sliding-window layer has a second counter, a Python number, which capture would freeze. It is replaced by a full
+layer. The mask that the model builds from its configuration already hides rows outside the window, and masked rows do
+not contribute. This costs memory (all rows are kept, not only the window) but does not change results.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MASK_IMPLEMENTATIONS = ("sdpa", "eager")
-"""Ways to attend that take the mask as a tensor; others look at sizes of the cache themselves."""
+"""Attention implementations that take the mask as a tensor; others read the cache sizes directly."""
 
 
 def with_static_cache(
     model: SourceModel | Any, *, max_length: int, batch: int = 1, length: int | None = 1
 ) -> SourceModel:
-    """A stock decoder as one step of a stream: tokens and caches in, logits out, the caches written to in place.
+    """Return a stock decoder as one step: tokens and caches in, logits out, caches updated in place.
 
-    `model` is what `AutoModelForCausalLM` makes, or what `open_model` found, which has no weights in memory.
-    `max_length` is how many tokens a stream may have in all. `length` is how many each call takes: one to decode, None
-    for any number from two (an axis called `length`) to read a prompt. Both kinds of step take the same caches.
+    `model` is a model from `AutoModelForCausalLM`, or the result of `open_model`, which has no weights in memory.
+    `max_length` is the maximum number of tokens of a sequence. `length` is the number of tokens of each call: 1 for
+    decode, None for any number from two (an axis called `length`) for prefill. Both kinds of step take the same caches.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -70,7 +70,7 @@ def _to_source_model(model: Any) -> SourceModel:
 
 
 class StaticCacheStep(torch.nn.Module):
-    """A stock decoder that is given the tensors of its cache at every call."""
+    """A stock decoder that takes the tensors of its cache as arguments of every call."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class StaticCacheStep(torch.nn.Module):
         self.forward = self._make_forward()
 
     def _make_forward(self) -> Callable[..., torch.Tensor]:
-        """`step` with every cache as a parameter of its own: torch.export knows no axes of what `**` gathers."""
+        """Return `step` with a separate parameter for each cache: torch.export has no dynamic axes for `**kwargs`."""
 
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             return self.step(**signature.bind(*args, **kwargs).arguments)
@@ -92,11 +92,11 @@ class StaticCacheStep(torch.nn.Module):
 
     @property
     def cache_names(self) -> list[str]:
-        """The caches, layer by layer."""
+        """The names of the caches, layer by layer."""
         return [f"{what}_{index}" for index in range(len(self._cache.layers)) for what in ("key", "value", "count")]
 
     def step(self, input_ids: torch.Tensor, **caches: torch.Tensor) -> torch.Tensor:
-        """Logits of all tokens given; their keys and values are written to the caches, behind those that are there."""
+        """Return the logits of all tokens; append their keys and values to the caches."""
         cache = copy.copy(self._cache)
         cache.layers = [
             _bind_layer(layer, caches[f"key_{index}"], caches[f"value_{index}"], caches[f"count_{index}"])
@@ -105,7 +105,7 @@ class StaticCacheStep(torch.nn.Module):
         return self._call_model(input_ids, cache, caches["count_0"])
 
     def make_caches(self, batch: int) -> dict[str, torch.Tensor]:
-        """Caches of a stream that has not begun. Their shapes are those the model itself asks for."""
+        """Return empty caches with the shapes that the model requires."""
         cache = copy.deepcopy(self._cache)
         with torch.no_grad(), fake_mode_of(self.model):
             ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
@@ -136,7 +136,7 @@ class StaticCacheStep(torch.nn.Module):
 
 
 def _make_full_cache(model: Any, max_length: int) -> Any:
-    """The cache that transformers makes for a model, every layer of it a full one."""
+    """Return the static cache that transformers makes for a model, with sliding-window layers replaced by full ones."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     try:
@@ -151,15 +151,15 @@ def _make_full_cache(model: Any, max_length: int) -> Any:
             cache.layers[index] = StaticLayer(max_length)
         elif type(layer) is not StaticLayer:
             raise ModelError(
-                f"Layer {index} of {type(model).__name__} keeps its state in a {type(layer).__name__}, "
-                "which is neither a full nor a sliding window of keys and values.",
+                f"Layer {index} of {type(model).__name__} stores its state in a {type(layer).__name__}, "
+                "which is neither a full nor a sliding-window KV cache.",
                 "Write a module that takes its state as arguments.",
             )
     return cache
 
 
 def _bind_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> Any:
-    """A layer like this one that has these tensors."""
+    """Return a copy of a cache layer with these tensors."""
     made = copy.copy(layer)
     made.keys, made.values, made.cumulative_length = keys, values, count
     made.dtype, made.device, made.is_initialized = keys.dtype, keys.device, True
@@ -176,40 +176,40 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise UsageError(
             f"A {type(model).__name__} is not a causal language model of transformers.",
-            "Pass what AutoModelForCausalLM.from_pretrained returns.",
+            "Pass a model from AutoModelForCausalLM.from_pretrained.",
         )
     config = model.config.get_text_config()
     if config.is_encoder_decoder:
-        raise ModelError(f"{type(model).__name__} has an encoder, whose output a static cache does not hold.")
+        raise ModelError(f"{type(model).__name__} has an encoder, whose output a static cache does not store.")
     if config._attn_implementation not in _MASK_IMPLEMENTATIONS:
         raise ModelError(
-            f"{type(model).__name__} attends by {config._attn_implementation}, which takes no mask as a tensor.",
+            f"{type(model).__name__} uses {config._attn_implementation} attention, which takes no mask tensor.",
             f"Load it with attn_implementation={' or '.join(map(repr, _MASK_IMPLEMENTATIONS))}.",
         )
 
 
 def _check_sizes(model: Any, max_length: int, batch: int, length: int | None) -> None:
     if batch < 1:
-        raise UsageError(f"A batch of {batch} holds no sequence.")
+        raise UsageError(f"batch is {batch}, but must be at least 1.")
     if length is not None and length < 1:
-        raise UsageError(f"A step of length {length} holds no token.", "Give None for any length.")
+        raise UsageError(f"length is {length}, but must be at least 1.", "Pass None for any length.")
     least = 2 if length is None else length
     if max_length < least:
-        raise UsageError(f"The caches hold max_length {max_length} tokens, and one step has {least}.")
+        raise UsageError(f"max_length is {max_length}, but one step has {least} tokens.")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(known, int) and max_length > known:
         raise UsageError(
-            f"max_length is {max_length}, but {type(model).__name__} knows {known} positions.",
+            f"max_length is {max_length}, but {type(model).__name__} supports {known} positions.",
             f"Choose at most {known}.",
         )
 
 
 def cache_layers(config: Any) -> tuple[list[Any], bool]:
-    """The layers of the cache that transformers makes for a model, and whether any holds keys and values."""
+    """Return the layers of the cache that transformers makes for a model, and whether any contains keys and values."""
     from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
     try:
         layers = list(DynamicCache(config=config).layers)
-    except Exception:  # transformers knows no cache for it, so nothing is known of its state
+    except Exception:  # transformers has no cache for this model
         return [], False
     return layers, any(isinstance(each, CacheLayerMixin) for each in layers)

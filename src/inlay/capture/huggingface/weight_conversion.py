@@ -1,4 +1,4 @@
-"""Adapter: how transformers maps checkpoint names to parameters (renames, merged experts, prefixes).
+"""Adapter to the mapping from checkpoint names to parameters in transformers (renames, merged experts, prefixes).
 
 `transformers.core_model_loading` and `transformers.conversion_mapping` are not public API; this file is the only one
 that imports them.
@@ -41,12 +41,12 @@ class ConvertedTensor:
 
     @property
     def dtype_names(self) -> tuple[str, ...]:
-        """The number formats of what it is made of."""
+        """The stored dtypes of its source tensors."""
         return tuple(stored.dtype_name for _, stored in self.sources)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape after conversion, found without reading a byte."""
+        """The shape after conversion, computed without reading tensor data."""
         empty = [torch.empty(stored.shape, device="meta") for _, stored in self.sources]
         return tuple(self._convert(empty).shape)
 
@@ -68,7 +68,7 @@ class ConvertedTensor:
 
 
 def map_tensors(stored: Mapping[str, SafetensorsTensor], model: Any) -> dict[str, TensorRef]:
-    """Qualified parameter name → tensor of the checkpoint."""
+    """Map qualified parameter names to tensors of the checkpoint."""
     rules = get_model_conversion_mapping(model)
     renames = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -93,7 +93,7 @@ def map_tensors(stored: Mapping[str, SafetensorsTensor], model: Any) -> dict[str
 
 
 def unexpected_keys(refs: Mapping[str, Any], model: Any) -> list[str]:
-    """Tensors that no parameter and no buffer of the model takes, but for those that its class says to ignore."""
+    """Return the tensors that no parameter or buffer uses, except those that the model class ignores."""
     used = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     known = [*_IGNORED_KEYS, *(model._keys_to_ignore_on_load_unexpected or ())]
     return [
@@ -107,16 +107,16 @@ _IGNORED_KEYS = (
     *(r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"),
     r"(^|\.)(attn|attention)\.(masked_bias|causal_mask)$",
 )
-"""Buffers that older checkpoints hold and that a model computes itself."""
+"""Buffers that older checkpoints contain and that the model computes."""
 
 
 def _is_mask(name: str, ref: Any) -> bool:
-    """The causal mask of older checkpoints is called a bias, and has four axes."""
+    """Whether a tensor is a causal mask: older checkpoints name it `bias`, and it has four axes."""
     return re.search(r"(^|\.)(attn|attention)\.bias$", name) is not None and len(getattr(ref, "shape", ())) == 4
 
 
 def _targets(first: str, rule: Any, expected: Mapping[str, Any]) -> list[str]:
-    """A rule that splits one tensor names only its first result; the others differ in the pattern."""
+    """Return all targets of a rule that may split a tensor; `first` names only the first of them."""
     names = [first]
     for pattern in rule.target_patterns:
         if pattern in first:

@@ -1,4 +1,4 @@
-"""Aligning two long sequences in near-linear time: which item of one is which item of the other."""
+"""Alignment of two long sequences in near-linear time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _WINDOW = 16
 _MAX_EXACT_GAP = 400
-"""Gaps of at most this many items a side are aligned exactly, which is quadratic."""
+"""Gaps of at most this many items on each side are aligned exactly, in quadratic time."""
 
 
 def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Pairs of equal items, in order on both sides.
+    """Return pairs of positions of equal items, in order on both sides.
 
-    Long sequences are first pinned at stretches that occur once on each side (patience diff), then at single items
-    that do, and only what is left between the pins is compared exactly.
+    Long sequences are first pinned at runs of items that occur once on each side (patience diff), then at single items
+    that occur once. Only the gaps between pins are compared exactly.
 
     >>> align("abcdef", "abxdef")
     [(0, 0), (1, 1), (3, 3), (4, 4), (5, 5)]
@@ -55,7 +55,7 @@ def _pins(left: Sequence[Hashable], right: Sequence[Hashable], a: int, b: int, c
         ours = _unique_windows(left, a, b, width)
         theirs = _unique_windows(right, c, d, width)
         common = sorted((ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
-        # Windows go by their hashes; a pin must be a true equality.
+        # Windows are compared by hash; a pin must be equal.
         common = [(i, j) for i, j in common if left[i] == right[j]]
         if common:
             return _longest_increasing(common)
@@ -74,7 +74,7 @@ def _unique_windows(items: Sequence[Hashable], start: int, stop: int, width: int
 
 
 def _longest_increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest subsequence of pairs that increases on both sides; pairs come sorted by the left."""
+    """Return the longest subsequence of pairs that increases on both sides; `pairs` are sorted by the left."""
     tails: list[int] = []
     where: list[int] = []
     before: list[int] = []

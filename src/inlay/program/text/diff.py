@@ -1,4 +1,4 @@
-"""The structural difference of two programs, folded, side by side."""
+"""The structural diff of two programs, folded and side by side."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Diff:
-    """How two programs differ. Names of nodes do not count; operators, constants, types and wiring do."""
+    """The difference of two programs in operators, constants, types and wiring; node names are ignored."""
 
     rows: tuple[DiffRow, ...]
     operator_deltas: Mapping[str, int]
-    """Operator → how many more the right program calls, over all layers; only what changed."""
+    """Operator → calls in the right program minus calls in the left, over all layers; only nonzero entries."""
     node_counts: tuple[int, int]
     binding_changes: tuple[str, ...]
-    """Sentences about inputs and outputs that differ."""
+    """Descriptions of inputs and outputs that differ."""
     has_same_wiring: bool
 
     @property
     def is_equal(self) -> bool:
-        """Whether the programs compute the same thing by the same steps."""
+        """Whether the programs compute the same result by the same steps."""
         return self.has_same_wiring and not self.operator_deltas and not self.binding_changes and not any(self.hunks(0))
 
     def hunks(self, context: int = 3) -> Iterator[DiffRow]:
-        """The rows that differ, with this many equal rows around them."""
+        """Yield the rows that differ, with `context` equal rows around them."""
         wanted = [row.kind != "same" for row in self.rows]
         return excerpt(self.rows, wanted, context, gaps=context > 0)
 
     def summary(self, context: int = 2, *, gaps: bool = True) -> Iterator[DiffRow]:
-        """Each way in which rows differ once, with this many rows around it; the rest is counted.
+        """Yield each kind of change once, with `context` rows around it; the other rows are counted.
 
-        Rows differ in the same way when they do the same to other values and weights.
+        Rows have the same kind of change if they differ only in the names of values and weights.
         """
         return excerpt(self.rows, self.first_change_mask, context, titles=True, gaps=gaps)
 
     @cached_property
     def first_change_mask(self) -> list[bool]:
-        """Which rows show a way of differing for the first time."""
+        """Which rows show a kind of change for the first time."""
         return mark_first_changes(self.rows)
 
     def __str__(self) -> str:
-        """What a person reads: see `inlay.program.text.side_by_side`."""
+        """Return the diff as text; see `inlay.program.text.side_by_side`."""
         from inlay.program.text.side_by_side import diff_lines
 
         return "\n".join(line.text for line in diff_lines(self))
@@ -91,7 +91,7 @@ def diff(left: Program, right: Program) -> Diff:
 
 
 class _Side:
-    """A program as the sequence of its nodes with each block once."""
+    """A program as a sequence of nodes, with each block once."""
 
     def __init__(self, folds: Folds, marks: Sequence[Hashable]) -> None:
         self.all_nodes, self.all_labels = list(folds.graph.nodes), marks
@@ -106,7 +106,7 @@ class _Side:
 
 
 def _show_same_occurrences(left: Folds, right: Folds) -> tuple[Folds, Folds]:
-    """Of each kind, show the occurrence that the other side shows."""
+    """Show the same occurrence of each kind on both sides."""
     second = replace(right, kinds=tuple(replace(kind, shown_index=min(1, len(kind) - 1)) for kind in right.kinds))
     names = {node.name for kind in second.kinds for node in kind.example.nodes}
     return replace(
@@ -115,10 +115,10 @@ def _show_same_occurrences(left: Folds, right: Folds) -> tuple[Folds, Folds]:
 
 
 def _match_nodes(left: _Side, right: _Side) -> dict[fx.Node, fx.Node]:
-    """Which node on the left each node on the right is.
+    """Map each node on the right to its node on the left.
 
-    A transform keeps the name of what it leaves alone: same name and label, and either the same operands by name or
-    the same place in the model, is the same node. The rest is aligned by labels, in order.
+    A transform keeps the names of unchanged nodes. Nodes match if name and label are equal and either their operands
+    have the same names or they come from the same place in the model. The others are aligned by labels, in order.
     """
     by_name = {node.name: (node, mark) for node, mark in zip(left.nodes, left.labels, strict=True)}
     matched: dict[fx.Node, fx.Node] = {}
@@ -143,7 +143,7 @@ def _same_surroundings(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _pick_shown(kind: BlockKind, like: set[str]) -> int:
-    """The occurrence with most of these names; if none has any, the second: the first one is often special."""
+    """Return the occurrence with most of these names; if none has any, the second, as the first is often special."""
     shared = [sum(node.name in like for node in each.nodes) for each in kind.occurrences]
     return shared.index(max(shared)) if any(shared) else min(1, len(kind) - 1)
 
@@ -170,15 +170,15 @@ def _binding_changes(left: Program, right: Program) -> Iterator[str]:
         if one is None:
             yield f"{key[0]} {key[1]} is new"
         elif two is None:
-            yield f"{key[0]} {key[1]} is gone"
+            yield f"{key[0]} {key[1]} is removed"
         elif (one.dtype, one.shape) != (two.dtype, two.shape):
             yield f"{key[0]} {key[1]} was {one.type_text} and is {two.type_text}"
         elif (one.alias is None) != (two.alias is None):
-            yield f"{key[0]} {key[1]} lives in other storage"
+            yield f"{key[0]} {key[1]} has different storage"
         elif one.value != two.value:
             yield f"{key[0]} {key[1]} was {one.value!r} and is {two.value!r}"
         elif not _same_values(left.tensors.get(one.name), right.tensors.get(two.name)):
-            yield f"{key[0]} {key[1]} has other values"
+            yield f"{key[0]} {key[1]} has different values"
     ranges = [{symbol.name: symbol.range_text for symbol in each.symbols.values()} for each in (left, right)]
     for name in dict.fromkeys([*ranges[0], *ranges[1]]):
         if ranges[0].get(name) != ranges[1].get(name):
@@ -186,7 +186,7 @@ def _binding_changes(left: Program, right: Program) -> Iterator[str]:
 
 
 def _same_values(one: Any, two: Any) -> bool:
-    """Values that are in no checkpoint are part of the program; weights are not."""
+    """Compare values that are in no checkpoint: they are part of the program. Weights are not compared."""
     if not isinstance(one, InMemoryTensor) or not isinstance(two, InMemoryTensor):
         return True
     left, right = one.tensor.detach(), two.tensor.detach()
@@ -197,10 +197,10 @@ def _same_values(one: Any, two: Any) -> bool:
 
 
 def _merge_layers(changes: Iterable[str]) -> Iterator[str]:
-    """Changes that differ in the number of a layer become one.
+    """Merge changes that differ only in the layer number.
 
-    >>> list(_merge_layers(["layers.0.w is gone", "layers.1.w is gone", "head is new"]))
-    ['layers.*.w is gone (× 2)', 'head is new']
+    >>> list(_merge_layers(["layers.0.w is removed", "layers.1.w is removed", "head is new"]))
+    ['layers.*.w is removed (× 2)', 'head is new']
     """
     groups: dict[str, list[str]] = {}
     for change in changes:

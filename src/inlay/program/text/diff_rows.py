@@ -1,4 +1,4 @@
-"""Rows of a side-by-side difference: made from two texts, and the ones worth reading chosen."""
+"""Rows of a side-by-side diff: built from two texts, and selected for display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASSIGNMENT = re.compile(r"\s*(def \w+|for |return|[\w, ]+ = )")
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One line of a side-by-side difference: `same`, `changed`, `removed`, `added`, or `skipped` lines between."""
+    """One line of a side-by-side diff: `same`, `changed`, `removed`, `added`, or a count of `skipped` lines."""
 
     kind: str
     left: str = ""
@@ -28,7 +28,7 @@ class DiffRow:
 
 
 def build_rows(left: Sequence[str], right: Sequence[str]) -> Iterator[DiffRow]:
-    """Two texts side by side: function by function where both have the same ones, as a whole otherwise."""
+    """Align two texts function by function if both have the same functions, else as a whole."""
     ours, theirs = _functions(left), _functions(right)
     if list(ours) == list(theirs):
         for name, lines in ours.items():
@@ -38,7 +38,7 @@ def build_rows(left: Sequence[str], right: Sequence[str]) -> Iterator[DiffRow]:
 
 
 def _functions(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Lines by the function they stand in; what comes before the first one has no name."""
+    """Return lines by function; the lines before the first function have an empty name."""
     found: dict[str, list[str]] = {"": []}
     name = ""
     for line in lines:
@@ -58,7 +58,7 @@ def _align_rows(left: Sequence[str], right: Sequence[str]) -> Iterator[DiffRow]:
 
 
 def _changes(old: Sequence[str], new: Sequence[str]) -> Iterator[DiffRow]:
-    """Lines that assign the same value belong together; the others are paired in order."""
+    """Pair lines that assign the same name; pair the others in order."""
     i = j = 0
     names = [[_assignment_target(line) for line in side] for side in (old, new)]
     for a, b in [*align(*names), (len(old), len(new))]:
@@ -80,10 +80,10 @@ def _assignment_target(line: str) -> str:
 def excerpt(
     rows: Sequence[DiffRow], selected: Sequence[bool], context: int, *, titles: bool = False, gaps: bool = True
 ) -> Iterator[DiffRow]:
-    """The wanted rows with this many around them.
+    """Yield the selected rows with `context` rows around them.
 
-    With `titles`, the first line of their function is there too. Rows that differ and are left out are always counted;
-    with `gaps`, equal ones are too.
+    With `titles`, the first line of their function is included. Omitted rows that differ are always counted; with
+    `gaps`, equal ones are counted too.
     """
     near = [False] * len(rows)
     function = 0
@@ -106,7 +106,7 @@ def excerpt(
 
 
 def _gap_row(rows: Sequence[DiffRow], *, gaps: bool) -> Iterator[DiffRow]:
-    """A row that counts these; a single one is no longer than what would say so."""
+    """Yield a row that counts these rows; a single row is shown instead."""
     alike = sum(row.kind != "same" for row in rows)
     if len(rows) == 1 and (gaps or alike):
         yield rows[0]
@@ -118,7 +118,7 @@ def _gap_row(rows: Sequence[DiffRow], *, gaps: bool) -> Iterator[DiffRow]:
 
 
 def mark_first_changes(rows: Sequence[DiffRow]) -> list[bool]:
-    """Of the rows that differ, which ones show a way of differing for the first time."""
+    """Mark the rows that show a kind of change for the first time."""
     namespaces = _namespaces(rows)
     seen: set[tuple[str, ...]] = set()
     first: list[bool] = []
@@ -130,7 +130,7 @@ def mark_first_changes(rows: Sequence[DiffRow]) -> list[bool]:
 
 
 def normalize_line(line: str, namespaces: frozenset[str]) -> str:
-    """A line without the names of its values and weights: lines of one shape do the same to different values.
+    """Return a line without names of values and weights, so that equal operations on different values compare equal.
 
     >>> normalize_line("    add_3 = add_1 + aten.linear(mul_2, w.mlp.up.weight).view(batch, 4)", frozenset({"aten"}))
     '_ = _ + aten.linear(_, _).view(_, 4)'
@@ -152,13 +152,13 @@ def normalize_line(line: str, namespaces: frozenset[str]) -> str:
 
 
 def _namespaces(rows: Sequence[DiffRow]) -> frozenset[str]:
-    """What the texts import, before their first function."""
+    """Return the namespaces that the texts import before their first function."""
     lines = chain.from_iterable((row.left, row.right) for row in rows if not row.left.startswith(" "))
     return frozenset(found.group(1) for line in lines if (found := _NAMESPACE.match(line)))
 
 
 def drop_equal_notes(left: str, right: str) -> tuple[str, str]:
-    """Types are shown only where they are all that differs: they would break most lines in two."""
+    """Remove type notes unless only they differ; with notes, most lines would have to be wrapped."""
     codes = [_code(side) for side in (left, right)]
     return (left, right) if codes[0] == codes[1] and left != right else (codes[0], codes[1])
 

@@ -1,6 +1,6 @@
 """Nodes as readable Python expressions: infix operators, method chains, indexing.
 
-`x * aten.rsqrt((x ** 2).mean([-1], True) + 1e-05)` says the same as six statements, and computes the same.
+`x * aten.rsqrt((x ** 2).mean([-1], True) + 1e-05)` is equivalent to six statements.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_INT64 = 9223372036854775807
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression and how tightly it binds; 9 is an atom, 0 a comparison."""
+    """An expression and its precedence, from 0 for a comparison to 9 for an atom."""
 
     text: str
     precedence: int = _ATOM
 
     def parenthesize(self, level: int) -> str:
-        """The expression as an operand of something that binds at `level`."""
+        """Return the expression as an operand of an operator with precedence `level`."""
         return self.text if self.precedence >= level else f"({self.text})"
 
 
@@ -74,17 +74,17 @@ _METHODS = {
     "aten.softmax.int": "softmax",
 }
 _VARIADIC_METHODS = {"view", "reshape", "permute", "expand"}
-"""Methods whose list of sizes reads better without brackets."""
+"""Methods whose list of sizes is printed without brackets."""
 
 
 def express(node: fx.Node, operand: Callable[[fx.Node], Expression]) -> Expression:
-    """A node as an expression over its operands' expressions."""
+    """Return a node as an expression of its operands' expressions."""
     name = target_text(node.target)
     args, kwargs = node.args, node.kwargs
     if name in _INFIX and len(args) == 2 and not kwargs:
         sign, level = _INFIX[name]
         left, right = (_express_argument(arg, operand) for arg in args)
-        # `**` binds to the right, everything else to the left.
+        # `**` is right-associative, all others are left-associative.
         # Comparisons would chain: `a < b == c` is not `(a < b) == c`.
         before, after = (level + 1, level) if sign == "**" else (level, level + 1) if level else (1, 1)
         return Expression(f"{left.parenthesize(before)} {sign} {right.parenthesize(after)}", level)

@@ -1,6 +1,6 @@
-"""The folded text form: repeated blocks written once, single-use values inlined, source lines at the side.
+"""The folded text form: repeated blocks written once, single-use values inlined, source lines in comments.
 
-It is Python too: `model` is the captured module (or anything with its attributes), each block a function.
+It is valid Python: `model` is the captured module (or an object with its attributes), and each block is a function.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MODEL_ROLES = (Role.PARAMETER, Role.BUFFER)
 _MAX_CONSTANT_VALUES = 64
 _UNLIMITED = 1_000_000
 _DIFF_INLINE_LENGTH = 30
-"""Statements to compare are kept short, so that a difference stands alone on its line."""
+"""Statements of a diff are short, so that a line contains one difference."""
 MAX_INLINE_LENGTH = 72
-"""A value that is used once is written into its consumer while its own text is at most this long."""
+"""A value that is used once is inlined if its text is at most this long."""
 
 
 @pause_gc()
@@ -48,12 +48,12 @@ def dump_folded(
     max_inline: int = MAX_INLINE_LENGTH,
     folds: Folds | None = None,
 ) -> str:
-    """The program with its repeated blocks written once."""
+    """Return the text of a program with its repeated blocks written once."""
     return "\n".join(_FoldedPrinter(program, folds or fold(program), width, max_inline).lines()) + "\n"
 
 
 def comparison_lines(program: Program, folds: Folds, names: Mapping[fx.Node, str]) -> list[str]:
-    """The folded form for comparing two programs: nodes renamed, one line a statement, types but no source lines."""
+    """Return the folded form for a diff: renamed nodes, one line for each statement, types but no source lines."""
     return list(_FoldedPrinter(program, folds, _UNLIMITED, _DIFF_INLINE_LENGTH, names, types_only=True).lines())[1:]
 
 
@@ -110,7 +110,7 @@ class _FoldedPrinter:
             yield self._fit(Line(f"    {line.code}", line.note))
 
     def _fit(self, line: Line) -> str:
-        """Put the note at the side, shortened to what the width leaves."""
+        """Append the note as a comment, shortened or dropped to fit the width."""
         if not line.note:
             return line.code
         if self.types_only:
@@ -133,7 +133,7 @@ class _FoldedPrinter:
         return f"{type_text} | {shown}" if shown else type_text
 
     def _name(self, node: fx.Node) -> str:
-        """Sizes go by their symbol, weights by their path in the model, everything else by the node's name."""
+        """Return the symbol of a size, the path of a weight in the model, or else the name of the node."""
         if node.op == "placeholder":
             row = self.rows.get(node.name)
             if row is None or row.role not in _MODEL_ROLES:
@@ -147,7 +147,7 @@ class _FoldedPrinter:
     def _statements(
         self, nodes: Sequence[fx.Node], names: dict[fx.Node, Expression], keep: set[fx.Node], prefix: str = ""
     ) -> Iterator[Line]:
-        """Statements for `nodes`; values used once are inlined unless they are in `keep`."""
+        """Yield statements for `nodes`; values that are used once are inlined unless they are in `keep`."""
         scope = set(nodes)
         budget = self.width - 6
 
@@ -206,7 +206,7 @@ class _FoldedPrinter:
         keep = {node for kind in self.folds.kinds for each in kind.occurrences for node in each.inputs}
         at = 0
         for kind, occurrences in self._runs():
-            # Sizes computed in the midst of a block belong to no block: they are written before it.
+            # Sizes that are computed within a block do not belong to it; they are written before it.
             end = place[occurrences[-1].nodes[-1]] + 1
             yield from self._statements([node for node in body[at:end] if node not in inside], names, keep)
             yield from self._calls(kind, occurrences, names)
@@ -224,7 +224,7 @@ class _FoldedPrinter:
     def _calls(
         self, kind: BlockKind, occurrences: Sequence[Occurrence], names: dict[fx.Node, Expression]
     ) -> Iterator[Line]:
-        """Call a block once for each occurrence, in a loop over what differs between them."""
+        """Yield the calls of a block, as a loop over the differing arguments if there are several occurrences."""
         slots = self.block_parameters[kind]
         first, last = occurrences[0], occurrences[-1]
         named = kind.example if len(occurrences) > 1 else first
@@ -259,7 +259,7 @@ class _FoldedPrinter:
 
 
 def _shared_constants(program: Program) -> dict[str, str]:
-    """Constant → the first one with the same value: layers bring their own copies of the same number."""
+    """Map each constant to the first one with the same value; layers have copies of the same number."""
     first: dict[tuple[str, str, bytes], str] = {}
     names: dict[str, str] = {}
     for row in program.bindings.with_role(Role.CONSTANT):
@@ -271,7 +271,7 @@ def _shared_constants(program: Program) -> dict[str, str]:
 
 def _constant_lines(name: str, value: torch.Tensor, width: int) -> Iterator[str]:
     if value.numel() > _MAX_CONSTANT_VALUES:
-        yield f"{name} = ...  # {value.dtype} {tuple(value.shape)}: in the full form"
+        yield f"{name} = ...  # {value.dtype} {tuple(value.shape)}: see the full form"
         return
     text = f"torch.tensor({literal(value.tolist())}, dtype={value.dtype})"
     for line in wrap_statement(f"{name} = ", text, width):
@@ -279,7 +279,7 @@ def _constant_lines(name: str, value: torch.Tensor, width: int) -> Iterator[str]
 
 
 def _floats(program: Program) -> Iterator[float]:
-    """Every float that the text may hold."""
+    """Yield every float that the text may contain."""
     for node in all_nodes(program.graph):
         yield from (value for value in tree_leaves((node.args, dict(node.kwargs))) if isinstance(value, float))
     for row in program.bindings.with_role(Role.CONSTANT):
@@ -289,7 +289,7 @@ def _floats(program: Program) -> Iterator[float]:
 
 
 def _is_loop(occurrences: Sequence[Occurrence], slots: _BlockParameters) -> bool:
-    """Whether a run can be written as a loop: each block is read by the next one alone, through the same slots."""
+    """Whether a run can be written as a loop: only the next block reads each block, through the same inputs."""
     carried = [slots.carried_position(index, occurrences) for index in range(len(occurrences[0].inputs))]
     for before, after in pairwise(occurrences):
         inside, following = set(before.nodes), set(after.nodes)
@@ -304,7 +304,7 @@ def _is_loop(occurrences: Sequence[Occurrence], slots: _BlockParameters) -> bool
 
 
 def _adjacent_runs(folds: Folds) -> list[tuple[BlockKind, list[Occurrence]]]:
-    """Occurrences in program order, those of one kind that follow each other directly taken together."""
+    """Return occurrences in program order; adjacent occurrences of the same kind form one run."""
     runs: list[tuple[BlockKind, list[Occurrence]]] = []
     for kind, _, each in folds.iter_occurrences():
         if runs and runs[-1][0] is kind and runs[-1][1][-1].start + kind.size == each.start:
@@ -315,7 +315,7 @@ def _adjacent_runs(folds: Folds) -> list[tuple[BlockKind, list[Occurrence]]]:
 
 
 class _BlockParameters:
-    """What a block takes: one layer's weights as `w`, values carried from block to block, shared ones by name."""
+    """The parameters of a block: layer weights as `w`, values carried from block to block, shared values by name."""
 
     def __init__(self, kind: BlockKind, writer: _FoldedPrinter) -> None:
         rows = [[writer.rows.get(node.name) for node in each.inputs] for each in kind.occurrences]
@@ -344,7 +344,7 @@ class _BlockParameters:
                     self.parameters.append(name)
 
     def carried_position(self, index: int, occurrences: Sequence[Occurrence]) -> int | None:
-        """The position in the block whose value arrives in this slot of the next occurrence, if there is one."""
+        """Return the position in a block whose value is this input of the next occurrence, or None."""
         positions = set()
         for before, after in pairwise(occurrences):
             node = after.inputs[index]
@@ -353,7 +353,7 @@ class _BlockParameters:
 
 
 def _is_layer_weight(rows: Sequence[Binding | None]) -> bool:
-    """Whether a weight is its occurrence's own: others have another one, or its path has a number."""
+    """Whether a weight belongs to a layer: it differs between occurrences, or its path contains an index."""
     return len(set(rows)) > 1 or (len(rows) == 1 and rows[0] is not None and bool(layer_path(rows[0].target)))
 
 
@@ -362,7 +362,7 @@ def _kind_names(kinds: Sequence[BlockKind]) -> dict[BlockKind, str]:
 
 
 def block_name(index: int, count: int) -> str:
-    """What the function of a kind is called.
+    """Return the function name of a kind.
 
     >>> block_name(0, 1), block_name(1, 2)
     ('block', 'block_b')
@@ -375,7 +375,7 @@ def _lookup_name(names: Mapping[fx.Node, Expression], node: fx.Node, default: st
 
 
 def _layers_text(owners: Sequence[Owner]) -> str:
-    """The layers of a run, as a slice of their module list where they stand in one."""
+    """Return the layers of a run, as a slice of their module list if they are in one."""
     first, last = owners[0], owners[-1]
     one_list = first.list_path and all(owner.list_path == first.list_path for owner in owners)
     if one_list and [owner.number for owner in owners] == list(range(first.number, last.number + 1)):
@@ -385,14 +385,14 @@ def _layers_text(owners: Sequence[Owner]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One statement: its code, what stands behind it, and the node it computes."""
+    """One line of a statement: its code and its comment."""
 
     code: str
     note: str = ""
 
 
 def sequence_text(values: Sequence[str]) -> str:
-    """A tuple of names, repetitions written as such.
+    """Return a tuple of names as source, with repetitions written as `*`.
 
     >>> sequence_text(["a", "a", "b"] * 3 + ["a"])
     '((a,) * 2 + (b,)) * 3 + (a,)'
@@ -413,7 +413,7 @@ def _runs_text(values: Sequence[str]) -> str:
 
 
 def wrap_statement(head: str, text: str, budget: int, note: str = "") -> Iterator[Line]:
-    """A statement on one line, or broken at spaces inside brackets where it would not fit."""
+    """Yield a statement on one line, or broken at spaces inside brackets if it does not fit."""
     if len(head) + len(text) <= budget:
         yield Line(head + text, note)
         return
@@ -428,7 +428,7 @@ def wrap_statement(head: str, text: str, budget: int, note: str = "") -> Iterato
 
 
 def wrap_loop_head(head: str, budget: int, note: str) -> Iterator[Line]:
-    """The first line of a loop, broken where it would not fit."""
+    """Yield the first line of a loop, broken if it does not fit."""
     variables, _, source = head.removesuffix(":").partition(" in ")
     *lines, last = wrap_statement(f"{variables} in ", source, budget - 1, note)
     yield from lines
@@ -436,7 +436,7 @@ def wrap_loop_head(head: str, budget: int, note: str) -> Iterator[Line]:
 
 
 def _last_bracket(text: str) -> int:
-    """Where the bracket opens that closes at the end of `text`."""
+    """Return the position of the bracket that closes at the end of `text`, or -1."""
     depth = 0
     for index in range(len(text) - 1, -1, -1):
         depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(text[index], 0)
@@ -446,7 +446,7 @@ def _last_bracket(text: str) -> int:
 
 
 def unique_name(name: str, taken: Sequence[str]) -> str:
-    """The name, or one like it that is not taken."""
+    """Return the name, with underscores appended while it is taken."""
     while name in taken:
         name += "_"
     return name

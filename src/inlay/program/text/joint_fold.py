@@ -1,8 +1,8 @@
-"""Two programs folded alike: the blocks of one, and the stretches of the other that they became.
+"""Joint folding of two programs: the blocks of one, and the corresponding nodes of the other.
 
-After a transform a program may fold differently than before: its first layer is now special, or two kinds of layers
-alternate where there was one. A transform keeps the names of what it leaves alone, so the stretch that each block
-became is found through the names in it. Blocks are then of one kind only when they are on both sides.
+After a transform a program may fold differently: its first layer may have become special, or two kinds of layers may
+alternate where there was one. A transform keeps the names of unchanged nodes, so names identify the nodes that each
+block became. Two blocks are of the same kind only if they are equal on both sides.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import fx
 
 _MAX_SHRINK_FACTOR = 4
-"""A block that keeps less than one in this many of its nodes is not found again."""
+"""A block that keeps less than one in this many of its nodes counts as not found."""
 
 
 def fold_jointly(left: Folds, right: Folds, node_labels: Sequence[Sequence[Hashable]]) -> tuple[Folds, Folds] | None:
-    """Fold two programs the same way; `node_labels` are the labels of their nodes. None when names do not lead from one
-    to the other, as between two models that were captured apart."""
+    """Fold two programs the same way; `node_labels` are the labels of their nodes. Return None if their node names do
+    not correspond, as for two models that were captured separately."""
     swapped = _coverage(right) > _coverage(left)
     lead, follow = (right, left) if swapped else (left, right)
     signer = Signer(follow.graph, node_labels[0 if swapped else 1])
@@ -52,13 +52,13 @@ def _coverage(folds: Folds) -> float:
 
 
 def _kind(group: Sequence[tuple[Occurrence, Occurrence]], side: int, index: int, count: int) -> BlockKind:
-    """Show the second occurrence where there is one: the first is often special."""
+    """Show the second occurrence if there is one, because the first is often special."""
     return BlockKind(tuple(pair[side] for pair in group), min(1, len(group) - 1), block_name(index, count))
 
 
 @dataclass
 class _Stretch:
-    """Where the nodes of a block stand now, and which layer of the model they belong to."""
+    """The current range of the nodes of a block, and their layer in the model."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class _Stretch:
 
 
 def _find_stretches(blocks: Sequence[Occurrence], nodes: list[fx.Node]) -> list[_Stretch]:
-    """The place of each block among `nodes`; empty when a block is not found, or they are out of order."""
+    """Return the range of each block in `nodes`; empty if a block is not found or blocks are out of order."""
     block_of = {node.name: number for number, block in enumerate(blocks) for node in block.nodes}
     places: list[list[int]] = [[] for _ in blocks]
     for index, node in enumerate(nodes):
@@ -83,7 +83,7 @@ def _find_stretches(blocks: Sequence[Occurrence], nodes: list[fx.Node]) -> list[
 
 
 def _assign_gaps(blocks: Sequence[Occurrence], found: list[_Stretch], nodes: list[fx.Node]) -> None:
-    """New nodes stand between the known ones; those at the edge of a block go to the block of their layer."""
+    """Assign new nodes between blocks to the adjacent block of the same layer."""
     outside = _Stretch(0, 0, ""), _Stretch(len(nodes), len(nodes), "")
     for number, (before, after) in enumerate(pairwise([outside[0], *found, outside[1]])):
         gap = nodes[before.stop : after.start]
@@ -97,7 +97,7 @@ def _assign_gaps(blocks: Sequence[Occurrence], found: list[_Stretch], nodes: lis
 
 
 def _best_cut(owners: Sequence[str], ours: str, theirs: str) -> int:
-    """Where the fewest nodes stand on the wrong side.
+    """Return the cut with the fewest nodes on the wrong side.
 
     >>> _best_cut(["one", "two", "two", "one"], "one", "two")
     1

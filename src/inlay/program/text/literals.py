@@ -1,4 +1,4 @@
-"""Values and operators as Python source, and back."""
+"""Conversion of values and operators to Python source and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def literal(value: Any, name: Callable[[fx.Node], str] = lambda node: node.name) -> str:
-    """Python source for an argument of a node; nodes appear under the name that `name` gives them.
+    """Return Python source for an argument of a node; `name` returns the names of nodes.
 
     >>> literal([1, 2.0, None, torch.float32, torch.device("cpu"), float("inf"), slice(0, 2)])
     "[1, 2.0, None, torch.float32, torch.device('cpu'), inf, slice(0, 2, None)]"
@@ -50,11 +50,11 @@ def literal(value: Any, name: Callable[[fx.Node], str] = lambda node: node.name)
     if isinstance(value, tuple):
         inside = ", ".join(literal(item, name) for item in value)
         return f"({inside},)" if len(value) == 1 else f"({inside})"
-    raise ProgramError(f"A program holds {value!r}, a {type(value).__name__}, which has no text form.")
+    raise ProgramError(f"A program contains {value!r}, a {type(value).__name__}, which has no text form.")
 
 
 def parse_literal(node: ast.expr, names: Callable[[str], Any]) -> Any:
-    """The value of Python source made by `literal`. Nothing is executed.
+    """Return the value of Python source from `literal`. Nothing is executed.
 
     >>> parse_literal(ast.parse("(1, -inf, [torch.bool], x)", mode="eval").body, {"x": "node x"}.__getitem__)
     (1, -inf, [torch.bool], 'node x')
@@ -99,12 +99,12 @@ def parse_literal(node: ast.expr, names: Callable[[str], Any]) -> Any:
 
 
 def namespace(target: Any) -> str:
-    """The first name of an operator's text form: what a dump must bind or import to call it."""
+    """Return the first name of an operator's text form, which a dump must bind or import."""
     return target_text(target).partition(".")[0]
 
 
 def registering_module(target: Any) -> str:
-    """The module whose import registers a custom operator; empty for torch's own and where it is not known."""
+    """Return the module whose import registers a custom operator; empty for operators of torch and if unknown."""
     if not isinstance(target, torch._ops.OpOverload):
         return ""
     from torch._library.custom_ops import OPDEFS
@@ -120,13 +120,13 @@ _FUNCTIONS = {
     "builtins": {"abs", "bool", "float", "int", "max", "min", "round", "pow"},
     "torch": {name for name in dir(torch) if name.startswith(("sym_", "_sym_"))},
 }
-"""The Python functions a program may call. A dump comes from anywhere, and reading it computes types by calling."""
+"""The Python functions that a program may call. Dumps are untrusted, and reading one calls them to compute types."""
 _FORBIDDEN_OPERATORS = {"from_file"}
-"""Operators of torch that touch the file system."""
+"""Operators of torch that access the file system."""
 
 
 def find_target(text: str) -> Any:
-    """The operator or function that `target_text` printed as `text`.
+    """Return the operator or function that `target_text` printed as `text`.
 
     >>> find_target("aten.mul.Tensor")
     <OpOverload(op='aten.mul', overload='Tensor')>
@@ -143,14 +143,14 @@ def find_target(text: str) -> Any:
         found = _overload(first, *rest)
     if found is None:
         raise ProgramError(
-            f"There is no operator {text} that a program may call.",
-            "If a package registers it, import that package before the program is read.",
+            f"{text} is not an operator that a program may call.",
+            "If a Python package registers it, import that package before reading the program.",
         )
     return found
 
 
 def _overload(space: str, name: str, overload: str) -> Any:
-    """An operator and nothing else: torch.ops also has attributes that load libraries and import modules."""
+    """Return an operator, or None for other attributes: some of torch.ops load libraries and import modules."""
     holder = getattr(torch.ops, space)
     packet = getattr(holder, name, None) if isinstance(holder, torch._ops._OpNamespace) else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -162,7 +162,8 @@ def _overload(space: str, name: str, overload: str) -> Any:
 
 
 def attribute_path(parts: Sequence[str]) -> str:
-    """
+    """Return Python source for a path of attributes and indices.
+
     >>> attribute_path(["layers", "3", "mlp"])
     '.layers[3].mlp'
     """
@@ -170,13 +171,13 @@ def attribute_path(parts: Sequence[str]) -> str:
 
 
 def path_text(root: str, row: Binding) -> str:
-    """A binding's target as an attribute of `root`."""
+    """Return the target of a binding as an attribute of `root`."""
     return root + attribute_path(row.target.split("."))
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The module that holds all weights of one occurrence of a block."""
+    """The module that contains all weights of one occurrence of a block."""
 
     parts: tuple[str, ...]
     root: str = "model"
@@ -188,23 +189,23 @@ class Owner:
 
     @property
     def list_path(self) -> str:
-        """The list the module stands in, when it stands in one."""
+        """The module list that contains the module, or an empty string."""
         return self.root + attribute_path(self.parts[:-1]) if self.parts[-1].isdigit() else ""
 
     @property
     def number(self) -> int:
-        """Its place in that list."""
+        """Its index in that list."""
         return int(self.parts[-1])
 
     def relative_path(self, name: str, row: Binding) -> str:
-        """A weight of this module, relative to it."""
+        """Return the path of a weight relative to this module."""
         return name + attribute_path(row.target.split(".")[len(self.parts) :])
 
 
 def find_owners(rows: Sequence[Sequence[Binding]], root: str = "model") -> list[Owner]:
-    """For each occurrence the deepest module that holds all its weights; empty when they have nothing in common.
+    """Return the deepest module with all weights of each occurrence; empty if there is none.
 
-    All occurrences must use the same names inside their module, else a block could not name its weights.
+    All occurrences must use the same names within their module, because a block names its weights once.
     """
     if not rows or not rows[0]:
         return []

@@ -1,4 +1,4 @@
-"""Reading the full text form back. The text is parsed, never executed."""
+"""Parser of the full text form. The text is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def load(path: Path | str, tensors: Mapping[str, TensorRef] | None = None) -> Program:
-    """Read a dump. `tensors` gives the weights by binding name; without it the program can be read but not run."""
+    """Read a dump. `tensors` contains the weights by binding name; without it the program cannot run."""
     path = Path(path)
     try:
         text = path.read_text()
@@ -42,7 +42,7 @@ def load(path: Path | str, tensors: Mapping[str, TensorRef] | None = None) -> Pr
         try:
             large = load_file(beside)
         except Exception as error:
-            raise ProgramError(f"{beside} is damaged: {one_line(error)}.", "Make the dump again.") from error
+            raise ProgramError(f"{beside} is damaged: {one_line(error)}.", "Create the dump again.") from error
     return parse(text, tensors, large)
 
 
@@ -53,15 +53,16 @@ def parse(
     """Read the text form of a program."""
     lines = text.splitlines()
     if not lines or not lines[0].startswith(HEADER):
-        raise ProgramError("The text is not a dump of Inlay.", "Make one with `inlay show MODEL --full -o FILE.py`.")
+        raise ProgramError("The text is not an Inlay dump.", "Create one with `inlay show MODEL --full -o FILE.py`.")
     version, _, name = lines[0].removeprefix(HEADER).strip().partition(": ")
     if version.startswith("(folded)"):
         raise ProgramError(
-            "This is the folded form, which is for reading.", "Make the full one: inlay show MODEL --full -o FILE.py"
+            "This is the folded form, which cannot be read back.",
+            "Create the full form: inlay show MODEL --full -o FILE.py",
         )
     if version != str(FORMAT_VERSION):
         raise ProgramError(
-            f"The dump has format {version}; this Inlay reads format {FORMAT_VERSION}.", "Make it again."
+            f"The dump has format {version}; this version of Inlay reads format {FORMAT_VERSION}.", "Create it again."
         )
     try:
         tree = ast.parse(text)
@@ -99,7 +100,7 @@ class _Reader:
 
     @staticmethod
     def _reject_name(name: str) -> Any:
-        raise ProgramError(f"The tables of a dump hold the unknown name {name}.")
+        raise ProgramError(f"The tables of the dump contain the unknown name {name}.")
 
     def program(self) -> Program:
         bindings = self._bindings()
@@ -131,7 +132,7 @@ class _Reader:
                 held = self.tables["CONSTANTS"][row.name]
                 if held is None and row.name not in self.large_constants:
                     raise ProgramError(
-                        f"The value of {row.target} is missing.", "Keep the .safetensors file of a dump beside it."
+                        f"The value of {row.target} is missing.", "Keep the .safetensors file of a dump in its folder."
                     )
                 value = (
                     self.large_constants[row.name]
@@ -160,7 +161,7 @@ class _Reader:
                 attach_subgraphs(graph, children)
                 nodes[used] = graph.get_attr(target)
             if used not in nodes:
-                raise ProgramError(f"{name} of the dump reads {used} before it is computed.", suggest(used, nodes))
+                raise ProgramError(f"{name} in the dump reads {used} before it is computed.", suggest(used, nodes))
             return nodes[used]
 
         attach_subgraphs(graph, {})
@@ -187,7 +188,7 @@ class _Reader:
 
 
 def _spec(text: str, names: list[str]) -> Any:
-    """A pytree spec; one of a class that is not imported here becomes a dict of the outputs by name."""
+    """Return a pytree spec; for a class that is not imported, return a dict of the outputs by name."""
     try:
         return pytree.treespec_loads(text)
     except NotImplementedError:

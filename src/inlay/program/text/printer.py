@@ -1,11 +1,11 @@
-"""The full text form of a program: importable Python, one statement a node, that `parse.load` reads back.
+"""The full text form of a program: importable Python with one statement for each node. `parser.load` reads it back.
 
     aten = torch.ops.aten
     def forward(p_weight, x):
         linear = aten.linear.default(x, p_weight)  # f32[batch, 8] | model.py:12 | layers.0
         return (linear,)
 
-Called as Python, `forward` takes the bindings in order and computes the program. Read back, nothing is executed.
+As Python code, `forward` takes the bindings in order and runs the program. Reading it back executes nothing.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 HEADER = "# inlay program"
 MAX_INLINE_VALUES = 4096
-"""Constants of at most this many values are written into the text, larger ones beside it."""
+"""Constants of at most this many values are written into the text, larger ones into a separate file."""
 
 
 @pause_gc()
 def dump(program: Program) -> str:
-    """The whole program as Python source.
+    """Return the whole program as Python source.
 
-    Constants larger than `MAX_INLINE_VALUES` values are only named; `save` writes them beside the text.
+    Constants of more than `MAX_INLINE_VALUES` values are omitted; `save` writes them to a separate file.
     """
     return "\n".join(_lines(program)) + "\n"
 
 
 def save(program: Program, path: Path | str) -> list[Path]:
-    """Write the text form to `path` and large constants beside it; returns the files written.
+    """Write the text form to `path` and large constants to a `.safetensors` file; return the written files.
 
-    A file that is not a dump is never overwritten.
+    Files that are not dumps are never overwritten.
     """
     path = Path(path)
     if path.is_dir() or not path.name:
-        raise ProgramError(f"{path} is a folder.", "Name a file.")
+        raise ProgramError(f"{path} is a folder.", "Pass a file name.")
     beside = path.with_suffix(".safetensors")
     large = {row: value for row, value in _constants(program).items() if value.numel() > MAX_INLINE_VALUES}
     for file in (path, beside) if large else (path,):
@@ -70,7 +70,7 @@ def save(program: Program, path: Path | str) -> list[Path]:
 
 
 def save_text(text: str, path: Path | str) -> Path:
-    """Write a text form made elsewhere (the folded one), under the same rule."""
+    """Write another text form, such as the folded one; files that are not dumps are never overwritten."""
     path = Path(path)
     _check_overwrite(path, path)
     with _write_errors(path):
@@ -84,7 +84,7 @@ def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ProgramError(f"{path} cannot be written: {one_line(error)}.", "Choose another place.") from error
+        raise ProgramError(f"{path} cannot be written: {one_line(error)}.", "Choose another path.") from error
 
 
 def _check_overwrite(file: Path, dump_file: Path) -> None:
@@ -102,13 +102,13 @@ def _check_overwrite(file: Path, dump_file: Path) -> None:
                 with safe_open(file, framework="pt") as opened_tensors:
                     if "inlay" in (opened_tensors.metadata() or {}):
                         return
-            except Exception:  # noqa: S110 - whatever it is, it is not ours
+            except Exception:  # noqa: S110 - not a file of a dump
                 pass
-    raise ProgramError(f"{file} exists and is not a dump of Inlay.", "Choose another name, or remove it yourself.")
+    raise ProgramError(f"{file} exists and is not an Inlay dump.", "Choose another name, or remove the file.")
 
 
 def _constants(program: Program) -> dict[str, torch.Tensor]:
-    """Values that exist in no file: they belong into the dump."""
+    """Return the values that are in no file, which the dump must contain."""
     rows = program.bindings.with_role(Role.BUFFER, Role.CONSTANT)
     refs = {row.name: program.tensors[row.name] for row in rows}
     return {name: ref.tensor for name, ref in refs.items() if isinstance(ref, InMemoryTensor)}
@@ -121,13 +121,13 @@ def _lines(program: Program) -> Iterator[str]:
     yield from _imports(targets, spaces)
     yield ""
     symbols = ", ".join(f"{s.name!r}: ({s.low}, {s.high}, {s.example})" for s in program.symbols.values())
-    yield f"SYMBOLS = {{{symbols}}}  # name: (least, most, size at capture)"
+    yield f"SYMBOLS = {{{symbols}}}  # name: (min, max, size at capture)"
     yield "INPUTS = {  # placeholder: (role, name in the model, dtype, shape, stored in checkpoints, value if a number)"
     for row in program.bindings.ins:
         fields = (row.role.value, row.target, row.dtype, row.shape, row.persistent, row.value)
         yield f"    {row.name!r}: {literal(fields)},"
     yield "}"
-    yield "OUTPUTS = {  # name: (name in the model, dtype, shape, storage it lives in, why)"
+    yield "OUTPUTS = {  # name: (name in the model, dtype, shape, aliased binding, kind of alias)"
     for row in program.bindings.outs:
         alias = (row.alias.binding, row.alias.kind) if row.alias else (None, None)
         yield f"    {row.name!r}: ({row.target!r}, {row.dtype!r}, {row.shape!r}, {alias[0]!r}, {alias[1]!r}),"
@@ -147,7 +147,7 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _operators_as_arguments(program: Program) -> Iterator[object]:
-    """Wrappers such as `auto_functionalized` are given the operator they wrap."""
+    """Yield operators that are arguments, as of wrappers such as `auto_functionalized`."""
     for node in all_nodes(program.graph):
         for value in pytree.tree_leaves((node.args, dict(node.kwargs))):
             if isinstance(value, torch._ops.OpOverload):
@@ -178,7 +178,7 @@ def _nested_names(name: str, graph: fx.Graph) -> Iterator[tuple[str, str]]:
 
 def _constant_text(value: torch.Tensor) -> str:
     if value.numel() > MAX_INLINE_VALUES:
-        return f"None  # {tuple(value.shape)}: in the file beside this one"
+        return f"None  # {tuple(value.shape)}: in the .safetensors file of this dump"
     exact = value.to(torch.float64) if value.is_floating_point() else value
     return f"({literal(exact.tolist())}, {value.dtype}, {list(value.shape)})"
 
@@ -208,7 +208,7 @@ def _function(program: Program, name: str, graph: fx.Graph, nested: Mapping[str,
 
 
 def _node_comment(program: Program, node: fx.Node) -> str:
-    """Type, source line and module of a node, as they stand behind its statement."""
+    """Return the comment of a statement: type, source line and module of its node."""
     type_text = program.types.text(node.meta.get("val"))
     parts = [type_text, node.meta.get(SOURCE, ""), node.meta.get(MODULE, "")]
     while parts and not parts[-1]:

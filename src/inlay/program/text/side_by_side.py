@@ -1,4 +1,4 @@
-"""A difference as lines of text: a changed line beside what it was, or below it where the two do not fit."""
+"""A diff as lines of text: old and new line side by side, or one below the other if they do not fit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 _MARKS = {"removed": "-", "added": "+"}
 _SEPARATOR = " │ "
 _LINES = 60
-"""A screen: a brief difference gets less context where it would be longer."""
+"""One screen: a short diff gets less context if it would be longer."""
 
 
 @dataclass(frozen=True)
 class DiffLine:
-    """A line to print. `kind` is that of its row, or `count`; a `changed` line consists of two halves."""
+    """A line to print. `kind` is the kind of its row, or `count`; a `changed` line consists of two halves."""
 
     kind: str
     text: str
@@ -31,13 +31,13 @@ class DiffLine:
 
 
 def diff_lines(diff: Diff, width: int = 120, context: int | None = None) -> list[DiffLine]:
-    """What differs between two programs, for a person.
+    """Return the difference of two programs as lines to print.
 
-    With a `context`, all of it and that many equal lines around. Without one, each way of differing once, with as
-    much around it as fits a screen.
+    With `context`, all differences with that many equal lines around them. Without it, each kind of change once, with
+    as much context as fits on a screen.
     """
     if diff.is_equal:
-        return [DiffLine("count", f"The programs are the same: {diff.node_counts[0]} nodes.")]
+        return [DiffLine("count", f"The programs are identical: {diff.node_counts[0]} nodes.")]
     counts = list(_counts(diff, width))
     if context is not None:
         return [*_lay_out(diff.hunks(context), width), *counts]
@@ -73,7 +73,7 @@ def _summary_line(found: Diff) -> Iterator[DiffLine]:
     differ = sum(row.kind != "same" for row in found.rows)
     ways = sum(found.first_change_mask)
     if ways < differ:
-        yield DiffLine("count", f"{differ} lines differ in {ways} ways; each way is shown at least once.")
+        yield DiffLine("count", f"{differ} lines differ by {ways} kinds of change; each kind is shown at least once.")
 
 
 def _counts(found: Diff, width: int) -> Iterator[DiffLine]:
@@ -83,4 +83,4 @@ def _counts(found: Diff, width: int) -> Iterator[DiffLine]:
     for sentence in found.binding_changes:
         yield from (DiffLine("count", part) for part in wrap(sentence, width, break_on_hyphens=False))
     if not found.binding_changes and not changes and not any(found.hunks(0)):
-        yield DiffLine("count", "The text is the same; types or the order of operands differ.")
+        yield DiffLine("count", "The text is identical; types or the order of operands differ.")
