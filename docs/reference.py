@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    *("", "capture", "program", "rewrite", "transforms", "lowering.state", "lowering.compiled_program"),
+    *("", "frontend", "program", "rewrite", "transforms", "lowering.state", "lowering.compiled_program"),
     *("package", "integrations", "runtime", "insight", "config", "testing"),
 )
 """Folders under src/inlay whose `__all__` is for others; the first is Inlay itself."""

@@ -18,7 +18,7 @@ from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, pr
 from torch import Tensor, nn
 
 from inlay import Example
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
 from inlay.package.memory_profiler import allocate_paged

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from inlay import Example
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.lowering.backends import BACKENDS
 from inlay.lowering.compiled_program import CompiledProgram, compile_program
 from inlay.package.memory_profiler import allocate_paged, profile_memory

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from inlay import Example
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.package.memory_profiler import allocate_paged
 

@@ -18,8 +18,8 @@ from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, pr
 from torch import Tensor, nn
 
 from inlay import Example
-from inlay.capture import capture
 from inlay.errors import UsageError
+from inlay.frontend import capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.package.memory_profiler import allocate_paged
 

@@ -24,7 +24,7 @@ from showing import check
 from torch import Tensor, nn
 
 from inlay import Example
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.lowering.state.in_place_writes import write_in_place
 from inlay.program.bindings import Role
 from inlay.streams import check_schedule, compare_lanes, plan_overlap

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from inlay import Example, InlayError
-from inlay.capture import capture
 from inlay.config import resolve_config
+from inlay.frontend import capture
 from inlay.program.text.diff import diff
 from inlay.program.text.printer import dump
 from inlay.transforms import configure, run, steps_through

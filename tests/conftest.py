@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TOGETHER = {
     "src": "src/",
     "server": "tests/serve/",
-    "real model": "tests/capture/test_smollm2.py tests/package/test_smollm2.py "
+    "real model": "tests/frontend/test_smollm2.py tests/package/test_smollm2.py "
     "tests/runtime/test_tokenizer.py tests/insight/candidates/test_candidates.py",
     "report": "tests/insight/report/ tests/streams/test_report_section.py",
 }
@@ -107,7 +107,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_program(smollm2: Path) -> Program:
-    from inlay.capture import capture
+    from inlay.frontend import capture
 
     return capture(str(smollm2))
 
@@ -115,7 +115,7 @@ def smollm2_program(smollm2: Path) -> Program:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2: Path) -> Any:
     """Converted once a session: it takes ten seconds."""
-    from inlay.capture import open_model
+    from inlay.frontend import open_model
 
     load = open_model(str(smollm2)).load_tokenizer
     assert load is not None

@@ -34,8 +34,8 @@ def test_symbolic_shapes() -> None:
 
 
 def test_fake_parameters() -> None:
-    """capture/fake_tensors.py: the registration hook sees every new parameter, and its result is taken."""
-    from inlay.capture.fake_tensors import fake_mode_of, fake_parameters, is_fake
+    """frontend/fake_tensors.py: the registration hook sees every new parameter, and its result is taken."""
+    from inlay.frontend.fake_tensors import fake_mode_of, fake_parameters, is_fake
 
     with fake_parameters():
         made = torch.nn.TransformerEncoderLayer(8, 2)
@@ -61,8 +61,8 @@ def test_custom_operator_home() -> None:
 
 
 def test_guards_of_sizes() -> None:
-    """capture/guards.py: torch keeps what it assumed of sizes, and the line that asked."""
-    from inlay.capture.guards import collect_guards
+    """frontend/guards.py: torch keeps what it assumed of sizes, and the line that asked."""
+    from inlay.frontend.guards import collect_guards
 
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_guards_of_sizes() -> None:
 
 
 def test_transformers_loading() -> None:
-    """capture/huggingface/weight_conversion.py"""
+    """frontend/huggingface/weight_conversion.py"""
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     assert list(inspect.signature(rename_source_key).parameters)[:5] == [
@@ -90,16 +90,16 @@ def test_transformers_loading() -> None:
 
 
 def test_transformers_gguf(tmp_path: Path) -> None:
-    """capture/gguf/conversion.py: what transformers makes of a small file with the header alone."""
-    from inlay.capture.gguf.conversion import read_config
-    from inlay.capture.gguf.reader import read_header
+    """frontend/gguf/conversion.py: what transformers makes of a small file with the header alone."""
+    from inlay.frontend.gguf.conversion import read_config
+    from inlay.frontend.gguf.reader import read_header
 
     config = read_config(read_header(tiny_gguf(tmp_path / "tiny.gguf")))
     assert (config.num_hidden_layers, config.vocab_size, config.num_key_value_heads) == (2, 96, 2)
 
 
 def test_transformers_caches() -> None:
-    """capture/huggingface/static_cache.py: what a layer of a static cache holds, and why a sliding one cannot be
+    """frontend/huggingface/static_cache.py: what a layer of a static cache holds, and why a sliding one cannot be
     captured as it is.
     """
     from transformers import LlamaConfig
@@ -125,7 +125,7 @@ def test_exported_program_can_be_built() -> None:
     """program/exported_program.py: an ExportedProgram can be built from its parts and saved."""
     import io
 
-    from inlay.capture import capture
+    from inlay.frontend import capture
     from tests.models import convolutions
 
     buffer = io.BytesIO()
@@ -184,7 +184,7 @@ def test_in_place_graph_becomes_functional() -> None:
 
 
 def test_calls_made_functional_side_by_side() -> None:
-    """program/functionalization.py, capture/call_kinds.py: inputs and outputs stay in order, those nobody uses
+    """program/functionalization.py, frontend/call_kinds.py: inputs and outputs stay in order, those nobody uses
     included.
     """
     from inlay.program import Symbol
@@ -215,7 +215,7 @@ def test_calls_made_functional_side_by_side() -> None:
 
 
 def test_exported_wrappers_and_symbols() -> None:
-    """capture/call_kinds.py: the nested graph torch.export makes of `no_grad`; sizes that data decides are no `s`."""
+    """frontend/call_kinds.py: the nested graph torch.export makes of `no_grad`; sizes that data decides are no `s`."""
 
     class Wrapped(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,17 @@ def test_engine_and_verify_mean_one_thing() -> None:
 
 def test_what_runs_a_program_is_a_backend() -> None:
     """Below the runtime nothing is called an engine, in messages and docstrings neither."""
-    packages = ("analysis", "build_cache", "capture", "config", "insight", "integrations", "lowering", "ops", "package")
+    packages = (
+        "analysis",
+        "build_cache",
+        "frontend",
+        "config",
+        "insight",
+        "integrations",
+        "lowering",
+        "ops",
+        "package",
+    )
     packages += ("program", "rewrite", "streams", "transforms")
     files = [file for name in packages for file in (ROOT / "src/inlay" / name).rglob("*.py")]
     assert [file.name for file in files if re.search(r"\bengines?\b", file.read_text(), re.IGNORECASE)] == []

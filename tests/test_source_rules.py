@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "inlay"
 pytestmark = pytest.mark.fast
 
 PRIVATE = {
-    "torch._subclasses": {"capture/fake_tensors.py", "program/symbols.py"},
+    "torch._subclasses": {"frontend/fake_tensors.py", "program/symbols.py"},
     "torch._dispatch": {"program/symbols.py"},
     "torch.fx.experimental.symbolic_shapes": {"program/symbols.py"},
     "torch._dynamo.source": {"program/symbols.py"},
@@ -36,11 +36,11 @@ PRIVATE = {
     },
     "torch._functorch": {"testing/compiler.py"},
     "torch.compiler._cache": {"testing/compiler.py"},
-    "transformers.modeling_gguf_pytorch_utils": {"capture/gguf/conversion.py"},
-    "transformers.core_model_loading": {"capture/huggingface/weight_conversion.py"},
-    "transformers.conversion_mapping": {"capture/huggingface/weight_conversion.py"},
-    "transformers.initialization": {"capture/huggingface/causal_lm.py"},
-    "transformers.cache_utils": {"capture/huggingface/static_cache.py"},
+    "transformers.modeling_gguf_pytorch_utils": {"frontend/gguf/conversion.py"},
+    "transformers.core_model_loading": {"frontend/huggingface/weight_conversion.py"},
+    "transformers.conversion_mapping": {"frontend/huggingface/weight_conversion.py"},
+    "transformers.initialization": {"frontend/huggingface/causal_lm.py"},
+    "transformers.cache_utils": {"frontend/huggingface/static_cache.py"},
 }
 """Private API → the only files that may import it. What breaks when it changes is in tests/test_adapters.py."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.capture.tokenizer import save_tokenizer
+from inlay.frontend.tokenizer import save_tokenizer
 from inlay.runtime.text_codec import TextCodec
 from tests.models import LLAMA, random_model
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from inlay._version import __version__
+
 if TYPE_CHECKING:
     from inlay.api import bisect, diff, explain, measure_accuracy, verify
-    from inlay.capture import Example, capture
     from inlay.errors import InlayError
     from inlay.flow import BuildOptions, build
+    from inlay.frontend import Example, capture
     from inlay.program import Program
     from inlay.runtime import LanguageModel, Sampling, load
 
-__version__ = "0.1.0"
 _HOMES = {
     "BuildOptions": "inlay.flow",
-    "Example": "inlay.capture",
+    "Example": "inlay.frontend",
     "InlayError": "inlay.errors",
     "LanguageModel": "inlay.runtime",
     "Program": "inlay.program",
     "Sampling": "inlay.runtime",
     "bisect": "inlay.api",
     "build": "inlay.flow",
-    "capture": "inlay.capture",
+    "capture": "inlay.frontend",
     "diff": "inlay.api",
     "explain": "inlay.api",
     "load": "inlay.runtime",

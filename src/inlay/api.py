@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inlay.capture import Example, SourceModel
-from inlay.capture import capture as capture_model
 from inlay.config import resolve_config
 from inlay.errors import ModelError, UsageError
+from inlay.frontend import Example, SourceModel
+from inlay.frontend import capture as capture_model
 from inlay.insight.accuracy import AccuracyReport
 from inlay.insight.accuracy import measure_accuracy as compare_logits
 from inlay.insight.bisect import Bisection, Culprit
@@ -104,7 +104,7 @@ def measure_accuracy(
 
     `text` is a text file; by default a built-in sample is used. `source` is the model, if it is not where it was.
     """
-    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.causal_lm import HFOptions
     from inlay.runtime.text_codec import TextCodec
 
     loaded = load_package(package)

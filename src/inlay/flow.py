@@ -14,11 +14,11 @@ import yaml
 
 from inlay.build_cache.key import BuildRequest
 from inlay.build_cache.lookup import Lookup, lookup_build, restore_build, store_build
-from inlay.capture import Example, SourceModel, capture, open_model
-from inlay.capture.huggingface.causal_lm import HFOptions
-from inlay.capture.tokenizer import save_tokenizer
 from inlay.config import resolve_config
 from inlay.errors import ContractError, ModelError, UsageError
+from inlay.frontend import Example, SourceModel, capture, open_model
+from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.tokenizer import save_tokenizer
 from inlay.lowering.lower import LoweredProgram, compile_lowered, lower
 from inlay.lowering.state.buffers import lift_mutated_buffers
 from inlay.lowering.state.declared_aliases import declare_aliases

@@ -146,7 +146,7 @@ def _model_files(model: str) -> str | None:
     if not path.is_dir():
         if ":" in model:
             return None
-        from inlay.capture.model_spec import find_snapshot
+        from inlay.frontend.model_spec import find_snapshot
 
         snapshot = find_snapshot(model)
         if snapshot is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import Example, capture
+from inlay.frontend import Example, capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.package.memory_profiler import allocate_paged, profile_memory
 from tests.lowering.state.update_forms import FORMS, HEADS, SIZE

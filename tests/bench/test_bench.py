@@ -200,7 +200,7 @@ def test_ratios_are_of_a_round() -> None:
 def test_random_model_is_read(tmp_path: Path) -> None:
     from tools.benchmarks.random_llama import Shape, write
 
-    from inlay.capture import open_model
+    from inlay.frontend import open_model
 
     write(tmp_path / "random.gguf", Shape(2, 64, 96, 4, 2, 512, 128))
     model = open_model(str(tmp_path / "random.gguf"))

@@ -21,8 +21,8 @@ from inlay import machine
 from inlay.build_cache import key
 from inlay.build_cache.module_files import collect_sources
 from inlay.build_cache.store import HITS, BuildCache
-from inlay.capture import capture
 from inlay.flow import BuildOptions, build
+from inlay.frontend import capture
 from inlay.package import writer
 from inlay.package.loader import read_manifest
 from inlay.transforms.base import Numerics, Stage, Transform, TransformResult, transform

@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from inlay import Example
-from inlay.capture import capture
 from inlay.cli.main import app
 from inlay.cli.streams import build_inputs, choose_sizes
+from inlay.frontend import capture
 from inlay.lowering.state.buffers import lift_mutated_buffers
 from inlay.lowering.state.in_place_writes import write_in_place
 from inlay.streams import (

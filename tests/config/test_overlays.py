@@ -12,11 +12,11 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from inlay.capture import capture, identify
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.cli.main import app
 from inlay.config import resolve_config
 from inlay.errors import ContractError, ExitCode
+from inlay.frontend import capture, identify
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.transforms import configure, run
 from tests.architectures import ARCHITECTURES, without_weights
 from tests.models import config_folder, tiny_gguf
@@ -43,7 +43,7 @@ def test_each_architecture_has_one_overlay_and_is_tested() -> None:
     ],
 )
 def test_what_an_overlay_states_holds(file: str, name: str, tmp_path: Path) -> None:
-    """In bfloat16, as checkpoints come, at another depth; tests/capture/test_architectures.py has float32."""
+    """In bfloat16, as checkpoints come, at another depth; tests/frontend/test_architectures.py has float32."""
     program = capture(without_weights(tmp_path / "model", name, 3), HFOptions(torch.bfloat16))
     resolved = resolve_config(architecture=program.facts.architecture, model=program.name)
     stated = OVERLAYS[file]["transforms"]
@@ -98,8 +98,8 @@ def test_a_model_is_identified_as_its_program_is(make: Any, tmp_path: Path, monk
     def built(*_: Any) -> None:
         raise AssertionError("a module was built")
 
-    monkeypatch.setattr("inlay.capture.huggingface.causal_lm._build_module", built)
-    monkeypatch.setattr("inlay.capture.model_spec._open_factory", built)
+    monkeypatch.setattr("inlay.frontend.huggingface.causal_lm._build_module", built)
+    monkeypatch.setattr("inlay.frontend.model_spec._open_factory", built)
     found = identify(text)
     assert (found.name, found.architecture) == (program.name, program.facts.architecture)
 

@@ -23,7 +23,7 @@ def smollm2_report(smollm2_program: Program, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def hundred_layers_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a narrow model of a hundred layers."""
-    from inlay.capture import capture
+    from inlay.frontend import capture
     from inlay.insight.report import report_program, write_page
     from tests.models import config_folder
 
@@ -37,7 +37,7 @@ def hundred_layers_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def two_programs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What differs between a model with two layers and one with three."""
-    from inlay.capture import capture
+    from inlay.frontend import capture
     from inlay.insight.report import write_page
     from inlay.insight.report.comparison import build_program_page
     from tests.models import config_folder

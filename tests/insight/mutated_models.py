@@ -23,9 +23,9 @@ import torch
 if __name__ == "__main__":
     sys.path += [str(Path(__file__).parents[2])]
 
-from inlay.capture import capture
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.config import resolve_config
+from inlay.frontend import capture
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight import Finding, explain
 from inlay.insight.explanation import drop_contract
 from inlay.insight.findings import layer_of

@@ -22,9 +22,9 @@ if __name__ == "__main__":
 
 import torch
 
-from inlay.capture import capture
 from inlay.config import resolve_config
 from inlay.errors import TransformError
+from inlay.frontend import capture
 from inlay.insight.bisect import Bisection, Culprit
 from inlay.insight.explanation import drop_contract
 from inlay.insight.oracles import make_oracle

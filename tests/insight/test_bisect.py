@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inlay.capture import capture
 from inlay.cli.main import app
 from inlay.config import resolve_config
 from inlay.errors import UsageError
+from inlay.frontend import capture
 from inlay.insight.bisect import Bisection, load_answers
 from inlay.insight.oracles import make_oracle
 from inlay.insight.reproduction import reproduce

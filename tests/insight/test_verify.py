@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from inlay.capture import capture
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.config import resolve_config
+from inlay.frontend import capture
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight.interpreter import ProgramInterpreter, random_inputs
 from inlay.insight.verify import Change, NumericsCheck, NumericsVerdict
 from inlay.transforms import configure, run

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from inlay.capture import Example, capture
 from inlay.errors import UsageError
+from inlay.frontend import Example, capture
 from inlay.lowering.compiled_program import CompiledProgram, compile_program
 
 

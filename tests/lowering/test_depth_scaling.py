@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inlay.capture import capture
 from inlay.flow import BuildOptions, build, prepare, transform
+from inlay.frontend import capture
 from inlay.lowering.lower import lower
 from tests.models import random_model
 from tests.small_packages import FIELDS

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay import flow
-from inlay.capture import capture, open_model
 from inlay.errors import PackageError
+from inlay.frontend import capture, open_model
 from inlay.lowering.aoti import CompiledLibrary, StateAccess
 from inlay.package import writer
 from inlay.package.loader import load_package, read_manifest

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from inlay import Example
-from inlay.capture import capture
 from inlay.errors import UsageError
+from inlay.frontend import capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.package.loader import load_package
 from inlay.package.refit import refit

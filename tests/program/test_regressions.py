@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from inlay.capture import Example, capture
+from inlay.frontend import Example, capture
 from inlay.program import Role
 from inlay.program.fold import fold
 from inlay.program.text.diff import diff

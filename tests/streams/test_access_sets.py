@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import fx
 
-from inlay.capture import capture
 from inlay.errors import ProgramError, UsageError
+from inlay.frontend import capture
 from inlay.program import Binding, Bindings, Facts, Program, Role
 from inlay.program.graphs import attach_subgraphs
 from inlay.program.program import CallSpec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inlay.capture import capture, with_static_cache
+from inlay.frontend import capture, with_static_cache
 from inlay.program import Program, Role
 from inlay.streams import (
     Lifetime,

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from inlay import Example
-from inlay.capture import capture
 from inlay.errors import UsageError
+from inlay.frontend import capture
 from inlay.lowering.executable import BoundStep
 from inlay.lowering.state.in_place_writes import write_in_place
 from inlay.program.bindings import Role

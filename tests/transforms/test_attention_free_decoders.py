@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from inlay.capture import Example, capture
 from inlay.errors import ContractError
 from inlay.flow import BuildOptions, prepare, transform
+from inlay.frontend import Example, capture
 
 pytestmark = pytest.mark.fast
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inlay.capture import capture
+from inlay.frontend import capture
 from tests.architectures import without_weights
 from tests.show_pass_checks import check_each_pass
 

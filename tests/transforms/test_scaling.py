@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from inlay.capture import capture
 from inlay.config import resolve_config
+from inlay.frontend import capture
 from inlay.program.fold import fold
 from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run
 from inlay.transforms.pass_manager import TransformStep
@@ -118,7 +118,7 @@ def test_time_per_node(shallow: Program) -> None:
 
 SEVENTY = """
 import json, resource, sys, time
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.config import resolve_config
 from inlay.transforms import configure, run
 start = time.perf_counter()

@@ -14,7 +14,7 @@ from tests.architectures import config_of
 from tests.models import random_model
 from tests.streams.large_work import decoder, tangled
 
-from inlay.capture import capture, with_static_cache
+from inlay.frontend import capture, with_static_cache
 from inlay.program import Role
 from inlay.streams import (
     WorkGraph,

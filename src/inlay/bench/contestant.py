@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay import __version__
+from inlay._version import __version__
 from inlay.bench.roofline import time_linears, time_weight_read
 from inlay.package.loader import load_package
 from inlay.runtime.session import Session

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay import __version__
+from inlay._version import __version__
 from inlay.cli import (
     bench,
     bisect,

@@ -148,8 +148,8 @@ def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
             return load(text)
         import torch
 
-        from inlay.capture import capture
-        from inlay.capture.huggingface.causal_lm import HFOptions
+        from inlay.frontend import capture
+        from inlay.frontend.huggingface.causal_lm import HFOptions
 
         options = HFOptions(getattr(torch, dtype.value) if dtype else None, trust)
         return capture(text, options, on_step=step)

@@ -95,7 +95,7 @@ def _identity(model: str) -> tuple[str, str]:
     """Return name and architecture of MODEL, as in its program. A single word is an architecture."""
     if not model or (model.replace("-", "_").isidentifier() and not Path(model).exists()):
         return model, model
-    from inlay.capture import identify
+    from inlay.frontend import identify
 
     found = identify(model)
     if not found.architecture:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inlay.capture import capture
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.config import resolve_config
+from inlay.frontend import capture
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight.bisect import Bisection
 from inlay.insight.oracles import make_oracle
 from inlay.integrations.external_pass import load_external_pass

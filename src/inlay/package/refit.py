@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inlay.capture import open_model
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.errors import UsageError
+from inlay.frontend import open_model
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.ops import weight_formats as _  # noqa: F401 - registers the weight maps of packed weights
 from inlay.package import store, weights_file
 from inlay.package.loader import check_package, read_manifest
@@ -19,7 +19,7 @@ from inlay.program.weights import DerivedTensor, InMemoryTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from inlay.capture import SourceModel
+    from inlay.frontend import SourceModel
     from inlay.package.manifest import Manifest, WeightRow
     from inlay.program.weights import TensorRef
 

@@ -1,6 +1,6 @@
 """Tokenizer, detokenizer, chat template and end tokens of a package.
 
-Reads the files of `inlay.capture.tokenizer.save_tokenizer`: `tokenizer.json`, `text.json` and, for chat models,
+Reads the files of `inlay.frontend.tokenizer.save_tokenizer`: `tokenizer.json`, `text.json` and, for chat models,
 `chat_template.jinja`. transformers is not imported: the import takes seconds, and a package must not require it.
 """
 

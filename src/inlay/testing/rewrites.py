@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from inlay.capture import Example, capture
 from inlay.errors import one_line
+from inlay.frontend import Example, capture
 from inlay.insight.interpreter import find_type_mismatches, match_layout, other_sizes, random_inputs
 from inlay.program.bindings import Role
 from inlay.program.graphs import MODULE, SOURCE, all_nodes

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import inlay
-from inlay.capture import capture
 from inlay.config import resolve_config
+from inlay.frontend import capture
 from inlay.insight.candidates import Recommendation, find_candidates
 from inlay.insight.candidates.measurement import measure
 from inlay.insight.explanation import drop_contract

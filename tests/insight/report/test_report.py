@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from inlay import Example
-from inlay.capture import capture
 from inlay.cli.main import app
 from inlay.flow import BuildOptions
+from inlay.frontend import capture
 from inlay.insight.report import report_package, report_program, write_page
 from inlay.insight.report.page import render_page
 from tests.models import config_folder, llama_folder
@@ -210,7 +210,7 @@ def test_two_programs(tmp_path: Path) -> None:
 
 TRACED = """
 import torch
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.flow import BuildOptions, prepare, transform
 from tests.insight.report.test_report import norms
 transform(prepare(capture(norms()), BuildOptions()), BuildOptions())

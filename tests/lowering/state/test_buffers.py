@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from inlay.capture import Example, capture, with_static_cache
 from inlay.errors import UsageError
+from inlay.frontend import Example, capture, with_static_cache
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers, zero_state
 from inlay.program.bindings import Role
 from tests.greedy_tokens import START, stock_model, without_cache

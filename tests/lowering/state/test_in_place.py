@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inlay.analysis.state_updates import find_state_updates
-from inlay.capture import Example, capture
 from inlay.errors import UsageError
+from inlay.frontend import Example, capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
 from inlay.lowering.state.declared_aliases import declare_aliases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inlay.capture import Example, capture
+from inlay.frontend import Example, capture
 from inlay.lowering.backends import BACKENDS
 from inlay.lowering.compiled_program import compile_program
 

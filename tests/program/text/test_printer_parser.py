@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import Example, capture
 from inlay.errors import InlayError, ProgramError
+from inlay.frontend import Example, capture
 from inlay.program import Role
 from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.parser import load, parse

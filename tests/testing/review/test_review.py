@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inlay.capture import capture
 from inlay.cli.main import app
+from inlay.frontend import capture
 from inlay.testing import assert_rewrites, program_of
 from inlay.testing.review import review
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING, WRONG, find_conditions, make_mutants

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import capture
 from inlay.config import resolve_config
 from inlay.errors import ContractError
+from inlay.frontend import capture
 from inlay.transforms.pass_manager import configure, run
 from tests.architectures import ARCHITECTURES
 from tests.decoders import Parts

@@ -12,9 +12,9 @@ import gguf
 import pytest
 import torch
 
-from inlay.capture import capture, open_model
 from inlay.errors import ModelError, UsageError
 from inlay.flow import BuildOptions, build, prepare, transform
+from inlay.frontend import capture, open_model
 from inlay.insight.interpreter import ProgramInterpreter
 from inlay.ops.weight_formats import FORMATS
 from inlay.package.loader import load_package

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
-from inlay import __version__
+from inlay._version import __version__
 from inlay.errors import UsageError, suggest
 from inlay.runtime.request import EngineClosedError, QueueFullError
 from inlay.serve.http import request_builder

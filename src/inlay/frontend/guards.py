@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from inlay.capture.source_model import SourceModel
+    from inlay.frontend.source_model import SourceModel
     from inlay.program.program import Program, Symbol
 
 _EXHAUSTIVE_LIMIT = 1 << 20

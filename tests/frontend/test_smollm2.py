@@ -107,7 +107,7 @@ def test_tokenizer(smollm2_tokenizer: Any) -> None:
 
 SEVENTY = """
 import json, resource, sys, time
-from inlay.capture import capture
+from inlay.frontend import capture
 from inlay.program.fold import fold
 from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.printer import dump

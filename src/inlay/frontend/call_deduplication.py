@@ -16,7 +16,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec
 
-from inlay.capture.call_kinds import (
+from inlay.frontend.call_kinds import (
     PROVENANCE_KEYS,
     SYM_ARITHMETIC,
     SYM_SIZE,

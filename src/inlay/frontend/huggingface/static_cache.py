@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.capture.fake_tensors import fake_mode_of
-from inlay.capture.huggingface.causal_lm import read_config_facts
-from inlay.capture.source_model import Example, SourceModel
 from inlay.errors import ModelError, UsageError, one_line
+from inlay.frontend.fake_tensors import fake_mode_of
+from inlay.frontend.huggingface.causal_lm import read_config_facts
+from inlay.frontend.source_model import Example, SourceModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

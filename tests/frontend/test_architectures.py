@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import capture
-from inlay.capture.huggingface.causal_lm import HFOptions
 from inlay.config import resolve_config
+from inlay.frontend import capture
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.program.fold import fold
 from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.parser import parse

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import capture, open_model
-from inlay.capture.fake_tensors import fake_parameters, is_fake
+from inlay.frontend import capture, open_model
+from inlay.frontend.fake_tensors import fake_parameters, is_fake
 from inlay.program.text.printer import dump
 from inlay.program.tracing_lock import tracing_lock
 from inlay.rewrite.pattern_trees import trace_pattern
@@ -22,7 +22,7 @@ from tests.models import tiny_gguf
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inlay.capture import SourceModel
+    from inlay.frontend import SourceModel
 
 pytestmark = pytest.mark.fast
 

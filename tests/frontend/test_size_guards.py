@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inlay import Example
-from inlay.capture import SourceModel, capture
 from inlay.errors import CaptureError
+from inlay.frontend import SourceModel, capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from inlay.capture import capture, open_model, with_static_cache
 from inlay.errors import ModelError, UsageError
+from inlay.frontend import capture, open_model, with_static_cache
 from inlay.lowering.compiled_program import compile_program
 from inlay.lowering.state.buffers import zero_state
 from inlay.package.memory_profiler import profile_memory

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inlay.capture import open_model
 from inlay.errors import ModelError
+from inlay.frontend import open_model
 from tests.models import LLAMA, config_folder, llama_folder, tiny_gguf
 
 if TYPE_CHECKING:

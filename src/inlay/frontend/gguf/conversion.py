@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import modeling_gguf_pytorch_utils as hf
 
-from inlay.capture.gguf.reader import GGUFFile, GGUFTensor
 from inlay.errors import ModelError, one_line
+from inlay.frontend.gguf.reader import GGUFFile, GGUFTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

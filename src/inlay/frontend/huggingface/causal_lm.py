@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inlay.capture.fake_tensors import check_buffers, fake_parameters
-from inlay.capture.huggingface.quantization_checks import (
+from inlay.errors import ModelError, one_line
+from inlay.frontend.fake_tensors import check_buffers, fake_parameters
+from inlay.frontend.huggingface.quantization_checks import (
     refuse_quantization_tensors,
     refuse_quantized_config,
     refuse_quantized_dtype,
     summarize_names,
 )
-from inlay.capture.safetensors_files import SafetensorsTensor, index_folder
-from inlay.capture.source_model import Example, SourceModel
-from inlay.errors import ModelError, one_line
+from inlay.frontend.safetensors_files import SafetensorsTensor, index_folder
+from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.decoder import SIGNATURE
 from inlay.program.tracing_lock import tracing_lock
 from inlay.program.weights import CastTensor, MissingTensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from inlay.capture.gguf.reader import GGUFFile
+    from inlay.frontend.gguf.reader import GGUFFile
     from inlay.program.weights import TensorRef
 
 _CONFIG_FACTS = {
@@ -62,7 +62,7 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     model = _build_module(config, name, options)
     leftover: list[str] = []
     if stored:
-        from inlay.capture.huggingface.weight_conversion import map_tensors, unexpected_keys
+        from inlay.frontend.huggingface.weight_conversion import map_tensors, unexpected_keys
 
         refs = map_tensors(stored, model)
         leftover = unexpected_keys(refs, model)
@@ -78,8 +78,8 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
 def open_gguf(path: Path, options: HFOptions) -> SourceModel:
     """Open a GGUF file; the weight references give access to its quantized blocks."""
     header, config = _load_gguf_config(path)
-    from inlay.capture.gguf.conversion import map_tensors
-    from inlay.capture.gguf.reader import check_storage_types
+    from inlay.frontend.gguf.conversion import map_tensors
+    from inlay.frontend.gguf.reader import check_storage_types
 
     check_storage_types(path.name, header)
 
@@ -130,8 +130,8 @@ def _load_gguf_config(path: Path) -> tuple[GGUFFile, Any]:
     except ImportError as error:
         raise ModelError("Reading a GGUF file needs the gguf package.", "pip install 'inlay[gguf]'") from error
     _import_transformers()
-    from inlay.capture.gguf.conversion import read_config
-    from inlay.capture.gguf.reader import read_header
+    from inlay.frontend.gguf.conversion import read_config
+    from inlay.frontend.gguf.reader import read_header
 
     header = read_header(path)
     with tracing_lock():
@@ -185,7 +185,7 @@ def _refuse_encoder_decoder(config: Any, name: str) -> None:
 
 def _refuse_recurrent(model: Any, name: str) -> None:
     """Reject a model without attention layers: its state does not fit into a KV cache."""
-    from inlay.capture.huggingface.static_cache import cache_layers
+    from inlay.frontend.huggingface.static_cache import cache_layers
 
     layers, attends = cache_layers(model.config)
     if layers and not attends:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inlay.capture.gguf.reader import is_split_file, split_error
-from inlay.capture.safetensors_files import index_folder
-from inlay.capture.source_model import Example, SourceModel
 from inlay.errors import ModelError, UsageError, one_line, suggest
+from inlay.frontend.gguf.reader import is_split_file, split_error
+from inlay.frontend.safetensors_files import index_folder
+from inlay.frontend.source_model import Example, SourceModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.causal_lm import HFOptions
 
 MODEL_FORMS = (
     "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, or package.module:factory."
@@ -72,7 +72,7 @@ def identify(text: str, options: HFOptions | None = None) -> Identity:
         path = Path(text).expanduser()
         if path.is_file():
             _check_file(path)
-            from inlay.capture.huggingface.causal_lm import gguf_architecture
+            from inlay.frontend.huggingface.causal_lm import gguf_architecture
 
             return Identity(path.name, gguf_architecture(path))
         if path.is_dir():
@@ -88,7 +88,7 @@ def identify(text: str, options: HFOptions | None = None) -> Identity:
 
 
 def _identify_folder(path: Path, name: str, options: HFOptions | None) -> Identity:
-    from inlay.capture.huggingface.causal_lm import folder_architecture
+    from inlay.frontend.huggingface.causal_lm import folder_architecture
 
     return Identity(name, folder_architecture(path, name, _default_options(options)))
 
@@ -110,13 +110,13 @@ def _is_hub_id(text: str) -> bool:
 
 
 def _default_options(options: HFOptions | None) -> HFOptions:
-    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.causal_lm import HFOptions
 
     return options or HFOptions()
 
 
 def _open_file(path: Path, options: HFOptions | None) -> SourceModel:
-    from inlay.capture.huggingface.causal_lm import open_gguf
+    from inlay.frontend.huggingface.causal_lm import open_gguf
 
     _check_file(path)
     return open_gguf(path, _default_options(options))
@@ -133,7 +133,7 @@ def _check_file(path: Path) -> None:
 
 
 def _open_folder(path: Path, text: str, options: HFOptions | None) -> SourceModel:
-    from inlay.capture.huggingface.causal_lm import open_folder
+    from inlay.frontend.huggingface.causal_lm import open_folder
 
     _check_folder(path, text)
     return open_folder(path, path.resolve().name, _default_options(options))
@@ -198,7 +198,7 @@ def _to_example(text: str, made: Any) -> Example:
 
 
 def _open_id(text: str, options: HFOptions | None) -> SourceModel:
-    from inlay.capture.huggingface.causal_lm import open_folder
+    from inlay.frontend.huggingface.causal_lm import open_folder
 
     repo, _, revision = text.partition("@")
     try:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from inlay.capture import Example, capture, open_model
-from inlay.capture.gguf.conversion import ReorderedTensor
 from inlay.errors import CaptureError, ModelError, UsageError
+from inlay.frontend import Example, capture, open_model
+from inlay.frontend.gguf.conversion import ReorderedTensor
 from inlay.program.weights import CastTensor
 from tests.models import LLAMA, config_folder, llama_folder, random_model, tiny_gguf
 
@@ -29,7 +29,7 @@ def test_folder_without_weights_is_captured_but_cannot_run(tmp_path: Path) -> No
 
 
 def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:
-    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.causal_lm import HFOptions
 
     random_model(LLAMA).to(torch.bfloat16).save_pretrained(tmp_path)
     assert capture(str(tmp_path)).bindings["p_lm_head_weight"].dtype == "bfloat16"

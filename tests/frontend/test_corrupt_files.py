@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inlay.capture import open_model
 from inlay.errors import ModelError
+from inlay.frontend import open_model
 from tests.models import llama_folder, tiny_gguf
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_damaged_weights(kind: str, tmp_path: Path) -> None:
 
 
 def _gguf(folder: Path) -> tuple[Path, Path, int]:
-    from inlay.capture.gguf.reader import read_header
+    from inlay.frontend.gguf.reader import read_header
 
     path = tiny_gguf(folder / "tiny.gguf")
     header = min(info.offset for info in read_header(path).tensors.values())

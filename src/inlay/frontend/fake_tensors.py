@@ -88,5 +88,5 @@ def check_buffers(module: torch.nn.Module) -> None:
         if is_fake(buffer):
             raise CaptureError(
                 f"The buffer {name} is computed from a weight when the model is built, so it has no value yet.",
-                "Capture the model with its weights in memory: pass the nn.Module itself to inlay.capture.",
+                "Capture the model with its weights in memory: pass the nn.Module itself to inlay.frontend.",
             )

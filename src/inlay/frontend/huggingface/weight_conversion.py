@@ -20,7 +20,7 @@ from inlay.errors import ModelError, one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inlay.capture.safetensors_files import SafetensorsTensor
+    from inlay.frontend.safetensors_files import SafetensorsTensor
     from inlay.program.weights import TensorRef
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from inlay import Example
-from inlay.capture import capture
-from inlay.capture.call_deduplication import make_functional
+from inlay.frontend import capture
+from inlay.frontend.call_deduplication import make_functional
 from inlay.program.text.printer import dump
 from tests.architectures import ARCHITECTURES
 from tests.models import branch, convolutions, random_model
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from inlay.program import Program
 
-CAPTURE = importlib.import_module("inlay.capture.export")
+CAPTURE = importlib.import_module("inlay.frontend.export")
 FEW = {"llama", "gemma3_text", "bloom", "gpt2"}
 WRITES = {"mixtral", "qwen3_moe", "gpt_oss", "falcon", "deepseek_v3"}
 """Architectures that write in place on the way."""
@@ -238,7 +238,7 @@ def test_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_add_no_kinds_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes through torch is the same for 2 layers and for 9."""
-    from inlay.capture import call_kinds
+    from inlay.frontend import call_kinds
     from tests.architectures import without_weights
 
     counts: list[int] = []

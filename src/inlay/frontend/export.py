@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import Dim
 
-from inlay.capture.call_deduplication import make_functional
-from inlay.capture.guards import collect_guards, narrow_ranges
-from inlay.capture.model_spec import open_model
-from inlay.capture.source_model import Example, SourceModel
 from inlay.errors import CaptureError, UsageError, one_line, suggest
+from inlay.frontend.call_deduplication import make_functional
+from inlay.frontend.guards import collect_guards, narrow_ranges
+from inlay.frontend.model_spec import open_model
+from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.exported_program import from_exported, source_line
 from inlay.program.facts import Facts, reconcile
 from inlay.program.fold import fold
@@ -24,8 +24,8 @@ from inlay.program.weights import InMemoryTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from inlay.capture.guards import ShapeGuard
-    from inlay.capture.huggingface.causal_lm import HFOptions
+    from inlay.frontend.guards import ShapeGuard
+    from inlay.frontend.huggingface.causal_lm import HFOptions
     from inlay.program.program import Program
     from inlay.program.weights import TensorRef
 
