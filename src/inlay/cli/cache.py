@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from inlay.build_cache.lookup import Lookup
 
 app = typer.Typer(
-    help="List, clear or limit the build cache, which stores the results of earlier builds.",
+    help="List, clear or limit the caches: results of earlier builds, and packages that were built on demand.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -26,17 +26,19 @@ _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @app.command("ls")
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
-    """List the entries of the build cache, most recently used first.
+    """List the entries of the build cache and the packages built by `run`, `chat` and `serve`, recently used first.
 
     Example: [bold]inlay cache ls[/]
     """
     with error_boundary():
         from inlay.build_cache.store import BuildCache
+        from inlay.package_cache import PackageCache
 
-        cache = BuildCache()
-        rows, now = cache.listing(), time.time()
+        cache, packages = BuildCache(), PackageCache()
+        rows, now, built = cache.listing(), time.time(), packages.entries()
         if as_json:
-            print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows})
+            listed = [{**vars(each), "folder": str(each.folder)} for each in built]
+            print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows, "packages": listed})
             return
         table = Table(box=None, pad_edge=False)
         for column in ("entry", "model", "size", "built", "last used", "hits", "build time"):
@@ -52,6 +54,15 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
         out.print(
             f"{count}, {format_bytes(total)} of at most {format_bytes(cache.limit)}, in {cache.folder}", soft_wrap=True
         )
+        if built:
+            table = Table("package of", "size", "last used", box=None, pad_edge=False)
+            for each in built:
+                table.add_row(each.model, format_bytes(each.size), f"{format_duration(now - each.last_used)} ago")
+            out.print()
+            out.print(table, markup=False)
+            total = sum(each.size for each in built)
+            count = "1 package" if len(built) == 1 else f"{len(built)} packages"
+            out.print(f"{count}, {format_bytes(total)}, in {packages.folder}", soft_wrap=True)
 
 
 @app.command("clear")
@@ -60,15 +71,21 @@ def clear(
         str, typer.Option("--older-than", metavar="TIME", help="Only entries unused for this long: 30m, 12h, 7d, 4w.")
     ] = "0s",
 ) -> None:
-    """Remove entries from the build cache. Packages are not affected.
+    """Remove entries from the build cache, and packages built by `run`, `chat` and `serve`.
+
+    Packages that `inlay build -o DIR` wrote are not affected.
 
     Example: [bold]inlay cache clear --older-than 7d[/]
     """
     with error_boundary():
         from inlay.build_cache.store import BuildCache
+        from inlay.package_cache import PackageCache
 
-        count, freed = BuildCache().clear(parse_duration(older_than))
-        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}, {format_bytes(freed)}.")
+        age = parse_duration(older_than)
+        count, freed = BuildCache().clear(age)
+        packages, size = PackageCache().clear(time.time() - age)
+        also = f" and {'1 package' if packages == 1 else f'{packages} packages'}" if packages else ""
+        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}{also}, {format_bytes(freed + size)}.")
 
 
 @app.command("limit")
