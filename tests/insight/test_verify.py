@@ -107,7 +107,7 @@ def test_fewer_sites_than_before(program: Program) -> None:
     steps = configure(resolve_config(settings=["match_rms_norm.enabled=true"]))
     (norm,) = [step for step in steps if step.key == "match_rms_norm"]
     (verdict,) = _verdicts(program, norm, expected={"match_rms_norm": 9})
-    assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 sites fewer")
+    assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 fewer sites than expected")
 
 
 def test_precise_running_is_more_precise(program: Program) -> None:
