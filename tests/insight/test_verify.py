@@ -100,7 +100,7 @@ def test_lost_sources(program: Program) -> None:
 
     (verdict,) = _verdicts(program, _changes("silu", clone))
     assert verdict.change is Change.METADATA_LOSS
-    assert "1 calls do not say" in verdict.reason
+    assert "1 calls lost their source location" in verdict.reason
 
 
 def test_fewer_sites_than_before(program: Program) -> None:

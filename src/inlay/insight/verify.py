@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import TransformRecord
 
 _MAX_ERROR_GROWTH = 4.0
-"""An error that grows by more than this factor is not explained by rounding; the old error counts at least epsilon."""
+"""Largest growth of the error that rounding explains; the old error counts as at least epsilon."""
 _MAX_DEVIATIONS = 3
 
 

@@ -206,9 +206,9 @@ def find_candidates(program: Program, on_step: Callable[[str], None] = lambda st
     >>> [(each.name, len(each.regions)) for each in kernels]
     [('div_tanh_mul', 2)]
     """
-    on_step("matching known shapes")
+    on_step("matching known regions")
     canonical, regions, stands_for = find_known_regions(program)
-    on_step("searching for others")
+    on_step("searching for other regions")
     sizes = {"decode": ConcreteSizes(program, 1), "prefill": ConcreteSizes(program, PREFILL_ROWS)}
     for _, graph in all_graphs(canonical.graph):
         found = list(find_chains(graph, sizes["prefill"], stands_for))

@@ -104,7 +104,7 @@ def _is_symbolic(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExampleShapes:
-    """Example shapes for the inputs of a region; each symbol gets its own number."""
+    """Example shapes for the inputs of a region; each symbol gets a number that the pattern does not contain."""
 
     program: Program
 

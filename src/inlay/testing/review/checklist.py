@@ -240,7 +240,7 @@ def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
         else:
             why = each.near_miss or (each.record.misses[0].reason if each.record.misses else "no near misses")
             lines.append(f"{each.model}: none: {why}")
-    return ChecklistItem("It matches, or the reason is known", passed, tuple(lines))
+    return ChecklistItem("It matches, or the reason for no match is known", passed, tuple(lines))
 
 
 def _check_dumps(models: Sequence[ModelReview]) -> ChecklistItem:

@@ -87,8 +87,8 @@ def _is_refusal(statement: ast.stmt) -> bool:
 def find_guards(file: Path) -> list[Condition]:
     """Return every guard in a file, in order: the conditions of rules, and each `if` that is an early exit.
 
-    An early exit returns None or an existing value, raises, or continues. A line that ends with `# shortcut` only saves
-    time and is not included.
+    An early exit returns a constant, an existing value or a refusal, raises, or continues. A line that ends with
+    `# shortcut` only saves time and is not included.
     """
     lines = file.read_text().splitlines()
     tree = ast.parse("\n".join(lines))
