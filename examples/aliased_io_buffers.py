@@ -1,10 +1,11 @@
-"""The module owns the cache: two buffers, the rows and how many of them are filled, which every step writes to.
+"""State in buffers of the module: a cache and the number of filled rows, which every step writes.
 
     python examples/aliased_io_buffers.py
     python examples/aliased_io_buffers.py --backend aot
 
-The compiled program keeps them and writes to them in place. With `lift_mutable_buffers=True` they become arguments:
-read the table, make tensors of those types, pass them by name. And back: a module that `torch.export` saves.
+The compiled program owns the buffers and writes them in place. With `lift_mutable_buffers=True` they become arguments:
+read the binding table, allocate tensors of those types, and pass them by name. The last part converts them back to
+buffers and saves the module with `torch.export`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = 8
 
 
 class RowCache(nn.Module):
-    """Remembers every row it is given."""
+    """Stores every row in a cache and returns the mean."""
 
     cache: Tensor
     filled: Tensor
@@ -50,12 +51,12 @@ class RowCache(nn.Module):
 
 
 def run_owned_state(program: Program, name: str, rows: list[Tensor], wanted: list[Tensor]) -> bool:
-    print("# The program keeps the buffers\n")
+    print("# The program owns the buffers\n")
     step = compile_program(program, name)
     print_bindings(step)
 
     (cache,) = (state.binding.name for state in step.states if state.binding.target == "cache")
-    step.owned_tensors[cache] = allocate_paged(SHAPE)  # in pages of its own, so that writes to it can be seen
+    step.owned_tensors[cache] = allocate_paged(SHAPE)  # page-aligned, so that writes can be tracked
     same = all(torch.allclose(step(row), each, atol=1e-6) for row, each in zip(rows, wanted, strict=True))
     moved = measure("cache", lambda: step(rows[0]), step.owned_tensors[cache])
     return all(
@@ -85,14 +86,14 @@ def run_lifted_state(program: Program, name: str, rows: list[Tensor], wanted: li
         [
             check_in_place(step),
             check("nothing as large as the cache is copied", moved.copied_bytes(two["cache"].nbytes) == 0),
-            check("two states live beside each other under one program", apart),
+            check("one program serves two independent states", apart),
             check(f"{STEPS} steps equal eager PyTorch", same),
         ]
     )
 
 
 def run_inlined_state(program: Program, rows: list[Tensor], wanted: list[Tensor]) -> bool:
-    print("\n# And back: buffers again, saved and loaded by torch.export\n")
+    print("\n# Converted back to buffers, saved and loaded by torch.export\n")
     back = inline_lifted_buffers(lift_mutated_buffers(program))
     print("buffers:", ", ".join(f"{row.target} {row.type_text}" for row in back.bindings.with_role(Role.BUFFER)))
     file = io.BytesIO()

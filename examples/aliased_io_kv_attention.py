@@ -1,10 +1,10 @@
-"""One attention layer, a token at a time: keys and values are written to caches [batch, kv_heads, max_len, head_dim].
+"""One attention layer in decode: keys and values are written to caches [batch, kv_heads, max_len, head_dim].
 
     python examples/aliased_io_kv_attention.py
     python examples/aliased_io_kv_attention.py --backend aot
 
-Each of 32 steps writes one row to either cache, at a position that is a tensor, and attends over the filled rows. That
-must be what attention over all 32 tokens at once gives, and no step may copy a cache.
+Each of 32 steps writes one row to each cache, at a position that is a tensor, and attends over the filled rows. The
+result must equal attention over all 32 tokens at once, and no step may copy a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CACHE = (BATCH, KV_HEADS, MAX_LEN, HEAD_DIM)
 
 
 class Attention(nn.Module):
-    """Grouped heads: every 2 heads of the query share one of the keys and values."""
+    """Grouped-query attention: 2 query heads share one key and value head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Attention(nn.Module):
         q, k, v = self.split(x)
         k_cache.index_copy_(2, at, k)
         v_cache.index_copy_(2, at, v)
-        # The heads of a group stand where tokens would: no key is repeated for them.
+        # The heads of a group take the token axis, so that keys need not be repeated.
         grouped = q.view(BATCH, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         filled = (torch.arange(MAX_LEN) <= at)[None, None, None]
         attended = functional.scaled_dot_product_attention(grouped, k_cache, v_cache, attn_mask=filled)
         return self.out(attended.reshape(BATCH, 1, WIDTH))
 
     def full_attention(self, x: Tensor) -> Tensor:
-        """The whole sequence, without a cache."""
+        """Return attention over the whole sequence, without a cache."""
         q, k, v = self.split(x)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -85,9 +85,9 @@ def check_decode(name: str) -> bool:
             check_in_place(step),
             check("only the pages of the new rows are written", all(0 < each.written_bytes <= few for each in moved)),
             check("nothing as large as a cache is copied", all(each.copied_bytes(keys.nbytes) == 0 for each in moved)),
-            check("the caches are where they were", (keys.data_ptr(), values.data_ptr()) == places),
+            check("the addresses of the caches are unchanged", (keys.data_ptr(), values.data_ptr()) == places),
             check(
-                "the caches hold the keys and values of all tokens, and nothing else",
+                "the caches contain the keys and values of all tokens, and nothing else",
                 kept and _is_unused_zero(keys, values),
             ),
             check(f"{STEPS} steps equal eager attention over {STEPS} tokens at once, within {apart:.1e}", apart < 1e-5),

@@ -1,18 +1,18 @@
-"""The picture this project exists for: a step with its caches in place, against one that copies them.
+"""Chart of a decode step with in-place caches against one that copies them.
 
     python examples/aliased_io_picture.py -o docs/pictures/in_place.svg
     python examples/aliased_io_picture.py --lengths 256,512 --rounds 1 --backend eager
 
-Both run the same step, which computes the next caches from the last ones. *Aliased*, the new ones are declared to live
-where the old ones are (`alias=`). *Copied*, they come out as tensors of their own and are handed back in at the next
-step, which is what a system without aliases does.
+Both run the same step, which computes new caches from the old ones. *Aliased* declares that the new caches use the
+storage of the old ones (`alias=`). *Copied* returns new tensors and passes them to the next step, as a system without
+aliases does.
 
-Attention reads the first 128 rows at every length, by a slice: a mask over the whole cache would read all of it, and
-then both would grow with the length. What is left to grow is what a step does with rows that it neither reads nor
+Attention reads a slice of the first 128 rows at every length. A mask over the whole cache would read all of it, and
+both variants would grow with the length. The remaining growth is the cost of rows that a step neither reads nor
 changes.
 
-Bytes are measured, not computed: those written to the caches, in whole pages, and those allocated in blocks as large as
-a cache. Times are medians; the two take turns. There are no weights: the cache is the point.
+Bytes are measured: those written to the caches, in whole pages, and those allocated in blocks as large as a cache.
+Times are medians of interleaved runs. The model has no weights, because only the cache matters here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FILLED_ROWS = 128
 HEAD_DIM, DTYPE = 64, torch.bfloat16
 LENGTHS = tuple(256 * 2**each for each in range(8))
 ROUND_SECONDS = 0.5
-"""Seconds that the steps of one round may take, once there are three."""
+"""Time limit of one round in seconds; at least three steps are timed."""
 KINDS = {"aliased": "#14967f", "copied": "#d5652a"}
 
 
@@ -63,7 +63,7 @@ SHAPES = (CacheShape("one layer", 1, 8, 4), CacheShape("SmolLM2's shape", 30, 9,
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step takes."""
+    """Time and bytes of one step."""
 
     shape: str
     kind: str
@@ -73,7 +73,7 @@ class Measurement:
 
 
 class DecodeStep(nn.Module):
-    """Of every layer the caches: a row is added to each, and the filled rows are attended to."""
+    """Adds a row to the caches of every layer and attends over the filled rows."""
 
     def forward(self, x: Tensor, at: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         made = []
@@ -86,10 +86,10 @@ class DecodeStep(nn.Module):
 
 
 def measure(shape: CacheShape, length: int, backend: str, rounds: int) -> list[Measurement]:
-    """Aliased and copied at one length."""
+    """Measure both variants at one length."""
     count = 2 * shape.layers
     x = torch.randn(1, shape.kv_heads, shape.heads // shape.kv_heads, HEAD_DIM, dtype=DTYPE)
-    whole = allocate_paged([count, 1, shape.kv_heads, length, HEAD_DIM], DTYPE)  # all caches: one range to watch
+    whole = allocate_paged([count, 1, shape.kv_heads, length, HEAD_DIM], DTYPE)  # all caches in one range, for tracking
     caches = list(whole.normal_().unbind(0))
     program = capture(Example(DecodeStep(), (x, torch.tensor([0]), caches)))
     steps = {
@@ -115,7 +115,7 @@ def measure(shape: CacheShape, length: int, backend: str, rounds: int) -> list[M
 
 
 def check_results(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor]) -> None:
-    """Both give what eager PyTorch gives, and the aliased one gives it in the caches it was given."""
+    """Check that both variants equal eager PyTorch, and that only the aliased one returns the given caches."""
     wanted, rows = DecodeStep()(x, torch.tensor([0]), caches)
     for kind in ("copied", "aliased"):
         result, made = steps[kind](x, torch.tensor([0]), caches)
@@ -123,13 +123,13 @@ def check_results(steps: dict[str, CompiledProgram], x: Tensor, caches: list[Ten
         torch.testing.assert_close(made, rows, rtol=2e-2, atol=2e-2)
         there = all(new is old for new, old in zip(made, caches, strict=True))
         if there is not (kind == "aliased"):
-            raise SystemExit(f"The {kind} step returned caches that are {'' if there else 'not '}those it was given.")
+            raise SystemExit(f"The {kind} step returned {'the given' if there else 'other'} caches.")
 
 
 def time_interleaved(
     steps: dict[str, CompiledProgram], x: Tensor, caches: list[Tensor], rounds: int
 ) -> dict[str, float]:
-    """The median of a step in milliseconds."""
+    """Return the median time of a step in milliseconds."""
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     places = [torch.tensor([each]) for each in range(FILLED_ROWS)]
     for _ in range(rounds):
@@ -139,12 +139,12 @@ def time_interleaved(
                 begin = time.perf_counter()
                 _, held = step(x, places[len(taken)], held)
                 taken.append(time.perf_counter() - begin)
-            times[kind] += taken[1:]  # the first finds the processor's caches full of the other's
+            times[kind] += taken[1:]  # the first step runs with the other variant's data in the CPU caches
     return {kind: 1000 * statistics.median(each) for kind, each in times.items()}
 
 
 def draw_chart(points: Sequence[Measurement]) -> str:
-    """Time and bytes over the length."""
+    """Draw time and bytes over the cache length."""
     names = list(dict.fromkeys(point.shape for point in points))
 
     def lines(what: str) -> list[Line]:
@@ -161,7 +161,7 @@ def draw_chart(points: Sequence[Measurement]) -> str:
 
     return draw(
         "One step: caches in place (aliased) against copied",
-        "Step time and bytes moved over the cache length: aliased stays the same, copied grows.",
+        "Step time and bytes moved over the cache length: aliased is constant, copied grows.",
         f"cache length in rows, {FILLED_ROWS} of them filled",
         [
             Panel("time of a step", format_milliseconds, lines("milliseconds")),
@@ -171,12 +171,12 @@ def draw_chart(points: Sequence[Measurement]) -> str:
 
 
 def format_milliseconds(value: float) -> str:
-    """A time in milliseconds, or seconds."""
+    """Format a time in milliseconds or seconds."""
     return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms" if value >= 0.01 else f"{value:.0e} ms"
 
 
 def format_bytes(value: float) -> str:
-    """A number of bytes."""
+    """Format a number of bytes."""
     for unit, many in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= many:
             return f"{value / many:.3g} {unit}"
@@ -184,7 +184,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_table(points: Sequence[Measurement]) -> str:
-    """The same as markdown."""
+    """Format the measurements as a Markdown table."""
     head = ("", "cache length", "time, aliased", "time, copied", "bytes, aliased", "bytes, copied")
     rows = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|"]
     for aliased, copied in zip(points[::2], points[1::2], strict=True):
@@ -196,15 +196,15 @@ def format_table(points: Sequence[Measurement]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="the picture, an SVG file")
-    parser.add_argument("--json", type=Path, help="the numbers, a JSON file")
+    parser.add_argument("-o", "--output", type=Path, help="write the chart to this SVG file")
+    parser.add_argument("--json", type=Path, help="write the measurements to this JSON file")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="cache lengths (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the two take turns (default: %(default)s)")
-    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="what runs the step")
+    parser.add_argument("--rounds", type=int, default=5, help="number of interleaved rounds (default: %(default)s)")
+    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="backend of the step")
     options = parser.parse_args(arguments)
     lengths = [int(each) for each in options.lengths.split(",")]
     if min(lengths) < FILLED_ROWS:
-        parser.error(f"a cache must have room for the {FILLED_ROWS} rows that are read")
+        parser.error(f"a cache must have at least the {FILLED_ROWS} rows that are read")
     torch.manual_seed(0)
     points = []
     with torch.no_grad():

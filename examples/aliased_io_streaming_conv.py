@@ -1,10 +1,11 @@
-"""Not an LLM: a causal convolution over sound that arrives in chunks, with the frames it looks back on as state.
+"""A causal convolution over streamed audio, with the previous frames as state; not an LLM.
 
     python examples/aliased_io_streaming_conv.py
     python examples/aliased_io_streaming_conv.py --backend aot
 
-The convolution has 3 taps, 960 frames apart, so it needs the last 1,920 frames. Two ways to keep them, in one memory:
-moved up at every step, as most code does, which copies all of them, and is said; and a ring, which writes the new ones.
+The convolution has 3 taps with a dilation of 960, so it needs the last 1,920 frames. Two implementations are compared,
+both in one storage: shifting the frames at every step, as most code does, which copies all of them and is reported; and
+a ring buffer, which writes only the new frames.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from inlay.package.memory_profiler import allocate_paged
 
 CHANNELS, TAPS, DILATION, CHUNK = 32, 3, 960, 32
 HISTORY_FRAMES = (TAPS - 1) * DILATION
-"""How many frames the convolution looks back on."""
+"""Number of previous frames that the convolution reads."""
 CHUNKS = 150
-"""More than two rounds of the ring."""
+"""More than two rounds of the ring buffer."""
 
 
 class ShiftState(nn.Module):
-    """State [batch, frames, channels]: the last frames, oldest first; they move up by a chunk at every step."""
+    """State [batch, frames, channels]: the last frames, oldest first, shifted by a chunk at every step."""
 
     frames = HISTORY_FRAMES
 
@@ -44,7 +45,7 @@ class ShiftState(nn.Module):
 
 
 class RingBuffer(ShiftState):
-    """The same frames, each where it was first written; a new chunk goes over the oldest."""
+    """The same frames without shifting; a new chunk overwrites the oldest frames."""
 
     frames = HISTORY_FRAMES + CHUNK
 
@@ -69,20 +70,21 @@ def check_stream(form: type[ShiftState], name: str, weight: Tensor, sound: Tenso
     moved = measure("state", lambda: step(state, chunk, at), state)
     fresh = CHUNK * CHANNELS * 4
     claims = [
-        check_in_place(step) if form is RingBuffer else check("that it is copied is said", len(step.remarks) == 1),
-        check("the state is where it was", state.data_ptr() == place),
-        check(f"{CHUNKS} chunks equal eager convolution of the whole, within {apart:.1e}", apart < 1e-5),
+        check_in_place(step) if form is RingBuffer else check("the copy is reported", len(step.remarks) == 1),
+        check("the address of the state is unchanged", state.data_ptr() == place),
+        check(f"{CHUNKS} chunks equal eager convolution of the whole input, within {apart:.1e}", apart < 1e-5),
     ]
     if form is RingBuffer:
         claims.append(check("only the new frames are written", 0 < moved.written_bytes <= fresh + PAGE_SIZE))
         claims.append(check("nothing as large as the state is copied", moved.copied_bytes(state.nbytes) == 0))
     else:
         claims.append(
-            check("all of the state is written, because all of it moves", moved.written_bytes == state.nbytes)
+            check("the whole state is written, because all frames are shifted", moved.written_bytes == state.nbytes)
         )
         claims.append(
             check(
-                "there is no second state: the copies are what conv1d reads", state.nbytes not in moved.allocation_sizes
+                "there is no second state; only the input of conv1d is copied",
+                state.nbytes not in moved.allocation_sizes,
             )
         )
     return all(claims)
@@ -95,9 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
         weight, sound = torch.randn(CHANNELS, CHANNELS, TAPS) / 10, torch.randn(1, CHUNKS * CHUNK, CHANNELS)
         padded = functional.pad(sound.transpose(1, 2), (HISTORY_FRAMES, 0))
         wanted = functional.conv1d(padded, weight, dilation=DILATION).transpose(1, 2)
-        print("# Moved up at every step\n")
+        print("# Shifted at every step\n")
         fine = check_stream(ShiftState, name, weight, sound, wanted)
-        print("\n# A ring\n")
+        print("\n# Ring buffer\n")
         fine &= check_stream(RingBuffer, name, weight, sound, wanted)
     return 0 if fine else 1
 

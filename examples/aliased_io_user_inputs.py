@@ -1,11 +1,11 @@
-"""The caller owns the cache: it is an argument, and a step writes the new rows into it.
+"""State in arguments: the caller owns the cache, and a step writes new rows to it.
 
     python examples/aliased_io_user_inputs.py
     python examples/aliased_io_user_inputs.py --backend aot
 
-First a model that writes to its argument, which is recognised. Then one that returns a new state instead: with
-`alias={"new_state": "state"}` the caller declares that it is to live where the old one is. A declaration that cannot be
-kept is refused.
+The first model writes to its argument, which is detected. The second model returns a new state; with
+`alias={"new_state": "state"}` the caller declares that it uses the storage of the old state. An alias that is not
+possible is rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE = (1, 4, 1024, 64)
 
 
 class Append(nn.Module):
-    """Writes a row of keys at a position, and looks at all of them."""
+    """Writes a row at a position and returns the mean of all rows."""
 
     def forward(self, cache: Tensor, row: Tensor, at: Tensor) -> Tensor:
         cache.index_copy_(2, at, row)
@@ -39,14 +39,14 @@ class Append(nn.Module):
 
 
 class Decay(nn.Module):
-    """A state that is computed anew at every step, from itself."""
+    """Computes a new state from the old one at every step."""
 
     def forward(self, state: Tensor, x: Tensor) -> dict[str, Tensor]:
         return {"new_state": 0.5 * state + x, "largest": x.max()}
 
 
 def check_recognized_alias(name: str) -> bool:
-    print("# The model writes to a cache that it is given\n")
+    print("# The model writes to a cache argument\n")
     model, row = Append(), torch.randn(1, 4, 1, 64)
     program = capture(Example(model, (torch.zeros(SHAPE), row, torch.tensor([0]))))
     step = compile_program(program, name)
@@ -65,14 +65,14 @@ def check_recognized_alias(name: str) -> bool:
             check_in_place(step),
             check("only the pages of the new row are written", 0 < moved.written_bytes <= 4 * PAGE_SIZE),
             check("nothing as large as the cache is copied", moved.copied_bytes(cache.nbytes) == 0),
-            check("the cache is where it was", cache.data_ptr() == address),
+            check("the address of the cache is unchanged", cache.data_ptr() == address),
             check("8 steps equal eager PyTorch, cache included", same),
         ]
     )
 
 
 def check_declared_alias(name: str) -> bool:
-    print("\n# The model returns a new state; the caller declares where it lives\n")
+    print("\n# The model returns a new state; the caller declares its storage\n")
     model = Decay()
     program = capture(Example(model, (torch.zeros(SHAPE), torch.ones(SHAPE))))
     step = compile_program(program, name, alias={"new_state": "state"})
@@ -87,8 +87,8 @@ def check_declared_alias(name: str) -> bool:
     return all(
         [
             check_in_place(step),
-            check("all of it is new at every step, and no second one is made", moved.copied_bytes(state.nbytes) == 0),
-            check("what is returned is the state itself", returned is state),
+            check("the whole state is new at every step, without a second one", moved.copied_bytes(state.nbytes) == 0),
+            check("the step returns the state itself", returned is state),
             check("8 steps equal eager PyTorch", same),
             check_refused_alias(program, name),
         ]
@@ -96,13 +96,13 @@ def check_declared_alias(name: str) -> bool:
 
 
 def check_refused_alias(program: Program, name: str) -> bool:
-    print("\n# A declaration that cannot be kept\n")
+    print("\n# An impossible alias\n")
     try:
         compile_program(program, name, alias={"largest": "state"})
     except UsageError as error:
         print(error)
-        return check("it is refused", True)
-    return check("it is refused", False)
+        return check("it is rejected", True)
+    return check("it is rejected", False)
 
 
 def main(arguments: list[str] | None = None) -> int:

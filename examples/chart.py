@@ -1,4 +1,4 @@
-"""Line charts on two logarithmic axes, side by side, as SVG: legible on light and on dark pages, no library needed."""
+"""Line charts with logarithmic axes, side by side, as SVG; readable on light and dark pages, without a library."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 960, 430
 LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, PANEL_SPACING = 74, 114, 310, 250, 480
-"""The first panel's axes: where they begin, how large they are, and how far the next panel is."""
+"""Origin and size of the axes of the first panel, and the distance to the next panel."""
 LABEL_SPACING = 14
 LETTER_WIDTH = 6.8
-"""How wide a letter of a label is, at most, on average."""
+"""Upper bound of the average letter width of a label."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together."""
+    """The points of one line."""
 
     label: str
     colour: str
@@ -31,16 +31,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over the same axes."""
+    """Lines with common axes."""
 
     title: str
     format_value: Callable[[float], str]
-    """A value as people read it."""
+    """Formats a value for display."""
     lines: Sequence[Line]
 
 
 def draw(title: str, description: str, x_label: str, panels: Sequence[Panel]) -> str:
-    """The whole picture: a title, one legend for all panels, the panels, and what is along their lower axis."""
+    """Return the chart: a title, one legend for all panels, and the panels with the label of their x axis."""
     parts = [
         header(title, description, WIDTH, HEIGHT),
         text(LEFT, 28, title, size=18, weight=600),
@@ -52,7 +52,7 @@ def draw(title: str, description: str, x_label: str, panels: Sequence[Panel]) ->
 
 
 def _legend(lines: Sequence[Line]) -> Iterator[str]:
-    """In one row, for all panels."""
+    """Yield one legend row for all panels."""
     x = float(LEFT)
     for line in lines:
         yield _stroke(f"M{x:.1f} 56h34", line)
@@ -92,7 +92,7 @@ def _panel(panel: Panel, below: str) -> Iterator[str]:
 
 
 def _end_labels(panel: Panel, y: Callable[[float], float]) -> Iterator[str]:
-    """The last value of every line beside it, moved down where two would overlap."""
+    """Yield the last value of every line as a label, moved down where two would overlap."""
     taken = -math.inf
     last = [(line.points[max(line.points)], line) for line in panel.lines]
     for value, line in sorted(last, key=lambda each: -each[0]):

@@ -1,12 +1,12 @@
-"""The life of a few cache blocks, as the cache tells it: stored, found again, moved, removed, cleared.
+"""KV events of a few cache blocks: stored, reused, moved, removed, cleared.
 
     python examples/kv_cache_events_demo.py
     python examples/kv_cache_events_demo.py --json
     python examples/kv_cache_events_demo.py --source tensorrt_llm --model MODEL
 
-A cache of five blocks on two levels serves a few requests. Three read what it tells: one from the start, one that comes
-late, and one that is too slow. With `--source tensorrt_llm` the events are those of TensorRT-LLM's own cache, if it is
-installed; that part was never run on a GPU by us.
+A cache of five blocks on two levels serves a few requests. It has three subscribers: one from the start, one that joins
+late, and one that is too slow. With `--source tensorrt_llm` the events come from TensorRT-LLM's cache, if it is
+installed; that part has not been tested on a GPU.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 SYSTEM_PROMPT = tuple(range(1, 9))
-"""What two requests begin with: two blocks of it."""
+"""The shared prefix of two requests: two blocks."""
 LOG_SIZE = 9
-"""Events that the log keeps, so few that a slow reader is too slow."""
+"""Number of events that the log keeps; small enough that a slow subscriber misses some."""
 ROW_FORMAT = "{:>3}  {:<8} {:<7} {:<8} {:<12} {}"
 
 
 def event_rows(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """An event in TensorRT-LLM's form, which is Inlay's too, as lines of the table."""
+    """Return an event, in the format of TensorRT-LLM and Inlay, as rows of the table."""
     number, data = event["event_id"], event["data"]
     kind = data["type"]
     if kind == "created":
-        yield number, kind, "", "", "", " + ".join(map(str, data["num_blocks_per_cache_level"])) + " places"
+        yield number, kind, "", "", "", " + ".join(map(str, data["num_blocks_per_cache_level"])) + " blocks"
     elif kind == "stored":
         parent = data["parent_hash"]
         for block in data["blocks"]:
@@ -61,12 +61,12 @@ def event_rows(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def short_hash(hash_: int | None) -> str:
-    """Enough of a hash to tell a few blocks apart."""
+    """Return enough digits of a hash to distinguish a few blocks."""
     return "" if hash_ is None else f"{hash_ & 0xFFFFFFFF:08x}"[:6]
 
 
 class Printer:
-    """Prints events, in a table or as JSON, and what is said between them."""
+    """Prints events, in a table or as JSON, and the texts between them."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -76,7 +76,7 @@ class Printer:
             print(f"\n{text}")
 
     def print_header(self) -> None:
-        self.print_text(ROW_FORMAT.format("id", "event", "block", "follows", "tokens", "where, or old → new"))
+        self.print_text(ROW_FORMAT.format("id", "event", "block", "parent", "tokens", "level, or old → new"))
 
     def print_events(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
@@ -93,7 +93,7 @@ class Printer:
 
 
 class EventDemo:
-    """A small cache, somebody who reads what it tells, and requests."""
+    """A small cache with subscribers and requests."""
 
     def __init__(self, printer: Printer) -> None:
         self.log = EventLog(most=LOG_SIZE)
@@ -102,17 +102,17 @@ class EventDemo:
         self.printer = printer
 
     def print_step(self, text: str) -> None:
-        """What was just done, and what the reader heard of it."""
+        """Print the step and the events that the subscriber received."""
         self.printer.print_text(text)
         self.printer.print_events(event_json(*each) for each in self.reader.read())
 
     def request(self, tokens: Sequence[int]) -> tuple[int, list[Block]]:
-        """What an engine does: use what is there, bring it near, store the rest. How many blocks were there?"""
+        """Serve a request as an engine does: reuse cached blocks, promote them, store the rest; return the hits."""
         line = self.cache.lookup(tokens)
         found = len(line)
         self.cache.acquire(line)
         for block in line:
-            self.cache.promote(block)  # an engine copies as told
+            self.cache.promote(block)  # an engine would copy the data here
         for start in range(found * BLOCK_SIZE, len(tokens), BLOCK_SIZE):
             placed = self.cache.store(line[-1] if line else None, tuple(tokens[start : start + BLOCK_SIZE]))
             assert placed is not None
@@ -136,27 +136,27 @@ def run_demo(printer: Printer) -> bool:
     printer.print_header()
     story.print_step("A cache is created.")
     story.request(SYSTEM_PROMPT)
-    story.print_step("A first request: nothing of it is there, so both of its blocks are stored.")
+    story.print_step("The first request misses the cache, so both of its blocks are stored.")
     found, line = story.request((*SYSTEM_PROMPT, 21, 22, 23, 24))
-    story.print_step(f"A second one begins alike: {found} blocks are found, and only the rest is stored.")
-    fine = [printer.check("what two requests have in common is computed once", found == 2)]
+    story.print_step(f"The second request shares the prefix: {found} blocks are found, and only the rest is stored.")
+    fine = [printer.check("the shared prefix of two requests is computed once", found == 2)]
     for block in line[:2]:
         cache.set_priority(block, 50)
-    story.print_step("What they have in common shall stay: it gets a higher priority.")
+    story.print_step("The shared prefix gets a higher priority.")
     story.request((31, 32, 33, 34))
-    story.print_step("A third request needs a place: what matters least and was used longest ago moves down a level.")
+    story.print_step(
+        "The third request needs a block: the least recently used block of the lowest priority moves down."
+    )
     story.request((41, 42, 43, 44))
     story.request((51, 52, 53, 54))
-    story.print_step("Two more: the second level is full as well, and the block that is oldest there is removed.")
-    fine.append(printer.check("the common beginning is still near", [block.level for block in line] == [0, 0, 1]))
+    story.print_step("After two more requests the second level is full too, and its oldest block is removed.")
+    fine.append(printer.check("the shared prefix is still on level 0", [block.level for block in line] == [0, 0, 1]))
     late = story.log.subscribe()
     replica = CacheMirror(late.catch_up().blocks)
-    printer.print_text(
-        f"Somebody comes late and takes a snapshot: {len(replica.blocks)} blocks, before event {late.cursor}."
-    )
+    printer.print_text(f"A late subscriber takes a snapshot: {len(replica.blocks)} blocks, before event {late.cursor}.")
     found, (block,) = story.request((31, 32, 33, 34))
-    story.print_step("The third request comes again: its block is raised from the second level.")
-    fine.append(printer.check("it is found, and near again", (found, block.level) == (1, 0)))
+    story.print_step("The third request is repeated: its block is promoted from the second level.")
+    fine.append(printer.check("it is found, and on level 0 again", (found, block.level) == (1, 0)))
     fine.append(check_late_reader(printer, late, replica, cache))
     fine.append(check_slow_reader(printer, story.slow_reader, cache))
     cache.clear()
@@ -168,8 +168,8 @@ def check_late_reader(printer: Printer, late: Subscriber, replica: CacheMirror, 
     news = late.read()
     for _, event in news:
         replica.apply(event)
-    printer.print_text(f"The late reader applies the {len(news)} events since its snapshot.")
-    return printer.check("it knows what the cache holds", replica_levels(replica) == cache_levels(cache))
+    printer.print_text(f"The late subscriber applies the {len(news)} events since its snapshot.")
+    return printer.check("its copy equals the cache", replica_levels(replica) == cache_levels(cache))
 
 
 def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -> bool:
@@ -178,21 +178,21 @@ def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -
         gap = ""
     except Gap as told:
         gap = str(told)
-    printer.print_text(f"Somebody has read nothing so far, and the log keeps {LOG_SIZE} events: {gap}.")
+    printer.print_text(f"The slow subscriber has read nothing so far, and the log keeps {LOG_SIZE} events: {gap}.")
     replica = CacheMirror(slow.catch_up().blocks)
     told, same = "was dropped" in gap, replica_levels(replica) == cache_levels(cache)
-    return printer.check("the slow reader is told, and knows from a snapshot what the cache holds", told and same)
+    return printer.check("the slow subscriber gets a gap error, and its snapshot equals the cache", told and same)
 
 
 def run_tensorrt_llm(printer: Printer, model: str) -> bool:
-    """The same from TensorRT-LLM: two prompts with a common beginning, and the events of its cache."""
+    """Print the cache events of TensorRT-LLM for two prompts with a shared prefix."""
     try:
         from tensorrt_llm import LLM, SamplingParams
         from tensorrt_llm.llmapi import KvCacheConfig
     except ImportError as error:
         raise UsageError(
-            "TensorRT-LLM cannot be imported here.",
-            "Install tensorrt_llm where there is a GPU, or leave out --source to see Inlay's own cache.",
+            "TensorRT-LLM cannot be imported.",
+            "Install tensorrt_llm on a machine with a GPU, or omit --source to use Inlay's cache.",
         ) from error
     llm = LLM(model=model, kv_cache_config=KvCacheConfig(enable_block_reuse=True, event_buffer_max_size=1024))
     prompt = (
@@ -210,9 +210,9 @@ def run_tensorrt_llm(printer: Printer, model: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", choices=["inlay", "tensorrt_llm"], default="inlay", help="whose cache")
-    parser.add_argument("--model", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="what TensorRT-LLM loads")
-    parser.add_argument("--json", action="store_true", help="print the events as JSON lines, and nothing else")
+    parser.add_argument("--source", choices=["inlay", "tensorrt_llm"], default="inlay", help="the cache to use")
+    parser.add_argument("--model", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="the model for TensorRT-LLM")
+    parser.add_argument("--json", action="store_true", help="print only the events, as JSON lines")
     options = parser.parse_args(arguments)
     printer = Printer(options.json)
     try:

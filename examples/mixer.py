@@ -1,8 +1,8 @@
-"""A small model whose layers hold something that no kernel is known for: a short convolution, squashed and gated.
+"""A small model whose layers contain a pattern without a known kernel: a short convolution with tanh and a gate.
 
     inlay candidates mixer:mixer
 
-It is what docs/candidate_to_transform.md works on.
+docs/candidate_to_transform.md uses this model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inlay import Example
 
 
 class Layer(nn.Module):
-    """Mixes each channel over three rows, and gates what comes out."""
+    """Convolves each channel over three rows and gates the result."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 def mixer(layers: int = 3, channels: int = 32) -> Example:
-    """Three layers with random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(channels) for _ in range(layers)))
     return Example(model, (torch.randn(2, 6, channels),), axes={"input": {0: "batch", 1: "length"}})

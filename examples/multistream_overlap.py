@@ -1,14 +1,13 @@
-"""Independent branches with joins: scheduled over lanes, checked, run, and drawn as they ran.
+"""Schedule independent branches of a layer over lanes, check the schedule, run it, and draw the timeline.
 
     python examples/multistream_overlap.py
     python examples/multistream_overlap.py --layer experts --picture experts.svg
 
-Lanes are streams where there is an accelerator, and threads otherwise. Nothing about the overlap is said by hand: the
-layer is captured, its operators are measured one by one with one intra-op thread, put together to pieces that pay for
-an event, and scheduled; what a lane runs between two events becomes one piece, and the schedule is checked for races.
-What is printed is the schedule, that the numbers are those of one lane, bit for bit, and three times of interleaved
-rounds: one lane, two lanes, and one lane with two intra-op threads. The last line is JSON; its trace opens in
-https://ui.perfetto.dev.
+Lanes are streams on an accelerator, and threads otherwise. The overlap needs no annotations: the layer is captured, its
+operators are measured one by one with one intra-op thread, grouped into pieces that are worth an event, and scheduled.
+The operators of a lane between two events become one piece, and the schedule is checked for races. The output contains
+the schedule, a bitwise comparison with one lane, and the times of interleaved rounds: one lane, two lanes, and one lane
+with two intra-op threads. The last line is JSON; open its trace in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def branches(width: int, tokens: int) -> Example:
 
 
 def experts(width: int, tokens: int) -> Example:
-    """A stock mixture of 8 experts, 2 of them for each token, with a shared expert beside them."""
+    """A mixture of 8 experts from transformers, 2 per token, with a shared expert."""
     from transformers import Qwen2MoeConfig
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -67,7 +66,7 @@ def experts(width: int, tokens: int) -> Example:
         num_experts=8,
         num_experts_per_tok=2,
     )
-    config._experts_implementation = "grouped_mm"  # what a whole model of it chooses
+    config._experts_implementation = "grouped_mm"  # the default of a whole model
     block = Qwen2MoeSparseMoeBlock(config).eval()
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.05)
@@ -75,7 +74,7 @@ def experts(width: int, tokens: int) -> Example:
 
 
 class ParallelBlock(nn.Module):
-    """A stock block whose attention and MLP both read the block's input."""
+    """A block from transformers whose attention and MLP both read the input of the block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -106,13 +105,13 @@ LAYERS: dict[str, Callable[[int, int], Example]] = {"branches": branches, "exper
 
 
 def capture_layer(example: Example) -> tuple[Program, dict[str, Tensor]]:
-    """A layer as a program, and what it is given."""
+    """Return a layer as a program, and its inputs."""
     program = write_in_place(capture(example)).program
     return program, dict(zip((row.name for row in program.bindings.with_role(Role.INPUT)), example.args, strict=True))
 
 
 def print_times(compared: OverlapComparison) -> None:
-    """Medians and spreads."""
+    """Print median, lowest and highest times."""
     print(f"{'':<34} {'median':>9} {'lowest':>9} {'highest':>9}")
     for way, figures in compared.metrics().items():
         row = (figures["median"], figures["lowest"], figures["highest"])
@@ -129,7 +128,7 @@ def run_overlap(options: argparse.Namespace) -> int:
     print(f"{len(plan.work)} pieces, {len(made.lanes)} lanes, {len(made.events)} events\n{made}")
     right = check("the schedule has no race", check_schedule(plan.work, made).ok)
     compared = compare_lanes(plan, given, rounds=options.rounds, device=device)
-    same = check("the numbers are those of one lane, bit for bit", compared.is_identical)
+    same = check("the results are bitwise equal to one lane", compared.is_identical)
     print_times(compared)
     timeline, ratio = compared.timeline, compared.ratio
     print(timeline)
@@ -144,13 +143,13 @@ def run_overlap(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layer", choices=LAYERS, default="branches", help="what is run")
+    parser.add_argument("--layer", choices=LAYERS, default="branches", help="the layer to run")
     parser.add_argument("--width", type=int, default=512, help="features")
     parser.add_argument("--tokens", type=int, default=256, help="rows")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each way is measured")
-    parser.add_argument("--trace", type=Path, default=Path("overlap.json"), help="where the trace is written")
-    parser.add_argument("--timeline", type=Path, help="where the timeline is saved, for `inlay report --timeline`")
-    parser.add_argument("--picture", type=Path, help="where the timeline is drawn, as SVG")
+    parser.add_argument("--rounds", type=int, default=20, help="number of measurements of each variant")
+    parser.add_argument("--trace", type=Path, default=Path("overlap.json"), help="write the trace to this file")
+    parser.add_argument("--timeline", type=Path, help="save the timeline to this file, for `inlay report --timeline`")
+    parser.add_argument("--picture", type=Path, help="draw the timeline to this SVG file")
     torch.manual_seed(0)
     with torch.no_grad():
         return run_overlap(parser.parse_args(arguments))

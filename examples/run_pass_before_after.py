@@ -1,10 +1,10 @@
-"""What one transform does, before and after.
+"""Show a program before and after one transform.
 
     python examples/run_pass_before_after.py --pass fuse_add_rms_norm
     python examples/run_pass_before_after.py --pass match_attention --model MODEL --full
 
-Without MODEL it works on the decoder below: two blocks as most models have them, two written as older ones do, so that
-every transform finds something.
+The default model is the decoder below: two blocks in the style of current models and two in the style of older models,
+so that every transform has a match.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LayerNorm(RMSNorm):
 
 
 class Block(nn.Module):
-    """Grouped heads repeated, halves rotated, attention by torch, a SiLU gate."""
+    """Grouped-query attention with SDPA, rotary embedding of halves, and a SiLU gate."""
 
     norm = RMSNorm
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class OlderBlock(Block):
-    """A layer norm and attention written out, neighbours rotated, a GELU gate."""
+    """Explicit layer norm and attention, interleaved rotary embedding, and a GELU gate."""
 
     norm = LayerNorm
 
@@ -132,8 +132,10 @@ def print_change(name: str, model: str | None, *, full: bool) -> None:
         print(diff(*around.pair))
     else:
         reasons = dict.fromkeys(remark.reason for remark in records[-1].remarks)
-        print(f"{name} changed nothing: " + ("; ".join(reasons) or "nothing in this program starts like it") + ".")
-        print("Another model may have it: --model MODEL.")
+        print(
+            f"{name} changed nothing: " + ("; ".join(reasons) or "nothing in this program resembles its pattern") + "."
+        )
+        print("Try another model with --model MODEL.")
     print(records[-1].summary)
 
 
@@ -141,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pass", dest="name", required=True, help="a transform; `inlay passes` lists them")
     parser.add_argument("--model", help="a Hugging Face folder or id, a GGUF file, or package.module:factory")
-    parser.add_argument("--full", action="store_true", help="print both programs whole")
+    parser.add_argument("--full", action="store_true", help="print both programs in full")
     options = parser.parse_args(arguments)
     try:
         print_change(options.name, options.model, full=options.full)

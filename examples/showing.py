@@ -1,4 +1,4 @@
-"""What the examples of state in place have in common: their one option, the table they print, what they measure."""
+"""Shared code of the in-place state examples: the backend option, the binding table, and the measurement."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 PAGE_SIZE = mmap.PAGESIZE
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or else torch's profiler announces itself at every measurement
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler logs a message at every measurement
 
 
 def parse_backend(description: str | None, arguments: list[str] | None) -> str:
-    """The backend that the command line names."""
+    """Return the backend from the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="what runs the program")
+    parser.add_argument("--backend", choices=BACKENDS, default="inductor", help="backend of the program")
     return str(parser.parse_args(arguments).backend)
 
 
 def print_bindings(compiled: CompiledProgram) -> None:
-    """The binding table but for the weights: what lives where, and how that is known."""
-    print(f"{'binding':<14} {'role':<7} {'type':<22} lives in")
+    """Print the binding table without weights: the storage of each output, and why."""
+    print(f"{'binding':<14} {'role':<7} {'type':<22} storage")
     for row in compiled.bindings:
         if row.role is not Role.PARAMETER:
             print(f"{row.name:<14} {row.role:<7} {row.type_text:<22} {_alias_text(compiled, row)}".rstrip())
@@ -50,11 +50,11 @@ def _alias_text(compiled: CompiledProgram, row: Binding) -> str:
     declared = {
         compiled.bindings.outs[index].name: state for index, state in compiled.in_place_program.declared_outputs.items()
     }
-    return f"{declared[row.name]} (returned as well)" if row.name in declared else ""
+    return f"{declared[row.name]} (also returned)" if row.name in declared else ""
 
 
 def measure(name: str, call: Callable[[], Any], state: Tensor) -> MemoryProfile:
-    """One step: which bytes of the state it writes (in whole pages), and what it copies."""
+    """Measure one step: bytes of the state that it writes (in whole pages), and bytes that it copies."""
     moved, size = profile_memory(call, state), state.nbytes
     print(
         f"a step writes {moved.written_bytes:,} of the {size:,} bytes of {name} and copies {moved.copied_bytes(size):,}"
@@ -63,12 +63,12 @@ def measure(name: str, call: Callable[[], Any], state: Tensor) -> MemoryProfile:
 
 
 def check(claim: str, holds: bool) -> bool:
-    """Say whether a claim holds."""
+    """Print whether a claim holds."""
     print(f"{'yes' if holds else 'NO '}  {claim}")
     return holds
 
 
 def check_in_place(compiled: CompiledProgram) -> bool:
-    """Say whether every state is updated in place."""
+    """Print whether every state is updated in place."""
     states, there = compiled.states, sum(state.is_eligible for state in compiled.states)
     return check(f"{there} of {len(states)} states are updated in place", there == len(states) > 0)

@@ -1,13 +1,13 @@
-"""Delete each single condition of transforms and analyses, and see whether a test or the fuzzer notices.
+"""Delete each condition of transforms and analyses in turn, and check that a test or the fuzzer fails.
 
-    python tools/condition_deletion.py                       # all; exit code 1 if a deletion went unnoticed
-    python tools/condition_deletion.py match_rope matcher    # of these files
-    python tools/condition_deletion.py --list                # what would be deleted
+    python tools/condition_deletion.py                       # all files; exit code 1 if a deletion is not detected
+    python tools/condition_deletion.py match_rope matcher    # only these files
+    python tools/condition_deletion.py --list                # list the conditions
 
-A condition is a `match.require(…)`, or an `if` that only gives up: it returns nothing, a refusal or what was given,
-raises or goes on to the next. The function that holds it runs without it in a process of its own, forked from one that
-has imported everything. A deletion is noticed where pytest ends with failed tests (exit code 1 and nothing else: a run
-that ends otherwise has tested nothing), or where the fuzzer finds a failure. With nothing deleted, both must pass.
+A condition is a `match.require(…)`, or an `if` that is an early exit: it returns nothing, a refusal or an existing
+value, raises, or continues. The function without the condition runs in a new process, forked from one that has imported
+everything. A deletion is detected if pytest ends with failed tests (exit code 1 only; other exit codes mean that
+nothing was tested), or if the fuzzer finds a failure. Without a deletion, both must pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REWRITE = [SOURCE / "rewrite" / name for name in ("rewriter.py", "pattern_search
 FILES = (*LIBRARY, *REWRITE, *sorted((SOURCE / "analysis").rglob("[!_]*.py")))
 GRAPHS, SEED = 150, 11
 LONGEST = 1200
-"""Seconds after which a run is given up: a deleted condition may have been what ends a loop."""
+"""Timeout of a run in seconds; a deletion may cause an endless loop."""
 HARNESS = "tests/transforms/library/test_cases.py"
 BY_HAND = "tests/transforms/library/test_by_hand.py"
 REFUSALS = "tests/transforms/library/test_insert_kv_cache_refusals.py"
@@ -80,19 +80,19 @@ TESTS: dict[str, list[str]] = {
     "match_attention": ["tests/analysis/test_masks.py", HARNESS, BY_HAND, "-k", "mask or match_attention-"],
     "pack_weights": ["tests/transforms/library/test_pack_weights.py", HARNESS, "-k", "pack_weights"],
 }
-"""File → the tests that are about it; for a transform in the library, its cases in the harness."""
+"""File → its tests; the default for a transform in the library is its cases in the harness."""
 FAILED, PASSED = int(pytest.ExitCode.TESTS_FAILED), int(pytest.ExitCode.OK)
 ENDLESS = 124
 
 
 def tests_of(file: Path) -> list[str]:
-    """The arguments of pytest for a file; a name that is not there yet is left out."""
+    """Return the pytest arguments for a file; test files that do not exist are omitted."""
     chosen = TESTS.get(file.stem, [HARNESS, BY_HAND, "-k", f"{file.stem}-"])
     return [each for each in chosen if not each.startswith("tests/") or (ROOT / each).exists()]
 
 
 def forked(work: Callable[[], int]) -> int:
-    """The exit code of a piece of work in a process of its own, without its output."""
+    """Run `work` in a forked process without output and return its exit code."""
     child = os.fork()
     if child == 0:
         code = 99
@@ -114,13 +114,13 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def test(chosen: list[str], *plugins: object) -> int:
-    """Run tests in this process; pytest's exit code."""
+    """Run tests in this process and return the exit code of pytest."""
     os.chdir(ROOT)
     return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen], plugins))
 
 
 class LineRecorder:
-    """A plugin of pytest: which tests reach the first line of which condition, the quickest first."""
+    """A pytest plugin that records which tests reach the first line of which condition, fastest first."""
 
     def __init__(self, conditions: list[Condition], output: Path) -> None:
         self.lines = defaultdict[str, set[int]](set)
@@ -152,8 +152,8 @@ class LineRecorder:
 
 
 def run_control(files: list[Path]) -> tuple[int, dict[str, list[str]]]:
-    """Run the tests of files that have the same ones, with nothing deleted: pytest's exit code, and by file and line of
-    a condition the tests that reach it in this process. Others may, in threads or processes."""
+    """Run the common tests of files without a deletion. Return the exit code of pytest, and by file and line of each
+    condition the tests that reach it in this process. Other tests may reach it in threads or processes."""
     conditions = [each for file in files for each in find_guards(file)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "reached.json")
@@ -163,17 +163,17 @@ def run_control(files: list[Path]) -> tuple[int, dict[str, list[str]]]:
 
 @cache
 def templates(name: str) -> Templates:
-    """Kept between runs: capturing them takes longer than the rest."""
+    """Return cached templates, because their capture takes longer than the rest."""
     return Templates([name] if name else [], seed=SEED)
 
 
 def fuzzed_transform(file: Path) -> str:
-    """The transform that the fuzzer runs for a file; none: all of them."""
+    """Return the transform that the fuzzer runs for a file; an empty name means all."""
     return file.stem if file.stem in registry() else {"classification": "match_attention"}.get(file.stem, "")
 
 
 def fuzz(name: str) -> int:
-    """Run the fuzzer in this process: 1 if it found a failure."""
+    """Run the fuzzer in this process; return 1 if it found a failure."""
     with tempfile.TemporaryDirectory() as folder:
         only = [name] if name else []
         report = run(GRAPHS, SEED, only, Path(folder), templates=templates(name), transforms=only)
@@ -181,7 +181,7 @@ def fuzz(name: str) -> int:
 
 
 def warm_up() -> None:
-    """Trace every pattern once, here, and not in each process."""
+    """Trace every pattern once before forking."""
     from inlay.rewrite.pattern_trees import PATTERNS
     from inlay.rewrite.rule import DTYPES
     from inlay.transforms.base import PatternTransform
@@ -193,9 +193,9 @@ def warm_up() -> None:
 
 
 def noticed_by(condition: Condition, reached_by: list[str]) -> str:
-    """What fails without the condition: a test, the fuzzer, or nothing; or how the run ended otherwise.
+    """Return what fails without the condition: a test, the fuzzer or nothing; or how else the run ended.
 
-    Tests that reach it come first, then all.
+    Tests that reach the condition run first, then all tests of the file.
     """
 
     def broken(work: Callable[[], int]) -> int:
@@ -215,7 +215,7 @@ def noticed_by(condition: Condition, reached_by: list[str]) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Delete each condition in turn; exit code 1 if nothing notices one of them."""
+    """Delete each condition in turn; return 1 if a deletion is not detected."""
     files = [file for file in FILES if not names or file.stem in names or names == ["--list"]]
     if names == ["--list"]:
         for condition in (each for file in files for each in find_guards(file)):
@@ -223,21 +223,21 @@ def main(names: list[str]) -> int:
         return 0
     warm_up()
     totals: Counter[str] = Counter()
-    print("| condition | what it says | without it, noticed by |\n|---|---|---|", flush=True)
+    print("| condition | text | deletion detected by |\n|---|---|---|", flush=True)
     for _, group in groupby((file for file in files if find_guards(file)), tests_of):
         same = list(group)
         code, reached_by = run_control(same)
-        problem = f"its tests end with {code}" if code != PASSED else ""
+        problem = f"its tests end with exit code {code}" if code != PASSED else ""
         if not problem and any(fuzz(name) != PASSED for name in sorted(set(map(fuzzed_transform, same)))):
             problem = "the fuzzer finds a failure"
         if problem:
-            print(f"\n{same[0].stem}: {problem} with nothing deleted.")
+            print(f"\n{same[0].stem}: {problem} without a deletion.")
             return 2
         for condition in (each for file in same for each in find_guards(file)):
             result = noticed_by(condition, reached_by.get(f"{condition.file}:{condition.line}", []))
             totals[result] += 1
             print(f"| {condition.location} | {condition.text.replace('|', '/')} | {result} |", flush=True)
-    print(f"\n{totals.total()} conditions; noticed by: {dict(totals.most_common())}")
+    print(f"\n{totals.total()} conditions; detected by: {dict(totals.most_common())}")
     return int(any(result not in ("a test", "the fuzzer") for result in totals))
 
 

@@ -1,4 +1,4 @@
-"""Record what the product prints, writes and serves; compare it after a refactoring, modulo a map of names.
+"""Record what Inlay prints, writes and serves; compare it after a refactoring, modulo a map of names.
 
     python tools/replay.py record /tmp/before          # in the tree before the change
     python tools/replay.py compare /tmp/before         # in the tree after it; exit code 1 if anything else differs
@@ -43,12 +43,12 @@ VOLATILE = re.compile(
     r"second|_ms$|^ms$|time|saves|speed|created|^made$|^used$|^size$|bytes_per|gb_s|error|drift|noise|tokens_per|hash"
     r"|sha256|^free|measured|overlap|latency|^key$|factors"
 )
-"""Fields that differ between two runs of the same code: only the kind of value is compared."""
+"""Fields that differ between two runs of the same code; only the kind of value is compared."""
 
 
 @dataclass
 class Recorder:
-    """Writes what commands print to a folder, with what is not reproducible replaced."""
+    """Writes the output of commands to a folder, with volatile parts replaced."""
 
     folder: Path
     work: Path
@@ -60,7 +60,7 @@ class Recorder:
         path.write_text(self.stable(text))
 
     def stable(self, text: str) -> str:
-        """Text without temporary paths, ids, addresses and durations."""
+        """Return text without temporary paths, ids, addresses and durations."""
         for folder, name in ((self.work, "WORK"), (ROOT, "ROOT"), (Path.home(), "HOME")):
             text = text.replace(str(folder), f"<{name}>")
         text = re.sub(r"\b0x[0-9a-f]{6,}\b", "<address>", text)
@@ -87,7 +87,7 @@ class Recorder:
 
 
 def stable_json(value: Any, key: str = "") -> Any:
-    """A JSON value in which fields that differ from run to run are reduced to their kind."""
+    """Return a JSON value with volatile fields replaced by their kind."""
     if isinstance(value, dict):
         return {name: stable_json(each, name) for name, each in value.items()}
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def stable_json(value: Any, key: str = "") -> Any:
 
 
 def record_help(recorder: Recorder) -> None:
-    """What `--help` of every command says."""
+    """Record the `--help` output of every command."""
     recorder.command("help/inlay.txt", "--help")
     for command in COMMANDS:
         recorder.command(f"help/{command}.txt", command, "--help")
@@ -108,7 +108,7 @@ def record_help(recorder: Recorder) -> None:
 
 
 def record_programs(recorder: Recorder, models: tuple[str, ...]) -> None:
-    """Programs after the last transform, and locks, of every small architecture."""
+    """Record the programs after the last transform, and the locks, of every small architecture."""
     from tests.architectures import ARCHITECTURES
 
     folders = []
@@ -133,7 +133,7 @@ def record_programs(recorder: Recorder, models: tuple[str, ...]) -> None:
 
 
 def record_commands(recorder: Recorder) -> None:
-    """`--json` and printed output of the commands that look at a model."""
+    """Record the JSON and text output of the commands that inspect a model."""
     llama, gemma = (str(recorder.work / "models" / name) for name in ("llama", "gemma2"))
     recorder.command("json/show.txt", "show", llama, "--json")
     recorder.command("text/show.txt", "show", llama)
@@ -166,7 +166,7 @@ REFUSED = {
     "no_text": ("run", "{work}/package", ""),
     "sampling": ("run", "{work}/package", "The fox", "--max-tokens", "-3"),
 }
-"""Mistakes, and what is said about them."""
+"""Invalid commands, whose error messages are recorded."""
 
 
 def make_source(recorder: Recorder) -> Path:
@@ -184,7 +184,7 @@ def make_source(recorder: Recorder) -> Path:
 
 
 def record_package(recorder: Recorder) -> Path:
-    """A package: what building, inspecting, proving and running it says, and its files."""
+    """Record a package: the output of build, inspect, prove and run, and its files."""
     source, package = make_source(recorder), recorder.work / "package"
     built = ("build", source, "-o", package, "--max-length", "256", "--max-batch", "4", "--json")
     recorder.command("json/build.txt", *built)
@@ -240,7 +240,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
 
 
 def record_http(recorder: Recorder, package: Path) -> None:
-    """What a server answers to good and bad requests, and the names of its metrics."""
+    """Record the responses of a server to valid and invalid requests, and the names of its metrics."""
     import httpx
 
     code = "from inlay.cli.main import main; main()"
@@ -272,7 +272,7 @@ def record_http(recorder: Recorder, package: Path) -> None:
 
 
 def record(folder: Path, models: tuple[str, ...] = ()) -> None:
-    """Record everything into a folder; with `models`, programs and locks of these architectures alone."""
+    """Record everything into a folder; with `models`, only the programs and locks of these architectures."""
     import torch
 
     torch.set_num_threads(1)
@@ -289,7 +289,7 @@ def record(folder: Path, models: tuple[str, ...] = ()) -> None:
 
 
 def renames() -> Callable[[str], str]:
-    """Brings both sides to one spelling: modules and messages by the new name, keys by one name for old and new."""
+    """Return a function that maps old names to new ones: modules, messages, options, metrics and JSON keys."""
     table = tomllib.loads(MAP.read_text()) if MAP.exists() else {}
     words = {
         old: new for name in ("modules", "messages", "options", "metrics") for old, new in table.get(name, {}).items()
@@ -317,7 +317,7 @@ def _replacement(words: dict[str, str]) -> Callable[[str], str]:
 
 
 def _key_groups(pairs: dict[str, str | list[str]]) -> dict[str, str]:
-    """Every old and new key → one name for all keys that were or became each other."""
+    """Return a mapping from every old and new key to one common name."""
     group: dict[str, set[str]] = {}
     for old, new in pairs.items():
         joined = {old, *([new] if isinstance(new, str) else new)}
@@ -337,11 +337,11 @@ _VOLATILE_TEXT = (
     (r" {2,}", " "),
     (r" +$", ""),
 )
-"""What differs between two runs of the same code, and how wide columns are."""
+"""Patterns of text that differs between two runs of the same code, and of column widths."""
 
 
 def comparable(name: Path, text: str) -> list[str]:
-    """The lines of a record, without what differs from run to run; keys of JSON in the order of their names."""
+    """Return the lines of a record without volatile text; JSON lines are sorted."""
     for pattern, replacement in _VOLATILE_TEXT:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
     lines = text.splitlines()
@@ -350,7 +350,7 @@ def comparable(name: Path, text: str) -> list[str]:
 
 
 def differences(before: Path, after: Path, *, common: bool = False) -> Iterator[str]:
-    """Lines that differ between two recordings beyond the map of names; with `common`, in what both recorded."""
+    """Yield lines that differ between two recordings beyond the map of names; with `common`, only in common records."""
     renamed, changed = renames(), tomllib.loads(MAP.read_text()).get("changed", {})
     old, new = ({p.relative_to(each): p for p in each.rglob("*") if p.is_file()} for each in (before, after))
     moved = {Path(renamed(str(name))): path for name, path in old.items()}
@@ -364,14 +364,16 @@ def differences(before: Path, after: Path, *, common: bool = False) -> Iterator[
 
 
 def main() -> int:
-    """Record, or record again and compare."""
+    """Record, or record and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare", "diff"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--after", type=Path, help="with compare: keep the new recording here; with diff: read it")
-    parser.add_argument("--models", default="", help="only these architectures, by comma; llama and gemma2 among them")
+    parser.add_argument(
+        "--models", default="", help="only these architectures, comma-separated, including llama and gemma2"
+    )
     given = parser.parse_args()
-    if "PYTHONHASHSEED" not in os.environ:  # transformers goes through sets of names while it computes
+    if "PYTHONHASHSEED" not in os.environ:  # transformers iterates over sets of names
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     models = tuple(filter(None, given.models.split(",")))
     if given.what == "record":

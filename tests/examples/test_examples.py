@@ -28,11 +28,11 @@ CLAIMS = {
     "aliased_io_user_inputs": (
         "cache.out      output  f32[1, 4, 1024, 64]    cache (kv_cache_update)",
         "state.out      output  f32[1, 4, 1024, 64]    state (declared)",
-        "new_state      output  f32[1, 4, 1024, 64]    state (returned as well)",
+        "new_state      output  f32[1, 4, 1024, 64]    state (also returned)",
         "a step writes 16,384 of the 1,048,576 bytes of cache and copies 0",
         "a step writes 1,048,576 of the 1,048,576 bytes of state and copies 0",
         "largest (f32[]) cannot live in state (f32[1, 4, 1024, 64]): the shapes differ.",
-        "yes  it is refused",
+        "yes  it is rejected",
         "yes  8 steps equal eager PyTorch, cache included",
     ),
     "aliased_io_buffers": (
@@ -40,7 +40,7 @@ CLAIMS = {
         "b_cache        input   f32[1, 4, 1024, 64]",
         "filled.out     output  i64[1]                 b_filled (kv_cache_update)",
         "a step writes 16,384 of the 1,048,576 bytes of cache and copies 0",
-        "yes  two states live beside each other under one program",
+        "yes  one program serves two independent states",
         "buffers: cache f32[1, 4, 1024, 64], filled i64[1]",
         "yes  8 steps of the loaded module equal eager PyTorch",
     ),
@@ -54,7 +54,7 @@ CLAIMS = {
     "aliased_io_streaming_conv": (
         "a step writes 245,760 of the 245,760 bytes of state and copies ",
         "a step writes 4,096 of the 249,856 bytes of state and copies 0",
-        "yes  150 chunks equal eager convolution of the whole, within ",
+        "yes  150 chunks equal eager convolution of the whole input, within ",
         "yes  only the new frames are written",
     ),
 }
@@ -63,7 +63,7 @@ BROKEN = {
     "aliased_io_user_inputs": "NO   nothing as large as the cache is copied",
     "aliased_io_buffers": "NO   nothing as large as the cache is copied",
     "aliased_io_kv_attention": "NO   only the pages of the new rows are written",
-    "aliased_io_streaming_conv": "NO   there is no second state: the copies are what conv1d reads",
+    "aliased_io_streaming_conv": "NO   there is no second state; only the input of conv1d is copied",
 }
 """What they print when somebody copies after all."""
 PASSES = [each["name"] for each in json.loads(CliRunner().invoke(app, ["passes", "--json"]).stdout)]
@@ -126,7 +126,7 @@ def test_full(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_to_do_is_said_kindly(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--pass", "match_swiglu", "--model", "models:convolutions"]) == 0
     text = capsys.readouterr().out
-    assert "match_swiglu changed nothing: nothing in this program starts like it." in text
+    assert "match_swiglu changed nothing: nothing in this program resembles its pattern." in text
     assert "[SUMMARY] matches=0" in text
 
 

@@ -16,11 +16,11 @@ from inlay.runtime.kv.events import CacheMirror, RemovedEvent
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.fast
 STORY = """
-  0  created                                3 + 2 places
+  0  created                                3 + 2 blocks
   1  stored   9b162a           1 2 3 4      level 0, priority 0
   2  stored   ecd927  9b162a   5 6 7 8      level 0, priority 0
   3  stored   257207  ecd927   21 22 23 24  level 0, priority 0
-yes  what two requests have in common is computed once
+yes  the shared prefix of two requests is computed once
   4  updated  9b162a                        priority 0 → 50
   5  updated  ecd927                        priority 0 → 50
   6  updated  257207                        level 0 → 1
@@ -30,13 +30,13 @@ yes  what two requests have in common is computed once
  10  removed  257207                        from level 1
  11  updated  30bfec                        level 0 → 1
  12  stored   068ce5           51 52 53 54  level 0, priority 0
-yes  the common beginning is still near
+yes  the shared prefix is still on level 0
  13  removed  30bfec                        from level 1
  14  updated  068ce5                        level 0 → 1
  15  updated  9b10a7                        level 1 → 0
-yes  it is found, and near again
-yes  it knows what the cache holds
-yes  the slow reader is told, and knows from a snapshot what the cache holds
+yes  it is found, and on level 0 again
+yes  its copy equals the cache
+yes  the slow subscriber gets a gap error, and its snapshot equals the cache
  16  cleared
 """
 
@@ -73,14 +73,14 @@ def test_a_claim_that_does_not_hold(
     whole = CacheMirror.apply
     monkeypatch.setattr(CacheMirror, "apply", lambda self, event: isinstance(event, RemovedEvent) or whole(self, event))
     assert demo.main([]) == 1
-    assert "NO   it knows what the cache holds" in capsys.readouterr().out
+    assert "NO   its copy equals the cache" in capsys.readouterr().out
 
 
 def test_without_tensorrt_llm(demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     assert demo.main(["--source", "tensorrt_llm"]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("error: TensorRT-LLM cannot be imported here. Install tensorrt_llm where there is a GPU")
+    assert told.err.startswith("error: TensorRT-LLM cannot be imported. Install tensorrt_llm on a machine with a GPU")
     assert told.out == ""
 
 
@@ -114,7 +114,7 @@ def test_what_tensorrt_llm_gives_is_printed_alike(
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
     assert demo.main(["--source", "tensorrt_llm"]) == 0
     text = capsys.readouterr().out
-    assert "  0  created                                101230 + 0 places" in text
+    assert "  0  created                                101230 + 0 blocks" in text
     assert "  1  stored   012345           1 450        level 0, priority 35" in text
     assert "  2  removed  012345" in text
 

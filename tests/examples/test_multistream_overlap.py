@@ -35,7 +35,7 @@ def test_branches(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert "2 lanes, 3 events" in lines[0]
     assert "yes  the schedule has no race" in lines
-    assert "yes  the numbers are those of one lane, bit for bit" in lines
+    assert "yes  the results are bitwise equal to one lane" in lines
     told = json.loads(lines[-1])
     assert set(told) == {"overlapped_over_serial", "trace"}
     assert told["overlapped_over_serial"] > 0
@@ -48,7 +48,7 @@ def test_branches(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("layer", ["experts", "parallel"])
 def test_stock_layers(example: Any, layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--layer", layer, *SMALL, "--trace", str(tmp_path / "trace.json")]) == 0
-    assert "yes  the numbers are those of one lane, bit for bit" in capsys.readouterr().out
+    assert "yes  the results are bitwise equal to one lane" in capsys.readouterr().out
 
 
 def test_other_numbers_are_noticed(
@@ -68,7 +68,7 @@ def test_other_numbers_are_noticed(
 
     monkeypatch.setattr(overlap_comparison, "bind_program", drifting)
     assert example.main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 1
-    assert "NO   the numbers are those of one lane, bit for bit" in capsys.readouterr().out
+    assert "NO   the results are bitwise equal to one lane" in capsys.readouterr().out
 
 
 def test_help(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,14 +100,14 @@ def test_lost_sources(program: Program) -> None:
 
     (verdict,) = _verdicts(program, _changes("silu", clone))
     assert verdict.change is Change.METADATA_LOSS
-    assert "1 calls do not say" in verdict.reason
+    assert "1 calls lost their source location" in verdict.reason
 
 
 def test_fewer_sites_than_before(program: Program) -> None:
     steps = configure(resolve_config(settings=["match_rms_norm.enabled=true"]))
     (norm,) = [step for step in steps if step.key == "match_rms_norm"]
     (verdict,) = _verdicts(program, norm, expected={"match_rms_norm": 9})
-    assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 sites fewer")
+    assert (verdict.change, verdict.reason) == (Change.MATCH_LOSS, "4 fewer sites than expected")
 
 
 def test_precise_running_is_more_precise(program: Program) -> None:

@@ -106,7 +106,9 @@ def forgets(module: Any, args: Any) -> Any:
 
 
 def test_more_than_the_update_is_written() -> None:
-    with pytest.raises(AssertionError, match=rf"writes to {SIZE} bytes of the state's pages, and 4096 are needed: all"):
+    with pytest.raises(
+        AssertionError, match=rf"writes to {SIZE} bytes of the state's pages, but only 4096 are needed: the whole state"
+    ):
         assert_in_place(append, inputs(), state=0, backend=_backend(copies_back_in_parts))
 
 
@@ -152,7 +154,7 @@ def test_nothing_compiled_is_nothing_checked() -> None:
 
 
 def test_wrong_calls_say_what_to_do() -> None:
-    with pytest.raises(UsageError, match="compiled already"):
+    with pytest.raises(UsageError, match="already compiled"):
         assert_in_place(torch.compile(append), inputs(), state=0)
     with pytest.raises(UsageError, match=r"There is no state layer.cahce. Did you mean layer.cache\?"):
         assert_in_place(Holds(), inputs()[1:], state="layer.cahce")

@@ -114,5 +114,5 @@ def test_the_backend_of_inlay() -> None:
 
 
 def test_without_inductor_there_is_none() -> None:
-    with pytest.raises(UsageError, match=r"No graph reached Inductor\. Is it below the backend"):
+    with pytest.raises(UsageError, match=r"No graph reached Inductor\. Use a backend that calls Inductor"):
         post_grad_graphs(product, torch.ones(3, 3), backend="eager")

@@ -63,7 +63,7 @@ def test_a_number_that_changes_is_named() -> None:
 
 
 def test_the_stance_that_fails_says_the_same() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)would be compiled again.*inputs 1.*scaled.*size mismatch"):
+    with pytest.raises(AssertionError, match=r"(?s)would be recompiled.*inputs 1.*scaled.*size mismatch"):
         assert_no_recompiles(scaled, rows(3, 5), backend="eager", stance="fail_on_recompile")
     assert assert_no_recompiles(scaled, rows(3, 3), backend="eager", stance="fail_on_recompile").frames == 1
 
@@ -79,7 +79,7 @@ def test_other_errors_are_not_taken_for_a_recompile() -> None:
 def test_what_runs_eagerly_for_being_compiled_too_often_is_not_taken_for_good() -> None:
     """Dynamo gives up after eight recompiles and says so in a log: no later call is compiled, or counted."""
     inputs = [(torch.ones(2), factor) for factor in range(12)]
-    with pytest.raises(AssertionError, match="compiles too often"):
+    with pytest.raises(AssertionError, match="reaches the recompile limit"):
         assert_no_recompiles(scaled, inputs, backend="eager", dynamic=False, warmup=10)
 
 
@@ -110,12 +110,12 @@ def test_graph_breaks_are_counted_and_bounded() -> None:
 def test_nothing_compiled_is_nothing_checked() -> None:
     with torch.compiler.set_stance("force_eager"), pytest.raises(AssertionError, match="Nothing was compiled"):
         assert_no_recompiles(torch.compiler.disable(scaled), rows(3, 5), backend="eager")
-    with pytest.raises(UsageError, match="Under the stance force_eager nothing is compiled again"):
+    with pytest.raises(UsageError, match="The stance force_eager does not compile"):
         assert_no_recompiles(scaled, rows(3, 5), stance="force_eager")
 
 
 def test_wrong_calls_say_what_to_do() -> None:
-    with pytest.raises(UsageError, match="All 2 sets of inputs are for the warm-up"):
+    with pytest.raises(UsageError, match="The warm-up uses all 2 sets of inputs"):
         assert_no_recompiles(scaled, rows(3, 3), warmup=2)
     with pytest.raises(UsageError, match="There are no inputs"):
         assert_no_recompiles(scaled, [])

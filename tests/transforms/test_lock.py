@@ -205,7 +205,7 @@ def test_verify_against_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.exit_code == 1
     changes = {each["transform"]: each for each in json.loads(found.stdout)}
     assert changes["match_rms_norm"]["change"] == "match loss"
-    assert changes["match_rms_norm"]["reason"] == "1 sites fewer"
+    assert changes["match_rms_norm"]["reason"] == "1 fewer sites than expected"
 
 
 def _divided(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

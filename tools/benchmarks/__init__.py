@@ -1,1 +1,1 @@
-"""What is measured, and the scripts that measure it. docs/benchmarks.md says how they are run."""
+"""Benchmark scripts; docs/benchmarks.md describes how to run them."""

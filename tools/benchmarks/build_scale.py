@@ -1,8 +1,8 @@
-"""How long a build takes: cold, and of 120 layers over 30, of the same width with random weights.
+"""Measure the time of cold builds, and the ratio of 120 to 30 layers of the same width with random weights.
 
     python -m tools.benchmarks.build_scale [--model MODEL] [--rounds 1]
 
-Every build is a new process with an empty compiler cache. With a model, its cold build is timed too.
+Every build runs in a new process with an empty compiler cache. --model also times a cold build of that model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEPTHS = 30, 120
 
 
 def build_seconds(model: str) -> float:
-    """A cold build, from starting the process to its end."""
+    """Return the seconds of a cold build, from process start to exit."""
     with tempfile.TemporaryDirectory() as folder:
         kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "cache"))
@@ -54,7 +54,7 @@ def build_seconds(model: str) -> float:
 def main() -> None:
     """Print seconds and the ratio, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", help="a model whose cold build is timed as well")
+    parser.add_argument("--model", help="also time a cold build of this model")
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
     took: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
-"""The figures behind the capacity formula in docs/serving.md: `python -m tools.benchmarks.capacity PACKAGE`.
+"""Measure the constants of the capacity formula in docs/serving.md: `python -m tools.benchmarks.capacity PACKAGE`.
 
-Steps are timed with several batches and lengths, prompts with several sizes; then the formula is held against what many
-clients get. Nothing else should run meanwhile.
+Decode steps are timed at several batch sizes and lengths, and prompts at several sizes. Then the formula is compared
+with the throughput of many clients. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from tools.benchmarks.http_client import ClientResult, send_request
 from tools.benchmarks.serving import serving
 
 STEPS = 60
-"""Steps that are timed for a batch and a length."""
+"""Number of timed steps per batch size and length."""
 CHUNK = 64
-"""Tokens of a prompt that are read in a step."""
+"""Prompt tokens that are computed per step."""
 
 
 def figures(port: int) -> dict[str, float]:
-    """What the server counts."""
+    """Return the metrics of the server."""
     with urlopen(f"http://127.0.0.1:{port}/metrics") as found:
         rows = re.findall(r"^inlay_(\w+)(?:_total)? ([\d.e+]+)$", found.read().decode(), re.MULTILINE)
     return {name.removesuffix("_total"): float(value) for name, value in rows}
 
 
 def body(size: int, made: int, rng: random.Random) -> dict[str, Any]:
-    """A prompt that is in no cache, and how much is to be said to it."""
+    """Return a request with a random prompt that is not cached."""
     prompt = [rng.randrange(100, 300) for _ in range(size)]
     return {"prompt": prompt, "max_tokens": made, "ignore_eos": True, "temperature": 0}
 
 
 async def step_seconds(port: int, batch: int, size: int, rng: random.Random) -> tuple[float, float]:
-    """One step with so many sequences, and how many tokens they held; `size` of them were in the prompt."""
-    made = 10 * STEPS + 2 * batch * size // CHUNK  # those who begin first go on while the others' prompts are read
+    """Return the seconds of a step with `batch` sequences, and their mean length including `size` prompt tokens."""
+    made = 10 * STEPS + 2 * batch * size // CHUNK  # the first sequences decode during the prefill of the others
     while (idle := figures(port))["decode_sequences"] or idle[
         "prefill_sequences"
-    ]:  # clients of the last case have just gone
+    ]:  # wait for the requests of the previous case
         await asyncio.sleep(0.05)
     asked = [asyncio.create_task(send_request(port, body(size, made, rng))) for _ in range(batch)]
     while (first := figures(port))["decode_sequences"] < batch:
@@ -55,7 +55,7 @@ async def step_seconds(port: int, batch: int, size: int, rng: random.Random) -> 
     while (last := figures(port))["steps"] - first["steps"] < STEPS:
         await asyncio.sleep(0.2)
     seconds = (time.perf_counter() - start) / (last["steps"] - first["steps"])
-    assert last["decode_sequences"] == batch, "an answer was too short"
+    assert last["decode_sequences"] == batch, "a sequence finished too early"
     for each in asked:
         each.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -65,13 +65,13 @@ async def step_seconds(port: int, batch: int, size: int, rng: random.Random) -> 
 
 
 def first_token(port: int, size: int, rounds: int, rng: random.Random) -> float:
-    """Seconds to the first token of a prompt."""
+    """Return the median seconds to the first token of a prompt."""
     told = [asyncio.run(send_request(port, body(size, 1, rng))) for _ in range(rounds)]
     return statistics.median(each.end_time - each.start_time for each in told)
 
 
 async def busy(port: int, clients: int, size: int, made: int, seconds: float, rng: random.Random) -> float:
-    """Requests a second that so many clients get, each with one after the other."""
+    """Return the requests per second of several clients, each with one request at a time."""
     until = time.perf_counter() + seconds
 
     async def client() -> list[ClientResult]:
@@ -86,7 +86,7 @@ async def busy(port: int, clients: int, size: int, made: int, seconds: float, rn
 
 
 def main() -> None:
-    """Measure, fit, hold against."""
+    """Measure, fit the formula, and compare it with measured throughput."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("package", type=Path)
     options.add_argument("--rounds", type=int, default=3)
@@ -100,7 +100,7 @@ def main() -> None:
         timed = [(case[0], *asyncio.run(step_seconds(port, *case, rng))) for case in cases * given.rounds]
         seconds = np.array([each[1] for each in timed])
         rows = np.array([[1, batch, batch * held] for batch, _, held in timed])
-        fit, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(rows)), rcond=None)  # off by shares, not by ms
+        fit, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(rows)), rcond=None)  # minimizes relative errors
         for at, (batch, size) in enumerate(cases):
             same = slice(at, None, len(cases))
             said = float(np.median(rows[same] @ fit))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Converts a model for OpenVINO, in four and in eight bits: tools/benchmarks/convert.sh MODEL.gguf PEERS
-# Run it where Inlay is installed. Models are written to PEERS/models.
+# Converts a model for OpenVINO in 4 and 8 bits: tools/benchmarks/convert.sh MODEL.gguf PEERS
+# Run it in an environment with Inlay. Models are written to PEERS/models.
 set -euo pipefail
 model=${1:?usage: tools/benchmarks/convert.sh MODEL.gguf PEERS} peers=${2:?usage: tools/benchmarks/convert.sh MODEL.gguf PEERS}
 name=$(basename "$model" .gguf) plain=$(mktemp -d)

@@ -1,8 +1,9 @@
-"""From a new process to the first token, over what nobody can avoid: `import torch` and mapping the weights.
+"""Measure the time from process start to the first token, relative to `import torch` and mapping the weights.
 
     python -m tools.benchmarks.first_token PACKAGE [--rounds 5]
 
-Both are whole processes, interpreter included, and take turns. Mapping reads nothing: pages come when they are used.
+Both are whole processes including the interpreter, and runs are interleaved. Mapping reads no data; pages are loaded on
+first use.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ print(int(load(sys.argv[1]).open().advance([1]).argmax()))
 
 
 def main() -> None:
-    """Print both and their ratio, as JSON."""
+    """Print both times and their ratio as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("package", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     weights = given.package / "current" / "weights.safetensors"
-    run(FIRST, given.package)  # the first load of all hashes the weights
+    run(FIRST, given.package)  # the very first load hashes the weights
     floors, firsts = [], []
     for _ in range(given.rounds):
         floors.append(run(FLOOR, weights, str(weights.stat().st_size))[1])

@@ -1,4 +1,4 @@
-"""Python code in a new process, and what it says of itself as JSON."""
+"""Run Python code in a new process that prints JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(code: str, *arguments: str | Path) -> tuple[Any, float]:
-    """What the code printed on its last line, and the seconds from starting the process to its end."""
+    """Return the JSON value on the last line of output, and the seconds from process start to exit."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder, dequantised: python -m tools.benchmarks.hf_folder MODEL.gguf FOLDER"""
+"""Convert a GGUF file to a dequantized Hugging Face folder: python -m tools.benchmarks.hf_folder MODEL.gguf FOLDER"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def open_hf(path: Path, dtype: torch.dtype) -> Any:
-    """A GGUF file or a folder as a model of transformers, dequantised."""
+    """Load a GGUF file or a folder as a dequantized transformers model."""
     if path.is_file():
         found = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     else:
@@ -20,9 +20,9 @@ def open_hf(path: Path, dtype: torch.dtype) -> Any:
 
 
 def main(model: Path, folder: Path) -> None:
-    """Weights in float32, and the tokenizer."""
+    """Write float32 weights and the tokenizer."""
     plain = open_hf(model, torch.float32)
-    plain.hf_quantizer = None  # it was dequantised when it was read, and may be saved
+    plain.hf_quantizer = None  # the model was dequantized on load and can be saved
     del plain.config.quantization_config
     plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)

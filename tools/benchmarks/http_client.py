@@ -1,4 +1,4 @@
-"""A light client for servers that stream: it must not take the time that it measures from the server beside it."""
+"""A lightweight streaming HTTP client that uses little CPU time of the measured server's machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClientResult:
-    """What became of one request."""
+    """The result of one request."""
 
     status: int = 0
     start_time: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
-    """When each piece of text came."""
+    """Arrival time of each chunk of text."""
     text: str = ""
     finish: str | None = None
     prompt_tokens: int = 0
@@ -30,19 +30,19 @@ class ClientResult:
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds to the first piece."""
+        """Seconds to the first chunk."""
         return self.chunk_times[0] - self.start_time
 
     @property
     def inter_token_times(self) -> list[float]:
-        """Seconds between pieces."""
+        """Seconds between chunks."""
         return [later - earlier for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 async def send_request(
     port: int, body: Mapping[str, Any], *, path: str = "/v1/completions", key: str | None = None
 ) -> ClientResult:
-    """One request to a server on this machine, streamed and timed."""
+    """Send one streamed request to a local server and time it."""
     told = ClientResult(start_time=time.perf_counter())
     async for line in _lines(port, path, body, key, told):
         if line == b"[DONE]":
@@ -88,7 +88,7 @@ async def _lines(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of all are not above.
+    """Return the smallest value such that this share of all values is not above it.
 
     >>> percentile([3.0, 1.0, 2.0, 4.0], 0.5), percentile(range(100), 0.99)
     (2.0, 98)

@@ -1,9 +1,8 @@
-"""Does it pay to run branches of a layer beside each other? `python -m tools.benchmarks.lanes`, on a machine of two
-cores.
+"""Measure the benefit of running branches of a layer in parallel: `python -m tools.benchmarks.lanes`, on two cores.
 
-Three layers of `examples/multistream_overlap.py`, each for three numbers of tokens, in three ways: operator by operator
-in one lane, in two lanes, in one lane with two intra-op threads. Rounds are interleaved. What is printed are medians of
-ratios, round by round, and what lies between the lowest and the highest tenth of them.
+Three layers of `examples/multistream_overlap.py` run at three numbers of tokens in three variants: operator by operator
+in one lane, in two lanes, and in one lane with two intra-op threads. Rounds are interleaved. The output contains
+medians of the ratios per round, and their range without the lowest and highest tenth.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ONE, TWO, THREADS = "one lane", "two lanes", "two intra-op threads"
 def ways(
     layer: str, tokens: int, lanes: LaneExecutor, on_two: Callable[..., Any]
 ) -> tuple[dict[str, Way], dict[str, Any], str]:
-    """The three ways to run a layer, its inputs, and what was planned."""
+    """Return the three variants of a layer, its inputs, and a description of the plan."""
     program, given = capture_layer(LAYERS[layer](WIDTH, tokens))
     plan = plan_overlap(program, given)
     found = {
@@ -48,7 +47,7 @@ def ways(
 
 
 def against(times: dict[str, list[float]], one: str, two: str) -> str:
-    """The first way over the second, round by round."""
+    """Return the ratio of the first variant to the second, per round."""
     ratios = sorted(a / b for a, b in zip(times[one], times[two], strict=True))
     tenth = len(ratios) // 10
     return f"{median(ratios):.2f} ({ratios[tenth]:.2f} … {ratios[-1 - tenth]:.2f})"

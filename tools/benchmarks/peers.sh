@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Builds the environment that peers are measured in: tools/benchmarks/peers.sh PEERS
-# llama.cpp compiles for about nine minutes.
+# Creates the Python environment of the peers: tools/benchmarks/peers.sh PEERS
+# Compiling llama.cpp takes about nine minutes.
 set -euo pipefail
 peers=${1:?usage: tools/benchmarks/peers.sh PEERS}
 python3 -m venv "$peers"
 pip() { "$peers/bin/pip" --disable-pip-version-check install -q "$@"; }
 pip torch==2.13.0
 pip openvino==2026.4.1 openvino-genai==2026.4.1.0 "optimum-intel[openvino]==2.2.0" nncf==3.4.0 gguf
-# -march=native would enable AMX code that can die with SIGILL
+# -march=native would enable AMX code that can crash with SIGILL
 export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON \
 -DGGML_F16C=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON \
 -DGGML_AMX_INT8=OFF -DGGML_AMX_TILE=OFF -DGGML_AMX_BF16=OFF"

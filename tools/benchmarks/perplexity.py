@@ -1,10 +1,10 @@
-"""How much a number format costs: perplexity of packages, and of the model in float32, on the same text and windows.
+"""Measure the accuracy of number formats: perplexity of packages and of the float32 model on the same text.
 
     python -m tools.benchmarks.perplexity MODEL_OR_PACKAGE... [--tokenizer PACKAGE] [--tokens 5120] [--json]
 
-The text is what Python's own `pydoc_data.topics` says of the language; an excerpt that is fixed by its hash. It is cut
-into windows of 512 tokens; each starts with an empty cache and is scored from its second token on. A model (GGUF file
-or Hugging Face folder) is dequantised to float32 and run by transformers; a package is given one token at a time.
+The text is an excerpt of Python's `pydoc_data.topics`, checked by its hash. It is split into windows of 512 tokens.
+Each window starts with an empty cache and is scored from its second token on. A model (GGUF file or Hugging Face
+folder) is dequantized to float32 and run by transformers; a package computes one token at a time.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SHA256 = "46e4715c35c7c396018d791ace86b96173d100dba32931b0fcd226bb5250fd8e"
 
 
 def text() -> str:
-    """The excerpt; another Python may say it differently, and then figures cannot be compared."""
+    """Return the excerpt; raise if this Python has another text, because results would not be comparable."""
     found = "\n".join(topics.topics[name] for name in NAMES)
     if hashlib.sha256(found.encode()).hexdigest() != SHA256:
-        raise SystemExit("This Python's pydoc_data.topics is not the text that is measured on: use Python 3.11.7.")
+        raise SystemExit("pydoc_data.topics of this Python has another text. Use Python 3.11.7.")
     return found
 
 
 def windows(tokens: list[int], count: int) -> list[list[int]]:
-    """Whole windows, `count` tokens altogether."""
+    """Return whole windows with at most `count` tokens in total."""
     if len(tokens) < count:
-        raise SystemExit(f"The text has {len(tokens)} tokens, and {count} were asked for.")
+        raise SystemExit(f"The text has {len(tokens)} tokens, but {count} were requested.")
     return [tokens[at : at + WINDOW] for at in range(0, count - WINDOW + 1, WINDOW)]
 
 
 def package_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
-    """Minus the log probability of each scored token, from a package."""
+    """Yield the negative log probability of each scored token, from a package."""
     from inlay.package.loader import load_package
     from inlay.runtime import Session
 
@@ -56,7 +56,7 @@ def package_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
 
 
 def model_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
-    """The same from the model in float32."""
+    """Yield the negative log probability of each scored token, from the float32 model."""
     from tools.benchmarks.hf_folder import open_hf
 
     model = open_hf(path, torch.float32)
@@ -68,23 +68,21 @@ def model_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
 
 
 def is_package(path: Path) -> bool:
-    """Whether `inlay build` wrote it."""
+    """Return whether `inlay build` wrote this folder."""
     return (path / "current").exists()
 
 
 def main() -> None:
-    """Print a perplexity a line, and how far it is from the first model's."""
+    """Print one perplexity per line, and its difference from the first model that is not a package."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("paths", nargs="+", type=Path, metavar="MODEL_OR_PACKAGE")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="a package whose tokenizer is used; by default the first package"
-    )
+    parser.add_argument("--tokenizer", type=Path, help="package whose tokenizer is used (default: the first package)")
     parser.add_argument("--tokens", type=int, default=10 * WINDOW)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     home = given.tokenizer or next((path for path in given.paths if is_package(path)), None)
     if home is None:
-        raise SystemExit("No package to take the tokenizer from: name one with --tokenizer.")
+        raise SystemExit("No package with a tokenizer was given. Name one with --tokenizer.")
     from inlay.runtime import load
 
     cut = windows(load(home).text.encode(text()), given.tokens)

@@ -1,9 +1,9 @@
-"""A Llama of any shape with random weights as a GGUF file: Q4_1 blocks, a Q8_0 embedding that is the head as well.
+"""Write a Llama of any shape with random weights as a GGUF file: Q4_1 weights, and a Q8_0 embedding shared by the head.
 
     python -m tools.benchmarks.random_llama FILE.gguf [--layers 16] [--hidden 2048] ...
 
-The default shape is Llama-3.2-1B's. Inlay and llama.cpp read the same file. It is as fast as real weights are;
-its text is noise.
+The default shape is that of Llama-3.2-1B. Inlay and llama.cpp read the same file. It is as fast as a model with real
+weights; its output is noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Q4_1, Q8_0 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the model is."""
+    """The size of the model."""
 
     layers: int = 16
     hidden: int = 2048
@@ -33,7 +33,7 @@ class Shape:
 
 
 def q4_1(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Blocks of 32: a scale, a minimum, and four random bits a value; of mean 0."""
+    """Return Q4_1 blocks of 32 values: a scale, a minimum, and four random bits per value, with mean 0."""
     blocks = rows * columns // GROUP
     scale = 0.2 / np.sqrt(columns)
     made = np.empty((blocks, 20), np.uint8)
@@ -44,7 +44,7 @@ def q4_1(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 
 
 def q8_0(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Blocks of 32: a scale, and eight random bits a value."""
+    """Return Q8_0 blocks of 32 values: a scale, and eight random bits per value."""
     blocks = rows * columns // GROUP
     made = np.empty((blocks, 34), np.uint8)
     made[:, :2] = np.full((blocks, 1), 0.0002, np.float16).view(np.uint8)
@@ -85,7 +85,7 @@ def write(path: Path, shape: Shape) -> None:
 
 
 def _describe(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """Configuration, and a tokenizer that llama.cpp can load."""
+    """Add the configuration and a tokenizer that llama.cpp can load."""
     writer.add_name(f"random llama, {shape.layers} layers of {shape.hidden}")
     writer.add_context_length(shape.length)
     writer.add_block_count(shape.layers)
@@ -109,7 +109,7 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def main() -> None:
-    """Write a file of the shape that is asked for."""
+    """Write a file of the requested shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("path", type=Path, metavar="FILE.gguf")
     for name, value in vars(Shape()).items():

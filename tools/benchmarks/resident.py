@@ -1,9 +1,9 @@
-"""Memory that running a package takes, over its weights as stored and its cache.
+"""Measure the memory of running a package, relative to its stored weights and its KV cache.
 
     python -m tools.benchmarks.resident PACKAGE [--prompt 512] [--tokens 64]
 
-Growth is counted in a new process from the moment after `import torch` to the worst moment, pages of the mapped weights
-included; every weight has been read by then. The cache counts as far as it is filled.
+The growth of a new process is measured from after `import torch` to its peak, including pages of the mapped weights;
+every weight has been read by then. Only the filled part of the cache counts.
 """
 
 from __future__ import annotations

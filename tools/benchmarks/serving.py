@@ -1,7 +1,7 @@
-"""A package as a server, measured: `python -m tools.benchmarks.serving PACKAGE [--against PEERS --model FILE.gguf]`.
+"""Benchmark a package as a server: `python -m tools.benchmarks.serving PACKAGE [--against PEERS --model FILE.gguf]`.
 
-One client and many take turns; llama.cpp decodes as many sequences by its batch API, which has neither HTTP nor
-sampling to do. Nothing else should run meanwhile.
+Runs with one client and with many clients are interleaved. llama.cpp decodes the same number of sequences with its
+batch API, without HTTP and sampling. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = Path(__file__).with_name("serving.py").read_text().split()
 
 @contextlib.contextmanager
 def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
-    """A server on a free port: port, process and when it was started."""
+    """Start a server on a free port; yield its port, process id and start time."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [INLAY, "serve", str(package), "--name", "model", "--port", "0", *more],
@@ -52,7 +52,7 @@ def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
                 break
         else:
             raise SystemExit(f"The server ended with exit code {process.wait()}.")
-        # nobody reads on: the pipe must not fill
+        # drain the pipe, so that it does not fill
         import threading
 
         threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True).start()
@@ -63,17 +63,17 @@ def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
 
 
 def prompt(words: int, seed: int) -> str:
-    """Some words in some order."""
+    """Return a random text of this many words."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 def tokens(text: TextCodec, count: int, seed: int) -> list[int]:
-    """A prompt of exactly so many tokens."""
+    """Return a prompt of exactly `count` tokens."""
     return text.encode(prompt(count, seed))[:count]
 
 
 async def together(port: int, clients: int, made: int, seed: int) -> tuple[float, list[ClientResult]]:
-    """Tokens a second that so many clients get in all."""
+    """Return the total tokens per second of several clients, and their results."""
     bodies = [
         {"prompt": prompt(20, seed * 100 + number), "max_tokens": made, "ignore_eos": True, "temperature": 0}
         for number in range(clients)
@@ -84,7 +84,7 @@ async def together(port: int, clients: int, made: int, seed: int) -> tuple[float
 
 
 async def interrupted(port: int, text: TextCodec, clients: int, seconds: float) -> list[ClientResult]:
-    """Clients that stream, while a long prompt of its own comes every second; the clients' answers."""
+    """Run streaming clients while a new long prompt arrives every second; return the results of the clients."""
     stop = time.perf_counter() + seconds
 
     async def talk(number: int) -> list[ClientResult]:
@@ -112,25 +112,25 @@ async def interrupted(port: int, text: TextCodec, clients: int, seconds: float) 
 
 
 async def prefix(port: int, text: TextCodec, seed: int) -> tuple[ClientResult, ClientResult]:
-    """A prompt of 1,000 tokens, and the same again."""
+    """Send the same prompt of 1,000 tokens twice."""
     body = {"prompt": tokens(text, 1000, 9000 + seed), "max_tokens": 16, "ignore_eos": True, "temperature": 0}
     return await send_request(port, body), await send_request(port, body)
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, lowest, highest."""
+    """Return median, lowest and highest value."""
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def peer(against: Path, model: Path, threads: int) -> Worker:
-    """llama.cpp, as `inlay bench` asks it."""
+    """Return llama.cpp as the worker that `inlay bench` uses."""
     script = Path(__file__).parent / "contestants" / "peers" / "llama_cpp.py"
     arguments = {"model": str(model.resolve()), "threads": threads}
     return Worker(Contestant("llama_cpp", script.resolve(), against.absolute() / "bin" / "python", arguments))
 
 
 def throughput(port: int, others: Worker | None, rounds: int, clients: int, made: int) -> dict[str, Any]:
-    """One client, many clients, and others with as many sequences, in turns."""
+    """Measure one client, many clients, and llama.cpp with as many sequences, in interleaved rounds."""
     found: dict[str, list[float]] = {
         "one": [],
         "many": [],
@@ -153,7 +153,7 @@ def throughput(port: int, others: Worker | None, rounds: int, clients: int, made
 
 
 def starts(package: Path, rounds: int) -> dict[str, Any]:
-    """From a new process to its first token: `inlay serve` with a client at its door, and `inlay run`."""
+    """Measure the time from process start to the first token, with `inlay serve` and one request, and `inlay run`."""
     found: dict[str, list[float]] = {"run": [], "serve": []}
     for _ in range(rounds):
         start = time.perf_counter()
@@ -170,7 +170,7 @@ def starts(package: Path, rounds: int) -> dict[str, Any]:
 
 
 def overhead(package: Path, clients: int, made: int) -> list[float]:
-    """What a step of the engine takes beyond the package's own call, as shares of that call; several rounds."""
+    """Return the overhead of an engine step relative to the call of the package, for several rounds."""
     engine = Engine.open(package)
     shares = []
     for seed in range(6):
@@ -188,7 +188,7 @@ def overhead(package: Path, clients: int, made: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure, and print JSON."""
+    """Measure and print JSON."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("package", type=Path)
     options.add_argument("--against", type=Path)

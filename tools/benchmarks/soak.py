@@ -1,7 +1,7 @@
-"""A server under mixed load for as long as one likes: `python -m tools.benchmarks.soak PACKAGE --seconds 3600`.
+"""Run a server under mixed load for a given time: `python -m tools.benchmarks.soak PACKAGE --seconds 3600`.
 
-Clients of all kinds: short and long prompts, shared and own ones, answers read to the end, broken off, read slowly, and
-more of them at times than are let in. The memory of the server is looked at all the while.
+The load contains short and long prompts, shared and unique prompts, requests that are completed, aborted or read
+slowly, and at times more requests than the server admits. The memory of the server is sampled continuously.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tools.benchmarks.http_client import percentile, send_request
 from tools.benchmarks.serving import prompt, serving
 
 FIRST = 0.2
-"""The share of the time after which memory should have become what it is."""
+"""Share of the run time after which memory should be stable."""
 
 
 @dataclass
 class Watched:
-    """What was seen."""
+    """The observations of a run."""
 
     ends: Counter[str] = field(default_factory=Counter)
     firsts: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Watched:
 
 
 async def client(port: int, number: int, stop: float, watched: Watched) -> None:
-    """One after the other, until the time is up."""
+    """Send requests one after the other until the end of the run."""
     rng = random.Random(number)
     while time.monotonic() < stop:
         words = rng.choice([5, 20, 20, 100, 300])
@@ -57,7 +57,7 @@ async def client(port: int, number: int, stop: float, watched: Watched) -> None:
 
 
 async def slow_reader(port: int, stop: float) -> None:
-    """Asks for a lot and reads nothing for a while."""
+    """Request many tokens and read none of them for a while."""
     while time.monotonic() < stop:
         body = {"model": "model", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         data = json.dumps(body).encode()
@@ -71,20 +71,20 @@ async def slow_reader(port: int, stop: float) -> None:
 
 
 def megabytes(process: int) -> float:
-    """What a process has in memory."""
+    """Return the resident memory of a process."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmRSS"))
 
 
 async def watch(process: int, stop: float, watched: Watched, begun: float) -> None:
-    """Look at the memory now and then."""
+    """Sample the memory every second."""
     while time.monotonic() < stop:
         watched.memory.append((time.monotonic() - begun, megabytes(process)))
         await asyncio.sleep(1)
 
 
 async def soak(port: int, process: int, seconds: float, clients: int) -> Watched:
-    """All of it."""
+    """Run all clients and the memory sampling."""
     begun = time.monotonic()
     stop, watched = begun + seconds, Watched()
     await asyncio.gather(
@@ -96,7 +96,7 @@ async def soak(port: int, process: int, seconds: float, clients: int) -> Watched
 
 
 def told(watched: Watched, seconds: float) -> dict[str, Any]:
-    """The figures: memory after the first fifth of the time, and at the end."""
+    """Return the results, with memory after the first fifth of the time and at the end."""
     early = [size for when, size in watched.memory if seconds * FIRST <= when < seconds * (FIRST + 0.2)]
     late = [size for when, size in watched.memory if when >= seconds * 0.8]
     return {
@@ -112,7 +112,7 @@ def told(watched: Watched, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Soak, and print JSON."""
+    """Run the load and print JSON."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("package", type=Path)
     options.add_argument("--seconds", type=float, default=120)

@@ -1,4 +1,4 @@
-"""The figures of docs/streams.md: `python tools/benchmarks/streams.py`, on a machine that does nothing else."""
+"""Measure the numbers of docs/streams.md: `python tools/benchmarks/streams.py`, on an idle machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def models() -> None:
-    """Events and edges between lanes, and what the plan promises."""
+    """Print events and edges between lanes, and the planned time."""
     event = measure_event()
     print(f"an event between threads: {event * 1e6:.1f} µs\n")
     print("| model | operators | pieces | lanes | edges | events | events ÷ edges | recorded | planned ÷ in order |")
@@ -75,7 +75,7 @@ def models() -> None:
 
 
 def scale(make: Callable[[int], WorkGraph]) -> None:
-    """Time per task by the clock of the process, the best of several rounds, sizes in turns."""
+    """Print the CPU time per task, the best of several rounds with interleaved sizes."""
     works = {size: make(size) for size in (1_000, 10_000, 100_000)}
     best: dict[tuple[str, int], float] = {}
     for _ in range(10):

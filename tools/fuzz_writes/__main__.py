@@ -1,4 +1,4 @@
-"""`python -m tools.fuzz_writes`"""
+"""The command `python -m tools.fuzz_writes`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_FAILURES = 5
 
 
 def fuzz(
-    graphs: Annotated[int, typer.Option("--graphs", help="How many graphs to grow.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", help="Where to start; the same seed grows the same graphs.")] = 0,
+    graphs: Annotated[int, typer.Option("--graphs", help="Number of graphs to generate.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same graphs.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Grow graphs that write and share storage, run fix_functionalization, and compare every byte.
+    """Generate graphs with writes and shared storage, run fix_functionalization, and compare every byte.
 
     Example: [bold]python -m tools.fuzz_writes --graphs 20000 --seed 7[/]
     """
@@ -37,11 +37,11 @@ def fuzz(
 
 
 def run(graphs: int, seed: int) -> dict[str, Any]:
-    """Grow and check; what was counted."""
+    """Generate and check graphs; return the counts."""
     tally, start = WriteFuzzCounts(), time.perf_counter()
     failures: list[dict[str, Any]] = []
     with Progress(console=err, transient=True) as progress:
-        for index in progress.track(range(graphs), description="growing"):
+        for index in progress.track(range(graphs), description="checking"):
             module, inputs = generate_graph(random.Random(f"{seed}/{index}"))
             problem = check(module, inputs, tally)
             if problem:
@@ -65,11 +65,11 @@ def run(graphs: int, seed: int) -> dict[str, Any]:
 def _print(report: dict[str, Any]) -> None:
     for failure in report["failures"]:
         out.print(f"graph {failure['graph']}: {failure['problem']}\n{failure['smallest']}", markup=False)
-    out.print(f"{report['in place']:,} writes went in place, {report['copies removed']:,} copies back were removed")
+    out.print(f"{report['in place']:,} writes are in place, {report['copies removed']:,} copies to inputs were removed")
     for reason, count in report["stayed"].items():
-        out.print(f"{count:,} stayed: {reason}")
-    out.print(f"{report['left wrapped']:,} calls were left wrapped, in layouts that only the wrapper copies")
-    out.print(f"{report['without a write']:,} graphs write nothing and are not counted")
+        out.print(f"{count:,} were not changed: {reason}")
+    out.print(f"{report['left wrapped']:,} calls remain wrapped, in layouts that only the wrapper can copy")
+    out.print(f"{report['without a write']:,} graphs without a write are not counted")
     out.print(f"{report['graphs']:,} graphs, {report['seconds']} s, {len(report['failures'])} failure(s)")
 
 

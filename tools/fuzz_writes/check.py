@@ -1,4 +1,4 @@
-"""Run a graph before and after, and compare every byte: outputs, inputs, what lies around inputs, constants."""
+"""Run a graph before and after the pass, and compare every byte of outputs, inputs, their storages, and constants."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class WriteFuzzCounts:
-    """What the pass did."""
+    """Counts of the changes of the pass."""
 
     graphs: int = 0
-    """Graphs with at least one wrapped call, compared to the end."""
+    """Graphs with at least one wrapped call that were compared completely."""
     without_writes: int = 0
-    """Graphs without one: they show nothing about the pass."""
+    """Graphs without a wrapped call, which do not test the pass."""
     in_place: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     copies_removed: int = 0
     remaining_wrappers: int = 0
-    """Wrappers that could not be spelled out as copies and a call."""
+    """Wrappers that could not be expanded to copies and a call."""
 
 
 @dataclass(frozen=True, eq=False)
 class GraphResult:
-    """What a graph computed and left behind."""
+    """The results and effects of a graph."""
 
     values: list[torch.Tensor]
-    """Outputs, then the whole storage behind each input, then constants."""
+    """Outputs, then the whole storage of each input, then constants."""
     aliases: set[tuple[int, int]]
     """Which outputs and inputs share storage, by position."""
     type_error: str
-    """A node that is not what it states."""
+    """The first node whose value does not have the declared type, as text."""
 
 
 def run(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> GraphResult:
@@ -74,18 +74,18 @@ def run(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> GraphResu
 def _find_type_error(node: fx.Node, value: Any) -> str:
     stated = node.meta.get("val")
     if isinstance(value, torch.Tensor) != isinstance(stated, torch.Tensor):
-        return f"{node} states {stated} and is {value}"
+        return f"{node} declares {stated} but is {value}"
     if not isinstance(value, torch.Tensor) or not isinstance(stated, torch.Tensor):
         return ""
     layouts = [(tuple(each.shape), each.stride(), each.storage_offset(), each.dtype) for each in (stated, value)]
-    return f"{node} states {layouts[0]} and is {layouts[1]}" if layouts[0] != layouts[1] else ""
+    return f"{node} declares {layouts[0]} but is {layouts[1]}" if layouts[0] != layouts[1] else ""
 
 
 def check(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], tally: WriteFuzzCounts | None = None) -> str:
-    """What differs after the pass, and after what stayed is spelled out; empty if nothing does."""
+    """Return what differs after the pass, or after the remaining wrappers are expanded; empty if nothing differs."""
     before = run(module, inputs)
     if before.type_error:
-        return f"grown wrong: {before.type_error}"
+        return f"invalid graph: {before.type_error}"
     changed = _copy(module)
     fixed = fix_functionalization(changed.graph)
     if tally is not None:
@@ -108,14 +108,14 @@ def _compare(before: GraphResult, changed: fx.GraphModule, inputs: Mapping[str, 
         changed.graph.lint()
         after = run(changed, inputs)
     except (RuntimeError, IndexError) as error:
-        return f"the result cannot be run: {error}"
+        return f"the changed graph fails: {error}"
     if after.type_error:
         return after.type_error
     for index, (one, two) in enumerate(zip(before.values, after.values, strict=True)):
         if not torch.equal(one, two):
-            return f"value {index} is {two.tolist()} and was {one.tolist()}"
+            return f"value {index} is now {two.tolist()} and was {one.tolist()}"
     new = sorted(after.aliases - before.aliases)
-    return f"values {new[0]} share storage now" if new else ""
+    return f"values {new[0]} now share storage" if new else ""
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -125,7 +125,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def reduce_graph(module: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """The same failure in the smallest graph that leaving out outputs and calls one at a time gives."""
+    """Return a smaller graph that still fails, found by removing outputs and calls one at a time."""
     while True:
         smaller = next((each for each in _smaller_variants(module) if _fails(each, inputs)), None)
         if smaller is None:

@@ -1,4 +1,4 @@
-"""Grow a graph that writes: wrapped calls on bases, views and copies of them, with readers before and after."""
+"""Generate a graph with writes: wrapped calls on bases, views and copies of them, with readers before and after."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SHAPES = ((4,), (2, 4), (4, 4), (2, 2, 2))
 
 
 class WriteGraphGenerator:
-    """A graph that grows, run as it grows: `meta["val"]` of a node is the tensor it computed."""
+    """A graph under construction that runs at once: `meta["val"]` of a node is the computed tensor."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.graph = fx.Graph()
         self.inputs: dict[str, torch.Tensor] = {}
-        """Each input, as a view of everything the caller owns around it."""
+        """Each input, as a view of a larger storage of the caller."""
         self.constant = _numbers(rng, (2, 4))
         self.values: list[fx.Node] = []
         self.latest: dict[fx.Node, fx.Node] = {}
-        """Input → the value that functionalization would copy back to it."""
+        """Input → the value that functionalization would copy to it."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
-        """One call more, if it can be computed."""
+        """Add a call and return its node; None if it cannot be computed."""
         given, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         try:
             value = target(*given, **named)
@@ -46,7 +46,7 @@ class WriteGraphGenerator:
         return node
 
     def begin(self) -> None:
-        """Inputs, whole or parts of something larger, and a constant."""
+        """Add inputs, whole or parts of a larger tensor, and sometimes a constant."""
         for index in range(self.rng.randint(1, 3)):
             shape = self.rng.choice(_SHAPES)
             match self.rng.randrange(6):
@@ -66,12 +66,12 @@ class WriteGraphGenerator:
             self.values.append(node)
 
     def pick_value(self) -> fx.Node:
-        """A value; the newest ones and the inputs are likelier."""
+        """Return a random value; recent values are more likely."""
         newest = self.values[-4:] if self.rng.random() < 0.5 else self.values
         return self.rng.choice(newest)
 
     def step(self) -> None:
-        """One thing more."""
+        """Add a write, a view, a computation or an in-place call."""
         draw = self.rng.random()
         if draw < 0.4:
             self._write()
@@ -110,7 +110,7 @@ class WriteGraphGenerator:
         return self.call(operator.getitem, parts, self.rng.randrange(max(1, len(parts.meta["val"]))))
 
     def _layout(self, value: torch.Tensor) -> tuple[list[int], list[int], int]:
-        """Sizes, strides and an offset within the storage from the first to the last element."""
+        """Return sizes, strides and an offset within the elements of the value."""
         first, room = int(value.storage_offset()), _span(value)
         length = self.rng.randint(1, max(1, min(4, room)))
         stride = self.rng.choice((1, 1, 2)) if 2 * length - 1 <= room else 1
@@ -133,14 +133,14 @@ class WriteGraphGenerator:
         return rng.choice(ways)()
 
     def _mutate(self) -> fx.Node | None:
-        """A write that is in place already."""
+        """Add a write that is already in place."""
         node = self.pick_value()
         if self.rng.random() < 0.5:
             return self.call(aten.add_.Tensor, node, 1)
         return self.call(aten.copy_.default, node, self.pick_value())
 
     def _write(self) -> None:
-        """A wrapped call and the values it makes."""
+        """Add a wrapped call and its results."""
         target = self.rng.choice(list(MUTATED_ARGUMENTS))
         wrapped = self._v1(target) if self.rng.random() < 0.4 else self._v2(target)
         if wrapped is None:
@@ -166,7 +166,7 @@ class WriteGraphGenerator:
                 self._add_access(owner, value)
 
     def _add_access(self, base: fx.Node, value: fx.Node | None) -> None:
-        """Something that looks at a base, or writes its new value, right after the write."""
+        """Add a view of a base, or a write to its new value, directly after the write."""
         numel = base.meta["val"].numel()
         match self.rng.randrange(3):
             case 0:
@@ -178,14 +178,14 @@ class WriteGraphGenerator:
                 self.call(aten.add_.Tensor, part, 1)
 
     def _read(self) -> fx.Node:
-        """What a write reads: often something that shares with nothing."""
+        """Return a value for a write to read; often one without shared storage."""
         node = self.pick_value()
         if self.rng.random() < 0.7:
             return self.call(aten.mul.Tensor, node, 2) or node
         return node
 
     def _base(self) -> fx.Node:
-        """What is written: often an input or what it has become."""
+        """Return a value to write; often an input or its latest value."""
         inputs = [node for node in self.values if node.op == "placeholder"]
         if self.rng.random() < 0.6 and inputs:
             node = self.rng.choice(inputs)
@@ -227,7 +227,7 @@ class WriteGraphGenerator:
         return None if node is None else (node, dict(enumerate(bases)))
 
     def _view_of(self, prefix: str, given: dict[str, Any], bases: list[fx.Node]) -> None:
-        """An argument as a view of a base: one that is there already, or one more."""
+        """Add an argument as a view of an existing or new base."""
         rng = self.rng
         base = self._base()
         if not bases or (rng.random() < 0.6 and (base not in bases or rng.random() < 0.2)):
@@ -247,7 +247,7 @@ class WriteGraphGenerator:
                 given[f"{prefix}_alias"] = True
 
     def _add_views(self, value: fx.Node) -> fx.Node:
-        """A value, sometimes by way of views that turn it, or change nothing."""
+        """Return a value, sometimes through views that transpose it or change nothing."""
         rank, size = value.meta["val"].dim(), list(value.meta["val"].shape)
         match self.rng.randrange(12):
             case 0 if rank:
@@ -260,7 +260,7 @@ class WriteGraphGenerator:
         return value
 
     def end(self) -> None:
-        """Copies back to the inputs, and outputs: mostly computed values, sometimes what was written itself."""
+        """Add copies to the inputs, and outputs: mostly computed values, sometimes the written values."""
         rng = self.rng
         order = [node for node in self.values if node.op == "placeholder"]
         copies = []
@@ -292,15 +292,15 @@ def _span(value: torch.Tensor) -> int:
 
 
 def _copy_with_storage(value: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor in a copy of all of its storage."""
+    """Return a copy of a tensor in a copy of its whole storage."""
     flat = torch.as_strided(value, (value.untyped_storage().nbytes() // value.element_size(),), (1,), 0).clone()
     return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
 
 
 def generate_graph(rng: random.Random) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """A graph that writes, and its inputs.
+    """Return a graph with writes, and its inputs.
 
-    What nodes state about themselves is true; in half of the graphs they do not state that they share storage.
+    The declared types of nodes are correct; in half of the graphs they do not show shared storage.
     """
     growth = WriteGraphGenerator(rng)
     growth.begin()

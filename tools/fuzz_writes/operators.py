@@ -1,7 +1,7 @@
-"""Mutating operators of every shape that functionalization wraps.
+"""Mutating operators with every kind of schema that functionalization wraps.
 
-Each writes before it reads, so that an argument which shares storage with what is written changes the result.
-They work on integers of any shape: results are exact, whatever the layout.
+Each operator writes before it reads, so that an argument that shares storage with a written one changes the result.
+They use integers of any shape, so that results are exact in every layout.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def _register_mutating(name: str, schema: str, *tags: torch.Tag) -> Callable[[Ca
 
 @_register_mutating("put", "(Tensor(a!) x, Tensor y) -> ()")
 def put(x: Tensor, y: Tensor) -> None:
-    """One tensor is written."""
+    """Write one tensor."""
     x.mul_(3)
     x.add_(y.sum())
 
 
 @_register_mutating("keyed", "(Tensor(a!) x, *, Tensor y, int k=2) -> ()")
 def keyed(x: Tensor, *, y: Tensor, k: int = 2) -> None:
-    """What is read is given by name only."""
+    """Write one tensor and read a keyword-only one."""
     x.add_(k)
     x.mul_(y.sum())
 
 
 @_register_mutating("two", "(Tensor(a!) x, Tensor y, Tensor(b!) z) -> Tensor")
 def two(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Two tensors are written and one is made."""
+    """Write two tensors and return a new one."""
     x.mul_(5)
     z.add_(y.sum())
     return x.sum() + y.sum()
@@ -48,7 +48,7 @@ def two(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 @_register_mutating("both", "(Tensor(a!) x, Tensor(b!)? z, Tensor y) -> (Tensor, Tensor)")
 def both(x: Tensor, z: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
-    """One of two tensors may be missing; two are made."""
+    """Write two tensors, one of them optional, and return two new ones."""
     x.sub_(4)
     if z is not None:
         z.add_(y.sum())
@@ -57,7 +57,7 @@ def both(x: Tensor, z: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @_register_mutating("many", "(Tensor(a!)[] xs, Tensor y) -> ()")
 def many(xs: Sequence[Tensor], y: Tensor) -> None:
-    """A list is written."""
+    """Write a list of tensors."""
     for index, each in enumerate(xs):
         each.add_(index)
         each.mul_(y.sum())
@@ -65,7 +65,7 @@ def many(xs: Sequence[Tensor], y: Tensor) -> None:
 
 @_register_mutating("bump_", "(Tensor(a!) x, Tensor y) -> Tensor(a!)", torch.Tag.inplace)
 def bump_(x: Tensor, y: Tensor) -> Tensor:
-    """What is written is returned."""
+    """Write a tensor and return it."""
     x.mul_(7)
     return x.add_(y.sum())
 

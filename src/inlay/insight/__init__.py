@@ -1,4 +1,4 @@
-"""Views over what transforms did: why not, what it did to numbers, whose fault."""
+"""Diagnostics of transforms: near misses, numerics, bisection, fusion candidates and reports."""
 
 from inlay.insight.explanation import Explanation, explain
 from inlay.insight.findings import Finding

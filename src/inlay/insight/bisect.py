@@ -1,7 +1,7 @@
-"""Bisection: which site of which transform makes a model's results wrong; or which of them do so together.
+"""Bisection: find the site of the transform, or the combination of sites, that makes the results of a model wrong.
 
-Each question is a run with some of the sites left out. Answers are kept, so a bisection that was interrupted goes on
-where it was, and the same question is never asked twice.
+Each run applies a subset of the sites. Answers are stored, so that an interrupted bisection resumes and no subset is
+run twice.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A transform and the number of the site that makes the difference, in the order it finds them."""
+    """A transform and the index of a site that makes the results wrong, in the order of matching."""
 
     transform: str
     site: int | None
-    """None for a pass that does not tell its sites: all of it is one."""
+    """None for a pass that does not report sites; it counts as one site."""
     root: str = ""
-    """The node it rewrote, as it was called before."""
+    """The name of the rewritten node, before the rewrite."""
 
 
 @dataclass
 class _SiteFilter:
-    """Takes the chosen sites of one transform, and remembers what it was asked about."""
+    """Accepts the selected sites of one transform and records every site it was called with."""
 
     selection: Collection[str] | None
-    """Sites by the captured nodes they stand for, which other sites do not change; None: all."""
+    """Selected sites, named by captured nodes so that other sites do not rename them; None selects all."""
     output_names: dict[str, str] = field(default_factory=dict)
-    """Site → what its output is called in this run."""
+    """Site → name of its output node in this run."""
     times: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, output: fx.Node) -> bool:
@@ -57,13 +57,13 @@ class _SiteFilter:
         return self.includes(site)
 
     def includes(self, site: str) -> bool:
-        """Whether a site is chosen."""
+        """Return whether a site is selected."""
         return self.selection is None or site in self.selection
 
 
 @dataclass(frozen=True)
 class _CachedRun:
-    """A transform that was run on some of its sites, and what it made."""
+    """The result of a transform that ran on some of its sites."""
 
     key: str
     site_filter: _SiteFilter
@@ -71,7 +71,7 @@ class _CachedRun:
     sites: int
 
     def is_reusable(self, key: str, chosen: Collection[str] | None) -> bool:
-        """Whether it would do the same again with this choice: it was asked of every site it found."""
+        """Return whether this selection gives the same result for every site that was found."""
         taken = (
             self.site_filter.includes(site) == (chosen is None or site in chosen)
             for site in self.site_filter.output_names
@@ -80,12 +80,12 @@ class _CachedRun:
 
 
 _SiteKey = tuple[str, str]
-"""A transform and one of its sites; "" for a pass that does not tell them."""
+"""A transform and one of its sites; "" for a pass that does not report sites."""
 
 
 @dataclass
 class Bisection:
-    """Asks an oracle about programs: True is good. `answers` can be saved and given again."""
+    """Finds bad sites with an oracle that returns True for a good program. `answers` can be saved and reused."""
 
     program: Program
     steps: Sequence[TransformStep]
@@ -93,16 +93,16 @@ class Bisection:
     answers: dict[str, bool] = field(default_factory=dict)
     on_run: Callable[[str, bool], None] = lambda text, good: None
     runs: int = 0
-    """How often a program was made and asked about."""
+    """Number of programs that the oracle evaluated."""
 
     def __post_init__(self) -> None:
-        """Run everything once, to see which sites there are; asks the oracle nothing."""
+        """Run all transforms once to list the sites; the oracle is not called."""
         self.steps = [step for step in self.steps if step.transform.options.enabled]
         self._last_run: list[_CachedRun] = []
-        """What the last run did, for the next one that begins alike."""
+        """Steps of the last run; the next run reuses their common prefix."""
         _, worked, found = self._run({step.key: None for step in self.steps})
         self.site_index: dict[_SiteKey, Culprit] = {}
-        """Every site that may be to blame, in order, by the captured node it stands for."""
+        """Every possible culprit, in order, by the captured node of its site."""
         for key, sites in found.items():
             if sites:
                 self.site_index |= {(key, site): Culprit(key, n, sites[site]) for n, site in enumerate(sites)}
@@ -111,20 +111,22 @@ class Bisection:
 
     @property
     def sites(self) -> list[Culprit]:
-        """Every site that may be to blame, in order."""
+        """Every possible culprit, in order."""
         return list(self.site_index.values())
 
     def find(self) -> list[Culprit]:
-        """One culprit, or those that are wrong only together, in order; none when the result is good.
+        """Return one culprit, or those that are bad only in combination, in order; none if the result is good.
 
-        The shortest beginning that is bad ends with a culprit. If that alone is good, the shortest beginning of the
-        rest that is bad together with it ends with another one: two searches by halves for a pair.
+        The shortest bad prefix of the sites ends with a culprit. If that culprit alone is good, the shortest prefix of
+        the remaining sites that is bad together with it ends with the next one. A pair takes two binary searches.
         """
         rest = list(self.site_index)
         if self._is_good(rest):
             return []
         if not self._is_good([]):
-            raise UsageError("The model is not good before any transform ran.", "The oracle must accept it.")
+            raise UsageError(
+                "The oracle rejects the model before any transform ran.", "Use an oracle that accepts the model."
+            )
         culprits: list[_SiteKey] = []
         kept: list[_SiteKey] = []
         while not culprits or self._is_good(kept):
@@ -136,13 +138,13 @@ class Bisection:
         return [self.site_index[unit] for unit in culprits]
 
     def is_good(self, sites: Collection[Culprit]) -> bool:
-        """Whether the program is good when only these sites are rewritten."""
+        """Return whether the program is good when only these sites are rewritten."""
         return self._is_good([unit for unit, culprit in self.site_index.items() if culprit in sites])
 
     def format_sites(self, sites: Collection[Culprit]) -> str:
-        """The same sites are the same text, in every process.
+        """Return a text for sites that is the same in every process.
 
-        Numbers, ends of a range included: `match_rope: 0-3, 7; clean_noops: all`.
+        Ranges include both ends: `match_rope: 0-3, 7; clean_noops: all`.
         """
         parts: dict[str, list[int] | None] = {}
         for culprit in self.sites:
@@ -158,7 +160,7 @@ class Bisection:
             self.runs += 1
             try:
                 self.answers[text] = self.oracle(self._run(_by_transform(units))[0])
-            except TransformError:  # a pass that cannot do without what is left out makes no bad program
+            except TransformError:  # a pass that requires an omitted site does not produce a bad program
                 self.answers[text] = True
             self.on_run(text, self.answers[text])
         return self.answers[text]
@@ -170,7 +172,7 @@ class Bisection:
         return lambda units: self._is_found(unit, [*units, *kept])
 
     def _find_prerequisites(self, unit: _SiteKey, rest: list[_SiteKey], kept: list[_SiteKey]) -> list[_SiteKey]:
-        """Those of the rest without which there is no such site; they are no culprits. Asks the oracle nothing."""
+        """Return the sites that this site requires to exist. They are not culprits. The oracle is not called."""
         needed: list[_SiteKey] = []
         while not self._is_found(unit, [*kept, *needed]):
             *rest, last = _shortest_prefix(rest, self._found_predicate([*kept, *needed], unit))
@@ -186,7 +188,7 @@ class Bisection:
         return site in found[key] if site else key in worked
 
     def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, str]]]:
-        """The program that only these sites make, the transforms that did something, and the sites of each."""
+        """Apply only these sites; return the program, the transforms that matched, and the sites of each."""
         asked = [step for step in self.steps if step.key in chosen]
         done: list[_CachedRun] = []
         for step, before in zip(asked, self._last_run, strict=False):
@@ -214,7 +216,7 @@ def _by_transform(units: Sequence[_SiteKey]) -> dict[str, Collection[str] | None
 
 
 def _shortest_prefix(units: Sequence[_SiteKey], holds: Callable[[Sequence[_SiteKey]], bool]) -> Sequence[_SiteKey]:
-    """The shortest beginning for which it holds, when it does for all and not for none.
+    """Return the shortest prefix for which `holds`, if it holds for all units and not for the empty prefix.
 
     >>> _shortest_prefix("abcdefg", lambda some: "c" in some)
     'abc'
@@ -240,5 +242,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def load_answers(file: Path) -> dict[str, bool]:
-    """Answers of an earlier run; none when there was none."""
+    """Return the saved answers of an earlier run, or none if the file does not exist."""
     return dict(json.loads(file.read_text())) if file.exists() else {}

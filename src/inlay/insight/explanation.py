@@ -1,4 +1,4 @@
-"""Why did a transform not match here? Runs the transforms and looks for the near misses of each."""
+"""Run transforms and find the near misses of each: why it did not match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one transform matched, and what it almost matched, best first."""
+    """The matches of one transform and its near misses, closest first."""
 
     key: str
     status: str
@@ -34,7 +34,7 @@ class Explanation:
     findings: tuple[Finding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the explanation as JSON data."""
         return {
             "transform": self.key,
             "status": self.status,
@@ -44,7 +44,7 @@ class Explanation:
 
 
 def explain(program: Program, steps: Sequence[TransformStep], key: str = "") -> list[Explanation]:
-    """Run the steps, contracts off, and explain each of them; or the one called `key`.
+    """Run the steps without contracts and explain each of them, or only the step named `key`.
 
     >>> import torch
     >>> from inlay.config import resolve_config
@@ -63,7 +63,7 @@ def explain(program: Program, steps: Sequence[TransformStep], key: str = "") -> 
 
 
 def drop_contract(step: TransformStep) -> TransformStep:
-    """The same step without a contract: what would break it is what is asked about."""
+    """Return the step without its contract, so that missing matches are reported instead of raised."""
     made = copy(step.transform)
     made.options = made.options.model_copy(update={"expect": "any", "reason": "explained"})
     return TransformStep(step.key, made)
@@ -71,7 +71,7 @@ def drop_contract(step: TransformStep) -> TransformStep:
 
 @dataclass
 class _Explainer:
-    """An instrument that asks each transform why."""
+    """An instrument that collects an explanation of each transform."""
 
     key: str
     explanations: list[Explanation] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Explainer:
 
 
 def collect_findings(step: Transform, before: Program, record: TransformRecord) -> list[Finding]:
-    """What keeps a transform that ran from matching elsewhere in the program it ran on, best first."""
+    """Return why a transform did not match elsewhere in the program that it ran on, closest first."""
     blocks = cache(lambda: fold(before).layer_of)
 
     def layer(node: fx.Node) -> int | None:

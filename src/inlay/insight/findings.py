@@ -1,4 +1,4 @@
-"""Findings: near misses folded over layers, each with one sentence and one suggestion."""
+"""Findings: near misses grouped over layers, each with one sentence and one suggestion."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ if TYPE_CHECKING:
     from inlay.rewrite import Refusal
 
 SUGGESTIONS = {
-    Reason.ANOTHER_CONSUMER: "Compute the value again for its other reader, or let that one read the result.",
+    Reason.ANOTHER_CONSUMER: "Recompute the value for its other consumer, or let that consumer read the result.",
     Reason.DTYPE: "Compute in the dtype of the other layers, or move the cast out of the pattern.",
     Reason.SHAPE: "Give the operand the shape it has in the other layers; reshape outside the pattern.",
-    Reason.AXIS: "If the axis is meant, add a pattern for it; else compute over the expected one.",
-    Reason.CONSTANT: "If the value is meant, add a pattern for it; else use the expected one.",
-    Reason.MISSING: "If it is written so on purpose, add it as another `pattern_…` of the rule.",
+    Reason.AXIS: "If the axis is intended, add a pattern for it; otherwise use the expected axis.",
+    Reason.CONSTANT: "If the value is intended, add a pattern for it; otherwise use the expected value.",
+    Reason.MISSING: "If this form is intended, add it as another `pattern_…` of the rule.",
     Reason.EXTRA: "Move the extra call before or after the pattern, or add it as another `pattern_…` of the rule.",
     Reason.MUTATION: "Move the write before or after the pattern.",
     Reason.OVERLAP: "Nothing to do: the nodes are part of another site.",
-    Reason.REPLACEMENT: "Correct the rule: its replacement, or the fake kernel of the operator it calls.",
+    Reason.REPLACEMENT: "Fix the replacement of the rule, or the fake kernel of the operator that it calls.",
     Reason.REFUSED: "",
 }
 _PATTERN_REASONS = (Reason.MISSING, Reason.EXTRA, Reason.AXIS, Reason.CONSTANT)
-"""What is suggested for these helps only a transform that has patterns."""
+"""The suggestions for these reasons apply only to transforms with patterns."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps a rule from matching, at every layer where it does."""
+    """One reason why a rule does not match, with all layers where it applies."""
 
     transform: str
     kind: Reason
     reason: str
     node: str
-    """The node that differs, in the first of the places."""
+    """The node that differs, at the first site."""
     roots: tuple[str, ...]
-    """Where the pattern's output would be, one name a place."""
+    """The node where the output of the pattern would be, one per site."""
     layers: tuple[int, ...]
     source: str
     matched: int
     of: int
     sites: int
-    """How many places like these did match, in other layers."""
+    """Number of corresponding sites in other layers that matched."""
     suggestion: str
 
     @property
     def text(self) -> str:
-        """The finding as a sentence."""
+        """The finding as one sentence."""
         total = self.sites + len(self.roots)
         share = f"{self.sites} of {total} matched; " if self.sites else ""
         alone = f"{self.roots[0]}: " if len(self.roots) == 1 else ""
@@ -66,12 +66,12 @@ class Finding:
         return f"{share}{where}{self.matched} of {self.of} nodes: {self.reason}{source}"
 
     def to_json(self) -> dict[str, Any]:
-        """The finding for machines."""
+        """Return the finding as JSON data."""
         return asdict(self) | {"kind": self.kind.value, "text": self.text}
 
 
 def format_layers(numbers: Sequence[int]) -> str:
-    """Numbers of layers as people write them.
+    """Format layer numbers with ranges.
 
     >>> format_layers([3]), format_layers([3, 17]), format_layers([0, 1, 2, 5])
     ('layer 3', 'layers 3 and 17', 'layers 0–2 and 5')
@@ -88,7 +88,7 @@ def format_layers(numbers: Sequence[int]) -> str:
 
 
 def layer_of(node: fx.Node, folds: Callable[[], dict[fx.Node, int]]) -> int | None:
-    """The number of the layer that a node stands in: as the model counts its modules, else as blocks repeat."""
+    """Return the layer number of a node, from its module path or else from the repeated blocks."""
     number = re.search(r"\.(\d+)(?=\.|$)", str(node.meta.get(MODULE, "")))
     return int(number[1]) if number else folds().get(node)
 
@@ -96,7 +96,7 @@ def layer_of(node: fx.Node, folds: Callable[[], dict[fx.Node, int]]) -> int | No
 def fold_misses(
     transform: str, misses: Iterable[Refusal], roots: Iterable[fx.Node], layer: Callable[[fx.Node], int | None]
 ) -> list[Finding]:
-    """Misses, best first, as findings: those that say the same about the same place of several layers are one.
+    """Group misses into findings, closest first; the same reason at the same code location is one finding.
 
     `roots` are the outputs of the sites that matched.
     """

@@ -1,4 +1,4 @@
-"""Running a program call by call: every value on the way can be looked at, in its own precision or in double."""
+"""Run a program call by call; every intermediate value can be observed, in its own precision or in float64."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class ProgramInterpreter:
-    """Runs programs that share their weights, which are read once."""
+    """Runs programs that share weights; each weight is read once."""
 
     weight_cache: dict[tuple[str, str, torch.dtype | None], torch.Tensor] = field(default_factory=dict)
-    """By name and origin: a transform may make something else of a weight and keep its name."""
+    """By name and origin, because a transform may replace a weight and keep its name."""
 
     def __call__(
         self,
@@ -37,9 +37,9 @@ class ProgramInterpreter:
         compute_dtype: torch.dtype | None = None,
         on_value: Callable[[fx.Node, Any], None] = lambda node, value: None,
     ) -> list[Any]:
-        """What a program returns for inputs by name. With `compute_dtype` every floating-point number is of that kind.
+        """Return the results of a program for inputs by name. `compute_dtype` replaces every floating-point dtype.
 
-        `on_value` sees every input and every value on the way, those of nested graphs included.
+        `on_value` is called with every input and every intermediate value, including those of nested graphs.
         """
         weights = {row.name for row in program.bindings.ins if row.role is not Role.INPUT}
         names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
@@ -56,7 +56,7 @@ class ProgramInterpreter:
 
 
 class _GraphInterpreter(torch.nn.Module):
-    """A graph that is run call by call, and in the same way the graphs nested in it."""
+    """Runs a graph and its nested graphs call by call."""
 
     def __init__(self, graph: fx.Graph, precise: torch.dtype | None, on_value: Callable[[fx.Node, Any], None]) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], precise: torch.dtype | None
     except RuntimeError:
         if precise is not torch.float64:
             raise
-    # Some operators, such as products of several experts at once, know no double: the next best is what they do know.
+    # Some operators, such as grouped matrix products of experts, do not support float64: compute them in float32.
     narrow = tree_map(lambda each: _cast(torch.float32 if each is precise else each, torch.float32), (args, kwargs))
     return tree_map(lambda each: _cast(each, precise), target(*narrow[0], **narrow[1]))
 
 
 def _versions(node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, int]:
-    """How often each operand was written to, where torch counts it."""
+    """Return the version counter of each operand, where torch keeps one."""
     held = {operand: values[operand] for operand in node.all_input_nodes}
     return {
         operand: value._version
@@ -116,14 +116,14 @@ def _versions(node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, int
 
 
 def _check_undeclared_writes(node: fx.Node, before: Mapping[fx.Node, int], after: Mapping[fx.Node, int]) -> None:
-    """A kernel that writes to an operand must say so in its schema: others read what it destroys.
+    """Raise if a kernel writes to an operand that its schema does not declare as mutated.
 
-    Where one operand is written to, and said to be, others may be views of it and are not judged.
+    If one operand is declared as mutated, the others may be views of it and are not checked.
     """
     unsaid = [] if written_operands(node) else [operand for operand in before if after[operand] != before[operand]]
     if unsaid and isinstance(node.target, torch._ops.OpOverload):
         name = target_text(node.target)
-        raise ProgramError(f"{node} writes to its operand {unsaid[0]}, and the schema of {name} does not say so.")
+        raise ProgramError(f"{node} writes to its operand {unsaid[0]}, but the schema of {name} does not declare it.")
 
 
 def _is_float_type(value: Any) -> bool:
@@ -139,15 +139,15 @@ def _cast(value: Any, precise: torch.dtype | None) -> Any:
 def find_type_mismatches(
     program: Program, inputs: Mapping[str, Any], runner: ProgramInterpreter | None = None
 ) -> dict[str, str]:
-    """The nodes whose value is of another dtype, shape or strides than they state, and what each states and is.
+    """Return nodes whose value has another dtype, shape or strides than declared, and a text with both.
 
-    A fake kernel is held against the real one by that.
+    This compares fake kernels with real kernels.
     """
     seen = RunTypeChecker(program.types)
     try:
         (runner or ProgramInterpreter())(program, inputs, on_value=seen.check)
     except Exception:
-        if not seen.mismatches:  # else that is why it cannot be computed
+        if not seen.mismatches:  # otherwise a mismatch explains the failure
             raise
     return seen.mismatches
 
@@ -155,9 +155,9 @@ def find_type_mismatches(
 def random_inputs(
     program: Program, seed: int = 0, sizes: Mapping[str, int] | None = None, scale: float = 1.0
 ) -> dict[str, Any]:
-    """Inputs of the sizes a program was captured with, or of others by the name of a symbol; axes in memory as there.
+    """Return random inputs of the captured sizes, or of other sizes by symbol name, in the captured memory layout.
 
-    Whole numbers are below the vocabulary and the rows of tables that they choose from, others around 0, times `scale`.
+    Integers are below the vocabulary size and the rows of the embeddings they index. Floats are normal times `scale`.
     """
     generator = torch.Generator().manual_seed(seed)
     known = {symbol.name: symbol.example for symbol in program.symbols.values()} | dict(sizes or {})
@@ -178,7 +178,7 @@ def random_inputs(
 
 
 def other_sizes(program: Program) -> list[dict[str, int]]:
-    """Sizes that a program claims to take beside those it was captured with: the smallest, and larger ones."""
+    """Return other sizes within the declared ranges of a program: the smallest, and larger than captured."""
     ranges = {symbol.name: (symbol.low, symbol.high, symbol.example) for symbol in program.symbols.values()}
     named = {size for row in program.bindings.with_role(Role.INPUT) if row.is_tensor for size in row.shape}
     if not ranges or not {size for size in named if isinstance(size, str)} <= set(ranges):
@@ -192,7 +192,7 @@ def other_sizes(program: Program) -> list[dict[str, int]]:
 
 
 def match_layout(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same numbers, with the axes in the order in memory that `like` has them in."""
+    """Return the same values with the axis order in memory of `like`."""
     if value.dim() != like.dim():
         return value
     steps = [int(step) if isinstance(step, int) else step.node.hint for step in like.stride()]
@@ -204,7 +204,7 @@ def match_layout(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(program: Program, node: fx.Node) -> int:
-    """Below what whole numbers must lie: rows of the tables that they are looked up in, or the vocabulary."""
+    """Return the exclusive upper bound of integers: rows of the embeddings that they index, or the vocabulary size."""
     tables = [user.args[0] for user in node.users if user.target is torch.ops.aten.embedding.default]
     rows = [each.meta["val"].shape[0] for each in tables if isinstance(each, fx.Node)]
     known = [each for each in rows if isinstance(each, int)]

@@ -1,4 +1,4 @@
-"""Oracles: is a transformed program still good? By its scores, by the tokens they choose, or by what a command says."""
+"""Oracles that decide whether a transformed program is good: by logits, by argmax tokens, or by an external command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
-    """`logits`, `tokens`, or a command that is given a dump of the program and ends with 0 when it is good."""
+    """Return an oracle: `logits`, `tokens`, or a command that takes a program dump and exits with 0 if it is good."""
     if text == "logits":
         return _logits(program, seed)
     if text == "tokens":
@@ -35,7 +35,7 @@ def make_oracle(text: str, program: Program, seed: int = 0) -> Oracle:
 
 
 def _logits(program: Program, seed: int) -> Oracle:
-    """Good as long as the error against float64 is what rounding makes it."""
+    """Return an oracle that accepts errors against float64 that rounding explains."""
     runner, inputs = ProgramInterpreter(), random_inputs(program, seed)
     referee = runner(program, inputs, compute_dtype=torch.float64)
     before = runner(program, inputs)
@@ -48,7 +48,7 @@ def _logits(program: Program, seed: int) -> Oracle:
 
 
 def _tokens(program: Program, seed: int) -> Oracle:
-    """Good as long as the likeliest token is the same at every position."""
+    """Return an oracle that requires the same argmax token at every position."""
     runner, inputs = ProgramInterpreter(), random_inputs(program, seed)
     expected = [_argmax_tokens(each) for each in runner(program, inputs)]
 
@@ -62,12 +62,12 @@ def _tokens(program: Program, seed: int) -> Oracle:
 
 
 def _argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each position, -1 where a logit is not a number."""
+    """Return the argmax token of each position, -1 where a logit is NaN."""
     return logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1)
 
 
 def _results(runner: ProgramInterpreter, made: Program, inputs: dict[str, Any]) -> list[Any] | None:
-    """None of a program that cannot be run, which is as wrong as can be."""
+    """Return the results of a program; None if it fails, which counts as bad."""
     try:
         return runner(made, inputs)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Showing again what a bisection found: what its scripts call."""
+"""Reproduce the result of a bisection; generated scripts call this module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def reproduce(model: str, culprits: Mapping[str, set[int] | None], *, oracle: str = "logits", dtype: str = "") -> bool:
-    """Run a model with all transforms up to the culprits, and these only on the named sites; whether it is bad."""
+    """Run all transforms up to the culprits, and the culprits only at the named sites; return whether it is bad."""
     program = capture(model, HFOptions(getattr(torch, dtype) if dtype else None))
     resolved = resolve_config(architecture=program.facts.architecture, model=program.name)
     steps = [*configure(resolved), *(TransformStep(name, load_external_pass(name)) for name in culprits if ":" in name)]

@@ -1,4 +1,4 @@
-"""What each transform did to the numbers, held against a referee of higher precision."""
+"""The effect of each transform on the results, measured against a float64 reference."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import TransformRecord
 
 _MAX_ERROR_GROWTH = 4.0
-"""Errors that grow by more than this factor, beyond a few roundings, are no rounding."""
+"""Largest growth of the error that rounding explains; the old error counts as at least epsilon."""
 _MAX_DEVIATIONS = 3
 
 
 class Change(StrEnum):
-    """What became of the results of a program."""
+    """How a transform changed the results of a program."""
 
     NONE = "none"
     MATCH_LOSS = "match loss"
@@ -38,17 +38,17 @@ class Change(StrEnum):
     MORE_ACCURATE = "rounding, nearer"
     LESS_ACCURATE = "rounding, farther"
     MISTYPED = "wrong type"
-    """A replacement of another type than what it replaces, or a value that is not of the type its node states."""
+    """A replacement has another type than the original, or a value has another type than its node declares."""
     WRONG = "wrong"
 
 
 FAILURES = (Change.WRONG, Change.MISTYPED, Change.MATCH_LOSS)
-"""Changes that nobody wants, whatever a transform says about its numerics."""
+"""Changes that are failures, whatever numerics a transform declares."""
 
 
 @dataclass(frozen=True)
 class NodeDeviation:
-    """A value that differs most before and after a transform."""
+    """A value with a large difference before and after a transform."""
 
     node: str
     source: str
@@ -57,27 +57,27 @@ class NodeDeviation:
 
 @dataclass(frozen=True)
 class NumericsVerdict:
-    """How one transform changed the results."""
+    """The effect of one transform on the results."""
 
     transform: str
     sites: int
     change: Change
     difference: float
-    """Largest difference to the program before it, relative to the largest result."""
+    """Largest difference from the previous program, relative to the largest result."""
     error_before: float
     error_after: float
-    """Root mean square error against the referee, relative to the results, before and after."""
+    """Relative root mean square error against the float64 reference, before and after."""
     reason: str = ""
     worst: tuple[NodeDeviation, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The verdict for machines."""
+        """Return the verdict as JSON data."""
         return {**vars(self), "worst": [vars(each) for each in self.worst]}
 
 
 @dataclass(frozen=True)
 class _RunResult:
-    """What a program returned for all inputs, which nodes are not what they state, and why it could not be computed."""
+    """The results of a program for all inputs, nodes with a wrong declared type, and the error if it failed."""
 
     results: list[Any]
     type_errors: Mapping[str, str]
@@ -86,7 +86,7 @@ class _RunResult:
 
 @dataclass(frozen=True)
 class _EdgeCase:
-    """Unusual inputs, what the first program gives for them in higher precision, and what the last one gave."""
+    """Unusual inputs, the float64 results of the captured program for them, and the results of the last program."""
 
     name: str
     inputs: Mapping[str, Any]
@@ -96,20 +96,20 @@ class _EdgeCase:
 
 @dataclass
 class NumericsCheck:
-    """An instrument: runs the program after each transform that changed it. What it saw is in `verdicts`."""
+    """An instrument that runs the program after each transform that changed it and collects `verdicts`."""
 
     expected_sites: Mapping[str, int] = field(default_factory=dict)
-    """Sites that each transform had before, from a lock."""
+    """Expected number of sites of each transform, from a lock."""
     seed: int = 0
     rounds: int = 4
-    """Of how many random inputs the errors are taken together: one alone may be nearer by luck.
+    """Number of random inputs whose errors are combined; a single one may be more accurate by chance.
 
-    Beside them, wrong results are looked for at other sizes and with large numbers."""
+    Other sizes and large numbers are also checked for wrong results."""
     verdicts: list[NumericsVerdict] = field(default_factory=list)
     interpreter: ProgramInterpreter = field(default_factory=ProgramInterpreter)
 
     def before(self, transform: Transform, program: Program) -> None:
-        """The first program is what the others are held against; the referee computes it precisely."""
+        """Compute the float64 reference from the first program."""
         if not hasattr(self, "_inputs"):
             self._inputs = [random_inputs(program, self.seed + each) for each in range(self.rounds)]
             self._reference = [
@@ -120,7 +120,7 @@ class NumericsCheck:
             self._program = program
 
     def _make_edge_cases(self, program: Program) -> Iterator[_EdgeCase]:
-        """Large numbers and other sizes, as far as the program takes them."""
+        """Yield large numbers and other sizes that the program accepts."""
         given = {"large numbers": random_inputs(program, self.seed, scale=100.0)}
         for sizes in other_sizes(program):
             text = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -131,7 +131,7 @@ class NumericsCheck:
                 yield _EdgeCase(what, inputs, self.interpreter(program, inputs, compute_dtype=torch.float64), last)
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """Compare, and classify the change."""
+        """Compare the results and classify the change."""
         if record.status != "ran" or self._last.error:
             return
         refused = [each.reason for each in record.misses if Reason.parse(each.reason)[0] is Reason.REPLACEMENT]
@@ -148,7 +148,7 @@ class NumericsCheck:
                 text = f"{refused[0]} ({len(refused)} sites refused)"
                 verdict = replace(verdict, change=Change.MISTYPED, reason=text)
             elif lost > 0:
-                verdict = replace(verdict, change=Change.MATCH_LOSS, reason=f"{lost} sites fewer")
+                verdict = replace(verdict, change=Change.MATCH_LOSS, reason=f"{lost} fewer sites than expected")
         if record.sites or verdict.reason:
             self.verdicts.append(verdict)
 
@@ -156,7 +156,7 @@ class NumericsCheck:
         for place, corner in enumerate(self._edge_cases):
             run = self._run(program, [corner.inputs])
             if run.error:
-                why = f"{corner.name}: the program cannot be computed: {run.error}"
+                why = f"{corner.name}: the program fails: {run.error}"
                 return replace(verdict, change=Change.WRONG, error_after=math.inf, reason=why)
             if is_wrong(corner.last.results, run.results, corner.reference):
                 errors = [_error(each, corner.reference) for each in (corner.last.results, run.results)]
@@ -185,7 +185,7 @@ class NumericsCheck:
         if wrong:
             return replace(verdict, change=Change.MISTYPED, reason=wrong[0])
         if run.error:
-            why = f"the program cannot be computed: {run.error}"
+            why = f"the program fails: {run.error}"
             return replace(verdict, change=Change.WRONG, error_after=math.inf, reason=why)
         difference = max((_relative_difference(one, two) for one, two in zip(last, results, strict=True)), default=0.0)
         before, after = (_error(each, self._reference) for each in (last, results))
@@ -199,14 +199,14 @@ class NumericsCheck:
             one, two = next(pair for pair in types if pair[0] != pair[1])
             change, reason = Change.METADATA_LOSS, f"{one} became {two}"
         elif (lost := _lost_sources(self._program, program)) and difference == 0:
-            change, reason = Change.METADATA_LOSS, f"{lost} calls do not say any more where they come from"
+            change, reason = Change.METADATA_LOSS, f"{lost} calls lost their source location"
         elif difference:
             change = Change.MORE_ACCURATE if after <= before else Change.LESS_ACCURATE
         worst = self._find_deviations(program) if change in (Change.WRONG, Change.LESS_ACCURATE) else ()
         return NumericsVerdict(record.key, record.sites, change, difference, before, after, reason, worst)
 
     def _find_deviations(self, program: Program) -> tuple[NodeDeviation, ...]:
-        """The values of both programs, by name, that differ most; the first one is where it begins."""
+        """Return the first value that differs between both programs, and those that differ most, by name."""
         values: dict[str, torch.Tensor] = {}
         found: list[tuple[float, int, fx.Node]] = []
 
@@ -236,7 +236,7 @@ def _check_inputs_unchanged(before: Mapping[str, Any], after: Mapping[str, Any])
 
 
 def is_wrong(before: Sequence[Any], after: Sequence[Any], reference: Sequence[Any]) -> bool:
-    """Whether results differ from what they were by more than rounding, as a referee sees it."""
+    """Return whether results changed by more than rounding, measured against the float64 reference."""
     if [_shape(each) for each in before] != [_shape(each) for each in after]:
         return True
     if _has_new_nonfinite(before, after, reference):
@@ -245,7 +245,7 @@ def is_wrong(before: Sequence[Any], after: Sequence[Any], reference: Sequence[An
 
 
 def _has_new_nonfinite(before: Sequence[Any], after: Sequence[Any], referee: Sequence[Any]) -> bool:
-    """Whether a result is not finite where it was, or where it is and should not be, or is another kind of infinite."""
+    """Return whether a non-finite value appeared or vanished, unless the old result or the reference has it too."""
     for was, now, precise in zip(before, after, referee, strict=True):
         if not isinstance(was, torch.Tensor) or was.shape != now.shape or was.shape != precise.shape:
             continue
@@ -259,7 +259,7 @@ def _has_new_nonfinite(before: Sequence[Any], after: Sequence[Any], referee: Seq
 
 
 def _equal_or_nan(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """Where two values are equal, or neither is a number."""
+    """Return a mask of where two values are equal or both NaN."""
     return (one == two) | (one.isnan() & two.isnan())
 
 
@@ -268,7 +268,7 @@ def _shape(value: Any) -> Any:
 
 
 def _relative_difference(one: Any, two: Any) -> float:
-    """The largest difference, relative to the largest value; infinite when shapes differ, or only one is a number."""
+    """Return the largest difference relative to the largest value; infinite if shapes differ or only one is finite."""
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return 0.0 if one == two else math.inf
     if one.shape != two.shape:
@@ -282,7 +282,7 @@ def _relative_difference(one: Any, two: Any) -> float:
 
 
 def _error(results: Sequence[Any], referee: Sequence[Any]) -> float:
-    """Root mean square error, relative to the referee, over all results that are finite in both."""
+    """Return the root mean square error relative to the reference, over results that are finite in both."""
     total = scale = 0.0
     for one, two in zip(results, referee, strict=True):
         if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape:
@@ -305,7 +305,7 @@ def _type(value: Any) -> str:
 
 
 def _lost_sources(before: Program, after: Program) -> int:
-    """How many calls more than before do not say where in the model they come from."""
+    """Return how many more calls than before have no source location."""
 
     def silent(program: Program) -> int:
         return sum(

@@ -1,7 +1,7 @@
-"""Assertions for your own transforms and models.
+"""Assertions for transforms and models.
 
-Transforms fire where they should, not where they must not, and keep the numbers. Models survive every stage of the
-compiler: docs/stages.md says which check is for which.
+Transform assertions check that a transform matches only where it should and keeps the results. Model assertions check
+each stage of the compiler; docs/stages.md lists which assertion checks which stage.
 """
 
 from inlay.testing.compile_cache import RoundTrip, cache_round_trip

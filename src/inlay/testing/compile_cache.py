@@ -1,4 +1,4 @@
-"""`cache_round_trip`: compile-cache artifacts saved, and loaded where nothing is cached."""
+"""`cache_round_trip`: save compile-cache artifacts and load them into an empty cache."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """How the graphs of one call were looked up: Inductor's own, and what autograd made of them before."""
+    """Lookups of the graphs of one call in the Inductor cache and the AOTAutograd cache."""
 
     hits: int
     misses: int
     bypasses: int
     """Graphs that cannot be cached."""
     guard_misses: int
-    """Misses where an entry was there and its guards on sizes did not hold."""
+    """Misses where an entry existed but its shape guards failed."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """The same call in an empty cache and in one the artifacts were loaded into."""
+    """The cache counts of the same call with an empty cache and with loaded artifacts."""
 
     cold: CacheCounts
     warm: CacheCounts
     other: CacheCounts | None
     artifacts: bytes
-    """What `torch.compiler.load_cache_artifacts` takes, in any process."""
+    """Input for `torch.compiler.load_cache_artifacts`, in any process."""
 
 
 def cache_round_trip(
@@ -49,10 +49,10 @@ def cache_round_trip(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RoundTrip:
-    """Saved artifacts spare the next process the compilation: misses first, only hits after, and the same values.
+    """Assert that saved artifacts avoid compilation: misses first, only hits after loading, and the same values.
 
-    Each call begins with a reset compiler and an empty cache folder. `other_inputs` is another set of inputs, which the
-    saved code must not serve: it is compiled afresh from the loaded cache, and gives what eager gives.
+    Each call starts with a reset compiler and an empty cache folder. `other_inputs` is a second set of inputs that must
+    miss the loaded cache. It is compiled again, and its results must equal eager results.
 
     >>> trip = cache_round_trip(lambda x: x @ x, torch.ones(2, 2), other_inputs=torch.ones(3, 3))
     >>> trip.cold.misses > 0, trip.warm.hits > 0, trip.warm.misses, trip.other.misses > 0
@@ -71,25 +71,25 @@ def cache_round_trip(
     assert not cold.bypasses, f"{cold.bypasses} graphs cannot be cached. {_REMEDY}"
     assert cold.misses, f"Nothing was looked up in the caches: {cold}. {_REMEDY}"
     assert not cold.hits, f"An empty cache was hit: {cold}."
-    assert saved is not None, f"{cold.misses} graphs were compiled, and none was kept. {_REMEDY}"
+    assert saved is not None, f"{cold.misses} graphs were compiled, but none was cached. {_REMEDY}"
     with fresh_caches():
         torch.compiler.load_cache_artifacts(saved[0])
         warm, second = looked_up(inputs)
         other = None if other_inputs is None else looked_up(other_inputs)
-    assert warm.hits, f"The artifacts were loaded, and no graph was found among them: {warm}. {_REMEDY}"
-    assert not warm.misses, f"{warm.misses} graphs were compiled again although artifacts were loaded. {_REMEDY}"
+    assert warm.hits, f"No graph was found in the loaded artifacts: {warm}. {_REMEDY}"
+    assert not warm.misses, f"{warm.misses} graphs were recompiled although artifacts were loaded. {_REMEDY}"
     _assert_same(first, second, "from the cache")
     if other_inputs is None or other is None:
         return RoundTrip(cold, warm, None, saved[0])
     assert other[0].misses, (
         f"The diverging inputs were served from the cache: {other[0]}. "
-        "Either their guards hold for both, and then they do not diverge, or the code is used for what it is not for."
+        "Either their guards hold for both sets, so that they do not diverge, or the cached code is wrong for them."
     )
     _assert_same(call(copy_model(model), copy_inputs(other_inputs)), other[1], "for the diverging inputs", 1e-4)
     return RoundTrip(cold, warm, other[0], saved[0])
 
 
-_REMEDY = 'TORCH_LOGS="+inductor,+aot" says why; a pass without a uuid and a mutable option are usual reasons.'
+_REMEDY = 'TORCH_LOGS="+inductor,+aot" logs the reason; common ones are a pass without a uuid and a mutable option.'
 
 
 def _lookups(counts: Mapping[str, int]) -> CacheCounts:

@@ -1,4 +1,4 @@
-"""Adapter: what torch's compiler tells of itself while it works. The only file of this room that imports it."""
+"""Adapter for the metrics and hooks of torch's compiler. Only this file of the package imports its private modules."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _CACHES = {"inductor": "fxgraph_cache_", "aot_autograd": "autograd_cache_"}
 
 @dataclass(frozen=True)
 class CompiledFrame:
-    """A frame of Python that Dynamo compiled."""
+    """A Python frame that Dynamo compiled."""
 
     frame: str
-    """Which code it is, counted from the last reset."""
+    """Dynamo's frame number since the last reset."""
     name: str
     location: str
     """`file.py:line` of the function."""
     reason: str
-    """The guards that failed, where the code had been compiled before; empty the first time."""
+    """The guards that failed, for a recompile; empty for the first compilation."""
     has_hit_limit: bool = False
-    """Compiled too often already: from now on what no compiled code serves runs eagerly, and nobody is told."""
+    """The recompile limit is reached: calls that no compiled code serves run eagerly, without an error."""
 
 
 @contextmanager
 def record_compiles() -> Iterator[list[CompiledFrame]]:
-    """Fills the list with what was compiled within the context, when it ends."""
+    """Yield a list that contains the frames compiled within the context after it ends."""
     made: list[CompiledFrame] = []
     dynamo.set_compilation_metrics_limit(_MANY)
     before = len(dynamo.get_compilation_metrics())
@@ -52,7 +52,7 @@ def record_compiles() -> Iterator[list[CompiledFrame]]:
     finally:
         for each in dynamo.get_compilation_metrics()[before:]:
             frame, why = str(each.compile_id).partition("/")[0], (each.fail_reason or "").partition("\n")[0]
-            if each.co_name is not None:  # a backward pass that is compiled later has no frame
+            if each.co_name is not None:  # a lazily compiled backward pass has no frame
                 place = f"{each.co_filename}:{each.co_firstlineno}"
                 made.append(CompiledFrame(frame, each.co_name, place, (each.recompile_reason or "").strip()))
             elif _LIMIT in why:
@@ -61,7 +61,7 @@ def record_compiles() -> Iterator[list[CompiledFrame]]:
 
 
 def graph_breaks() -> Counter[str]:
-    """Why Dynamo cut a function in two, and how often, since the process began."""
+    """Return the reasons of graph breaks and their counts since process start."""
     found: Counter[str] = Counter()
     for reason, count in dynamo.counters["graph_break"].items():
         found[reason.splitlines()[0]] += count
@@ -69,27 +69,27 @@ def graph_breaks() -> Counter[str]:
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` has been here already."""
+    """Return whether `torch.compile` was already applied."""
     return hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
 
 
 @contextmanager
 def disable_caches() -> Iterator[None]:
-    """Everything is compiled: a graph that comes out of a cache passes through no stage."""
+    """Disable the compile caches; a cached graph would skip the compiler stages."""
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
 def use_eager_random() -> Iterator[None]:
-    """Compiled code draws the numbers that eager code draws."""
+    """Make compiled code draw the same random numbers as eager code."""
     with inductor_config.patch(fallback_random=True):
         yield
 
 
 @contextmanager
 def record_post_grad_graphs() -> Iterator[list[fx.Graph]]:
-    """Collects every graph that Inductor makes code of, as it is after the last of the post-grad passes."""
+    """Yield a list of the graphs that Inductor lowers, after the last post-grad pass."""
     from torch._inductor import compile_fx
 
     passes = compile_fx._recursive_post_grad_passes
@@ -103,7 +103,7 @@ def record_post_grad_graphs() -> Iterator[list[fx.Graph]]:
             passes(module, is_inference)
         finally:
             depth -= 1
-        if depth == 0:  # branches and bodies of loops hang from the graph that calls them
+        if depth == 0:  # subgraphs of control flow are part of the graph that calls them
             made.append(copy_graph(module.graph))
 
     with mock.patch.object(compile_fx, "_recursive_post_grad_passes", noted):
@@ -111,7 +111,7 @@ def record_post_grad_graphs() -> Iterator[list[fx.Graph]]:
 
 
 def collect_sources(call: Callable[[], Any]) -> list[str]:
-    """Run `call` from a reset compiler; the text of every file that Inductor writes."""
+    """Reset the compiler, run `call`, and return the text of every file that Inductor writes."""
     from torch._inductor.utils import run_and_get_code
 
     _, sources = run_and_get_code(call)
@@ -120,13 +120,13 @@ def collect_sources(call: Callable[[], Any]) -> list[str]:
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """An empty folder for the caches of the compiler, and no artifacts remembered from before."""
+    """Use an empty folder for the compiler caches, without earlier artifacts."""
     from torch._inductor.utils import fresh_cache
 
     with ExitStack() as stack:
         stack.enter_context(CacheArtifactManager.with_fresh_cache())
         stack.enter_context(fresh_cache())
-        # the folder would get a precompiled header of its own, which takes longer than what it saves
+        # a precompiled header for the new folder takes longer to build than it saves
         stack.enter_context(inductor_config.patch(cpp_cache_precompile_headers=False))
         torch.compiler.reset()
         yield
@@ -134,7 +134,7 @@ def fresh_caches() -> Iterator[None]:
 
 
 def cache_counts() -> Counter[str]:
-    """Lookups of graphs in both caches since the process began: `fxgraph_cache_hit`, `autograd_cache_miss`, …"""
+    """Return lookup counts of both caches since process start: `fxgraph_cache_hit`, `autograd_cache_miss`, …"""
     return Counter(
         {
             name: count

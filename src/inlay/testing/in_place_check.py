@@ -1,4 +1,4 @@
-"""`assert_in_place`: a step writes to its state, and to no more of it than it must."""
+"""`assert_in_place`: a compiled step writes its state in place, and writes no more than needed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """One step, measured."""
+    """The measured state traffic of one step."""
 
     state_bytes: int
     """Bytes of the state."""
     bytes_written: int
-    """Bytes of the state's pages that the compiled step writes to."""
+    """Bytes in pages of the state that the compiled step writes."""
     bytes_needed: int
-    """The same for the eager step, or what was said to be enough."""
+    """Bytes in pages that the eager step writes, or `max_bytes`."""
 
 
 def assert_in_place(
@@ -43,11 +43,11 @@ def assert_in_place(
     options: Mapping[str, Any] | None = None,
     max_bytes: int | None = None,
 ) -> StateTraffic:
-    """The compiled step updates its state where it is: no block as large is allocated, no other page is written.
+    """Assert that the compiled step updates its state in place: no allocation as large, no other page written.
 
-    `state` is the position or name of an input, or the name of a buffer of the model. How much must be written is
-    measured on the eager model, or said by `max_bytes`: bytes of whole pages. `step` is another compiled form of the
-    model, called alike. A state of few pages tells little: give it more room than the step fills.
+    `state` is the position or name of an input, or the name of a buffer of the model. The required bytes are measured
+    on the eager model, or set by `max_bytes` in whole pages. `step` is another compiled form of the model with the same
+    arguments. Use a state with many more pages than one step writes; a small state shows little.
 
     >>> def append(cache, row):
     ...     cache[3] = row
@@ -56,28 +56,28 @@ def assert_in_place(
     """
     refuse_compiled(model)
     if step is not None and state in _buffers(model):
-        raise UsageError("A step compiled elsewhere has buffers of its own.", "Give the state as an input.")
+        raise UsageError("A separately compiled step has its own buffers.", "Give the state as an input.")
     with torch.no_grad():
         plain, plain_moved, _ = _measure_step(model, lambda each: each, inputs, state)
         make = (lambda each: compile_model(each, backend, options, None)) if step is None else (lambda _: step)
         torch.compiler.reset()
         with record_compiles() as made:
             fast, moved, stayed = _measure_step(model, make, inputs, state)
-    assert made or step is not None, "Nothing was compiled, so nothing was checked. Is torch.compile disabled?"
+    assert made or step is not None, "Nothing was compiled, so nothing was checked. Check that torch.compile is on."
     size = fast.numel() * fast.element_size()
     needed = plain_moved.written_bytes if max_bytes is None else max_bytes
-    assert stayed, f"The state {state} is another tensor after the step: it was replaced, not written to."
+    assert stayed, f"The state {state} is another tensor after the step: it was replaced, not updated in place."
     if not needed:
-        raise UsageError(f"The model does not write to {state}.", "Name the state that it updates, or give at_most.")
+        raise UsageError(f"The model does not write to {state}.", "Name the state that it updates, or pass max_bytes.")
     assert not moved.copied_bytes(size), (
         f"The step allocates {moved.copied_bytes(size)} bytes in blocks as large as the state ({size} bytes):"
         " it is copied. "
-        "docs/in_place.md says which updates compilers keep in place, and what makes the others so."
+        "docs/in_place.md lists which updates stay in place, and how to change the others."
     )
     assert moved.written_bytes, f"The step does not write to the state {state}."
     assert moved.written_bytes <= needed, (
-        f"The step writes to {moved.written_bytes} bytes of the state's pages, and {needed} are needed: "
-        f"{'all of it is copied back' if moved.written_bytes >= size else 'more than the update is written'}."
+        f"The step writes to {moved.written_bytes} bytes of the state's pages, but only {needed} are needed: "
+        f"{'the whole state is copied back' if moved.written_bytes >= size else 'more than the update is written'}."
     )
     torch.testing.assert_close(fast, plain, equal_nan=True, msg=lambda text: f"The state {state} afterwards: {text}")
     return StateTraffic(size, moved.written_bytes, needed)
@@ -86,7 +86,7 @@ def assert_in_place(
 def _measure_step(
     model: Model, make: Callable[[Model], Model], inputs: Inputs, state: str | int
 ) -> tuple[torch.Tensor, MemoryProfile, bool]:
-    """The state after the same number of steps, what one of them did, and whether it is still where it was."""
+    """Return the state after a few steps, the memory profile of one step, and whether the address is unchanged."""
     own, given = copy.deepcopy(model), copy_inputs((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
     given, held = _replace_state(own, given, state)
     run = make(own)
@@ -101,7 +101,7 @@ def _buffers(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _replace_state(model: Model, inputs: Any, state: str | int) -> tuple[Inputs, torch.Tensor]:
-    """The state in memory that can be watched, in the place of the one that was given."""
+    """Replace the given state by a copy in memory whose pages are tracked."""
     if isinstance(model, torch.nn.Module) and state in _buffers(model):
         owner, _, name = str(state).rpartition(".")
         module = model.get_submodule(owner)
@@ -111,7 +111,7 @@ def _replace_state(model: Model, inputs: Any, state: str | int) -> tuple[Inputs,
     known = list(inputs) if isinstance(inputs, Mapping) else list(range(len(inputs)))
     if state not in known:
         names = [str(each) for each in (*known, *_buffers(model))]
-        raise UsageError(f"There is no state {state}.", suggest(str(state), names) or f"There is {', '.join(names)}.")
+        raise UsageError(f"There is no state {state}.", suggest(str(state), names) or f"Choose {', '.join(names)}.")
     held = _paged_copy(inputs[state])
     if isinstance(inputs, Mapping):
         return {**inputs, str(state): held}, held

@@ -1,4 +1,4 @@
-"""`generated_code`: what Inductor writes, its kernels counted."""
+"""`generated_code`: the code that Inductor generates, with kernel counts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _EXTERNAL = re.compile(r"\b(?:extern_kernels\.(\w+)|torch\.ops\.(\w+\.\w+)\.\w+|
 
 @dataclass(frozen=True)
 class GeneratedCode:
-    """The code of one call."""
+    """The generated code of one call."""
 
     sources: tuple[str, ...]
-    """A file a graph, as Inductor wrote it."""
+    """One file per graph, as Inductor wrote it."""
     kernels: Mapping[str, int]
-    """Kernels that were generated, and how often each is called."""
+    """Generated kernels and their call counts."""
     external_kernels: Mapping[str, int]
-    """Operators that existing kernels compute, and how often each is called."""
+    """Calls of existing kernels, by operator."""
 
     @property
     def source(self) -> str:
-        """Everything as one text."""
+        """All files as one text."""
         return "\n".join(self.sources)
 
 
@@ -46,9 +46,9 @@ def generated_code(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> GeneratedCode:
-    """The code that Inductor generates when the model is called, in Python or, with `cpp_wrapper`, in C++.
+    """Return the code that Inductor generates when the model is called, in Python or, with `cpp_wrapper`, in C++.
 
-    Kernels are C++ on the CPU. The caches are off and the compiler is reset, so that everything is compiled.
+    Kernels are C++ on the CPU. The caches are disabled and the compiler is reset, so that everything is compiled.
 
     >>> import torch
     >>> code = generated_code(lambda x: x @ x, torch.ones(2, 2))
@@ -60,7 +60,7 @@ def generated_code(
             lambda: call(compile_model(copy_model(model), backend, options, dynamic), copy_inputs(inputs))
         )
     if not sources:
-        raise UsageError("Inductor generated no code.", "Is it below the backend, and is torch.compile on?")
+        raise UsageError("Inductor generated no code.", "Use a backend that calls Inductor, and enable torch.compile.")
     kernels: Counter[str] = Counter()
     external: Counter[str] = Counter()
     for source in sources:

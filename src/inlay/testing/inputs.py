@@ -1,4 +1,4 @@
-"""What a model is called with: a tuple is given by position, a mapping by name, and a list holds several of these."""
+"""Inputs of a model: a tuple is passed by position, a mapping by name; a list contains several sets of inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Model: TypeAlias = Callable[..., Any]
 
 
 def as_input_sets(inputs: Inputs | list[Inputs]) -> list[Inputs]:
-    """One set of inputs, or a list of them, as a list.
+    """Return one or several sets of inputs as a list.
 
     >>> as_input_sets((1, 2)), as_input_sets([(1,), {"x": 2}])
     ([(1, 2)], [(1,), {'x': 2}])
@@ -42,7 +42,7 @@ def call(model: Model, inputs: Inputs) -> Any:
 
 
 def copy_inputs(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """The same values in memory of their own; floating point values in another dtype if one is given."""
+    """Return a deep copy of the inputs, with floating-point values converted to `dtype` if it is given."""
 
     def converted(value: Any) -> Any:
         if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -54,20 +54,20 @@ def copy_inputs(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
 
 
 def refuse_compiled(model: Model) -> None:
-    """Where the model is also run eagerly, it must not be compiled already."""
+    """Raise if the model is already compiled, because it is also run eagerly."""
     if is_compiled(model):
-        raise UsageError("The model is compiled already.", "Give the model itself, and what compiles it as backend.")
+        raise UsageError("The model is already compiled.", "Give the model itself, and its compiler as backend.")
 
 
 def copy_model(model: Model) -> Model:
-    """The model with state of its own, so that the caller's stays as it is; what is compiled already is not copied."""
+    """Return a deep copy, so that the caller's state does not change; a compiled model is not copied."""
     return model if is_compiled(model) else copy.deepcopy(model)
 
 
 def compile_model(
     model: Model, backend: str | Callable[..., Any], options: Mapping[str, Any] | None, dynamic: bool | None
 ) -> Model:
-    """What `torch.compile` makes of the model; itself if that is what it is."""
+    """Return the model compiled by `torch.compile`; an already compiled model is returned unchanged."""
     if is_compiled(model):
         return model
     made: Model = torch.compile(model, backend=backend, dynamic=dynamic, options=dict(options) if options else None)

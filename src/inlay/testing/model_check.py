@@ -1,4 +1,4 @@
-"""`check_model`: a model compiled against itself run eagerly."""
+"""`check_model`: compare a compiled model with the eager model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What `check_model` looked at."""
+    """Counts of what `check_model` compared."""
 
     runs: int
-    """Compiled runs: dtypes times input sets, with gradients and without."""
+    """Compiled runs: dtypes times input sets, without and with gradients."""
     values: int
-    """Values that were compared: outputs, arguments and state afterwards, gradients."""
+    """Compared values: outputs, arguments and state after the call, gradients."""
     frames: int
-    """Pieces of Python that were compiled, again included."""
+    """Compiled Python frames, including recompiles."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _ModelRun:
     prepare: Callable[[Model], Model] = field(default=lambda model: model)
 
     def execute(self, inputs: Inputs) -> dict[str, Any]:
-        """All values of one run from fresh state, by name."""
+        """Run once from fresh state and return all values by name."""
         model, given = copy.deepcopy(self.model), copy_inputs(inputs, self.dtype)
         if isinstance(model, torch.nn.Module):
             model.zero_grad(set_to_none=True)
@@ -58,7 +58,7 @@ class _ModelRun:
         values |= {f"{name} afterwards": value for name, value in flatten_named("input", given).items()}
         for name, value in _state(model).items():
             values[f"state {name} afterwards"] = value
-            values[f"memory of {name}"] = "where it was" if places.get(name) == value.data_ptr() else "elsewhere"
+            values[f"memory of {name}"] = "same address" if places.get(name) == value.data_ptr() else "new address"
         if self.gradients:
             _backward(outputs)
             trained = flatten_named("input", given) | _state(model)
@@ -79,16 +79,16 @@ def check_model(
     tolerance: Mapping[torch.dtype, float] | None = None,
     strides: bool = True,
 ) -> ModelCheck:
-    """The compiled model gives what the model gives: values, dtypes, strides, gradients, state, and who shares memory.
+    """Assert that the compiled model equals the eager model: values, dtypes, strides, gradients, state and aliasing.
 
-    `inputs` is one set (a tuple by position, a mapping by name) or a list of sets, which may have different shapes: one
-    compiled model serves all of them, from the same state each time. Model and floating point inputs are converted to
-    each of `dtypes`; None leaves them as they are. Errors are measured against the model in float64 where that can be
-    computed: a compiled value may be off by `tolerance` (a share of the largest value) plus twice what eager is off; a
+    `inputs` is one set (a tuple by position, a mapping by name) or a list of sets, which may have different shapes. One
+    compiled model serves all sets, each from the same initial state. The model and floating-point inputs are converted
+    to each of `dtypes`; None leaves them unchanged. Errors are measured against the model in float64 if it can run in
+    float64. A compiled value may differ by `tolerance` (relative to the largest value) plus twice the error of eager; a
     tolerance of 0 means equal to eager.
-    Gradients are compared where a parameter or an input requires one, unless the backend is Inlay's, which has none.
-    With `strides=False` the layout of outputs is free. What a plain function keeps outside its arguments is not reset,
-    and tensors inside objects that torch cannot look into are not converted.
+    Gradients are compared if a parameter or an input requires one, unless the backend is Inlay's, which has none.
+    With `strides=False` the layout of outputs is not compared. State outside the arguments of a plain function is not
+    reset, and tensors inside objects that are not pytrees are not converted.
 
     >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
     ModelCheck(runs=8, values=64, frames=8)
@@ -122,18 +122,18 @@ def check_model(
 
 
 def _widen_tolerance(allowed: Mapping[torch.dtype, float], dtype: torch.dtype | None) -> dict[torch.dtype, float]:
-    """A value that is wider than what it was computed in is no more exact."""
+    """Return tolerances at least as large as that of the compute dtype; a wider output dtype is not more accurate."""
     floor = 0.0 if dtype is None else allowed.get(dtype, 0.0)
     return {each: max(share, floor) for each, share in allowed.items()}
 
 
 def _assert_compiled(made: Sequence[CompiledFrame]) -> None:
     assert made, (
-        "Nothing was compiled, so nothing was checked. Is torch.compile disabled, by a stance or by "
-        "TORCHDYNAMO_DISABLE, or does the model leave everything to functions that Dynamo skips?"
+        "Nothing was compiled, so nothing was checked. Check that torch.compile is not disabled by a stance or by "
+        "TORCHDYNAMO_DISABLE, and that the model does not only call functions that Dynamo skips."
     )
     assert not any(each.has_hit_limit for each in made), (
-        "The model was compiled so often that the last input sets ran eagerly. Give dynamic=True, or fewer sets."
+        "The recompile limit was reached, so that the last input sets ran eagerly. Pass dynamic=True, or fewer sets."
     )
 
 
@@ -155,7 +155,7 @@ def _run_with_note(run: str, plan: _ModelRun, inputs: Inputs) -> dict[str, Any]:
 
 
 def _reference(eager: _ModelRun, inputs: Inputs) -> dict[str, Any]:
-    """The same in float64; nothing where a model cannot be run so, or computes no floating point values."""
+    """Return the values in float64; empty if the model cannot run in float64, or if that is its own dtype."""
     if eager.dtype is None or eager.dtype is torch.float64:
         return {}
     try:
@@ -171,7 +171,7 @@ def _state(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _find_shared_memory(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
-    """For every output, which inputs lie in its memory: a caller who writes to it must not change more than before."""
+    """Return which inputs each output shares storage with; writing to an output must not change other inputs."""
 
     def storage(value: Any) -> int | None:
         return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
@@ -180,7 +180,7 @@ def _find_shared_memory(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -
     for name, value in inputs.items():
         held.setdefault(storage(value), []).append(name)
     shared = {name: ", ".join(held.get(storage(value), ())) for name, value in outputs.items() if storage(value)}
-    return {f"memory of {name}": names or "its own" for name, names in shared.items()}
+    return {f"memory of {name}": names or "not shared" for name, names in shared.items()}
 
 
 def _requires_grad(model: Model, inputs: Inputs) -> bool:
@@ -190,7 +190,7 @@ def _requires_grad(model: Model, inputs: Inputs) -> bool:
 
 
 def _backward(outputs: Any) -> None:
-    """From every output that has a gradient, with random ones of the same kind in every run."""
+    """Run the backward pass from every output that requires a gradient, with the same random gradients in every run."""
     ends = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
     if not ends:
         return

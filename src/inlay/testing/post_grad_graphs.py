@@ -1,4 +1,4 @@
-"""`post_grad_graphs`: what Inductor makes code of."""
+"""`post_grad_graphs`: the graphs that Inductor lowers to code."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def post_grad_graphs(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[fx.Graph]:
-    """The graphs that Inductor lowers when the model is called: functional ATen, after the last post-grad pass.
+    """Return the graphs that Inductor lowers when the model is called: functional ATen, after the last post-grad pass.
 
-    One graph a piece, in the order they are compiled; a backward pass is another one, if the model calls it. The caches
-    are off and the compiler is reset, so that everything is compiled.
+    There is one graph per compiled piece, in compilation order, and one for a backward pass if the model calls it. The
+    caches are disabled and the compiler is reset, so that everything is compiled.
 
     >>> (graph,) = post_grad_graphs(lambda x: x @ x, torch.ones(2, 2))
     >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
@@ -39,5 +39,5 @@ def post_grad_graphs(
     with disable_caches(), record_post_grad_graphs() as made:
         call(compile_model(copy_model(model), backend, options, dynamic), copy_inputs(inputs))
     if not made:
-        raise UsageError("No graph reached Inductor.", "Is it below the backend, and is torch.compile on?")
+        raise UsageError("No graph reached Inductor.", "Use a backend that calls Inductor, and enable torch.compile.")
     return made

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from inlay.testing.inputs import Inputs, Model
 
 STANCES = ("default", "fail_on_recompile", "eager_then_compile", "aot_eager_then_compile")
-"""Stances of `torch.compiler.set_stance` under which there is something to count."""
+"""Stances of `torch.compiler.set_stance` that compile."""
 
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """What was compiled, those during the warm-up included."""
+    """Compilation counts, including the warm-up."""
 
     frames: int
-    """Different pieces of Python."""
+    """Number of distinct Python frames."""
     recompiles: int
-    """How often one of them was compiled again."""
+    """Number of recompiles of these frames."""
     graph_breaks: int
-    """How often a function was cut in two."""
+    """Number of graph breaks."""
 
 
 def assert_no_recompiles(
@@ -44,21 +44,21 @@ def assert_no_recompiles(
     warmup: int = 1,
     max_graph_breaks: int | None = None,
 ) -> CompileCounts:
-    """After the first `warmup` sets of inputs nothing is compiled any more; else says which guard of what failed.
+    """Assert that nothing is compiled after the first `warmup` sets of inputs; the error names the failed guards.
 
-    A single set is given twice. The compiler is reset first. With the stance `fail_on_recompile` the first recompile is
-    the last thing that happens; with `eager_then_compile` the first call does not compile, so sizes that change are
-    known to change when the second does: `warmup=2`. `max_graph_breaks` also bounds the cuts in the function.
+    A single set is used `warmup` + 1 times. The compiler is reset first. The stance `fail_on_recompile` stops at the
+    first recompile. With `eager_then_compile` the first call does not compile, so that the second call already marks
+    changed sizes as dynamic; use `warmup=2`. `max_graph_breaks` also limits the number of graph breaks.
 
     >>> assert_no_recompiles(lambda x: x + 1, [(torch.ones(2),), (torch.zeros(2),)], backend="eager")
     CompileCounts(frames=1, recompiles=0, graph_breaks=0)
     """
     if stance not in STANCES:
-        raise UsageError(f"Under the stance {stance} nothing is compiled again.", f"Choose {', '.join(STANCES)}.")
+        raise UsageError(f"The stance {stance} does not compile.", f"Choose {', '.join(STANCES)}.")
     sets = as_input_sets(inputs)
     sets = sets if len(sets) > 1 else sets * (warmup + 1)
     if warmup >= len(sets):
-        raise UsageError(f"All {len(sets)} sets of inputs are for the warm-up.", "Give more, or a smaller warmup.")
+        raise UsageError(f"The warm-up uses all {len(sets)} sets of inputs.", "Give more sets, or a smaller warmup.")
     torch.compiler.reset()
     broken = graph_breaks()
     fast = compile_model(copy_model(model), backend, options, dynamic)
@@ -76,15 +76,13 @@ def assert_no_recompiles(
                     raise
                 stopped = f"inputs {index}: {error}"
                 break
-    assert first or later, "Nothing was compiled, so nothing was checked. Is torch.compile disabled?"
+    assert first or later, "Nothing was compiled, so nothing was checked. Check that torch.compile is on."
     lost = [each for each in first if each.has_hit_limit]
     assert not lost, (
-        f"The warm-up compiles too often, so that later calls run eagerly.\n{_format_frames(lost)}\n{_REMEDY}"
+        f"The warm-up reaches the recompile limit; later calls run eagerly.\n{_format_frames(lost)}\n{_REMEDY}"
     )
-    assert not stopped, f"The function would be compiled again.\n{stopped}\n{_REMEDY}"
-    assert not later, (
-        f"{len(later)} times something was compiled after the warm-up.\n{_format_frames(later)}\n{_REMEDY}"
-    )
+    assert not stopped, f"The function would be recompiled.\n{stopped}\n{_REMEDY}"
+    assert not later, f"{len(later)} frames were compiled after the warm-up.\n{_format_frames(later)}\n{_REMEDY}"
     cuts = graph_breaks() - broken
     if max_graph_breaks is not None:
         reasons = "\n".join(f"  {reason} ({count} times)" for reason, count in cuts.items())
@@ -94,13 +92,13 @@ def assert_no_recompiles(
 
 
 _REMEDY = (
-    "Sizes that change can be dynamic (dynamic=True, torch._dynamo.mark_dynamic); numbers that change can be tensors; "
-    "a larger warmup lets the first calls compile."
+    "Make changing sizes dynamic (dynamic=True, torch._dynamo.mark_dynamic), pass changing numbers as tensors, "
+    "or increase warmup."
 )
 
 
 def _format_frames(made: list[CompiledFrame]) -> str:
     return "\n".join(
-        f"  {each.name} ({each.location}): {each.reason or 'for the first time, so the warm-up does not reach it'}"
+        f"  {each.name} ({each.location}): {each.reason or 'first compilation; the warm-up does not reach it'}"
         for each in made
     )

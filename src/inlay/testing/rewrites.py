@@ -1,4 +1,4 @@
-"""`assert_rewrites` and `assert_untouched`."""
+"""`assert_rewrites` and `assert_untouched`: assertions about the matches and results of a transform."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program_of(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     prerequisites: Sequence[str] = (),
 ) -> Program:
-    """Capture a module or a plain function, and run the named transforms on it; a program is taken as it is.
+    """Capture a module or a plain function and run the named transforms on it; a Program is returned unchanged.
 
     >>> program_of(lambda x: x.relu() + 1, [torch.ones(2)]).op_counts()
     Counter({'aten.relu.default': 1, 'aten.add.Tensor': 1})
@@ -51,7 +51,7 @@ def program_of(
         return model
     module = model if isinstance(model, torch.nn.Module) else _FunctionModule(model)
     if axes and module is not model:
-        module.forward = model  # axes are told by the names of the function's arguments
+        module.forward = model  # axes refer to the argument names of the function
     program = capture(Example(module, tuple(args), axes=axes or {}))
     for name in prerequisites:
         program = find_transform(name)().apply(program.copy()).program
@@ -59,7 +59,7 @@ def program_of(
 
 
 def op_counts(program: Program) -> Mapping[str, int]:
-    """How often each operator is called."""
+    """Return the number of calls of each operator."""
     return program.op_counts()
 
 
@@ -73,13 +73,13 @@ def assert_rewrites(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     prerequisites: Sequence[str] = (),
 ) -> Program:
-    """The transform fires `sites` times, gives the structure of `expected`, keeps types and numbers.
+    """Assert that the transform matches `sites` times, gives the structure of `expected`, and keeps types and results.
 
-    Numbers are compared on random inputs of the shapes and dtypes of `args`, laid out as they are, on large ones, on
-    zeros, and at other sizes where `axes` leave them open: exactly when the transform says it is exact, not at all when
-    it says it adds inputs. Inputs must stay what they were. On the way every value is held against what its node
-    states: a fake kernel must say what the real one makes. Metadata that is not a type or a source must not matter: the
-    run is repeated without any.
+    Results are compared on random inputs with the shapes, dtypes and strides of `args`, on large numbers, on zeros, and
+    at other sizes of dynamic `axes`. The comparison is exact if the transform declares exact numerics, and is skipped
+    if it adds inputs. Inputs must not change. Every intermediate value is compared with the type that its node
+    declares, so that fake kernels match real kernels. Metadata other than types and sources must not matter; the
+    transform is repeated without it.
 
     >>> silu = torch.nn.functional.silu
     >>> two = [torch.ones(3), torch.ones(3)]
@@ -88,7 +88,7 @@ def assert_rewrites(
     program = program_of(before, args, axes, prerequisites)
     applied = _apply(program, transform)
     assert applied.sites == sites, (
-        f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no miss'}"
+        f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no misses'}"
     )
     faulty = [miss.reason for miss in applied.misses if miss.kind is Reason.REPLACEMENT]
     assert not faulty, faulty[0]
@@ -113,10 +113,10 @@ def assert_untouched(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     prerequisites: Sequence[str] = (),
 ) -> None:
-    """The transform must not fire here, and must not change anything."""
+    """Assert that the transform does not match and does not change the program."""
     program = program_of(before, args, axes, prerequisites)
     applied = _apply(program, transform)
-    assert applied.sites == 0, f"{applied.sites} sites where none must be: {applied.matched_roots}"
+    assert applied.sites == 0, f"{applied.sites} sites where none are allowed: {applied.matched_roots}"
     assert dump(applied.program) == dump(program), "nothing matched, yet the program changed"
 
 
@@ -144,25 +144,25 @@ def _assert_same_numbers(before: Program, after: Program, args: Sequence[Any], n
                 one = tree_leaves(runs[0](*pairs[0]))
             except Exception:
                 if what in _SIZE_CASES:
-                    continue  # the program itself does not take them
+                    continue  # the original program does not accept these sizes
                 raise
             try:
                 two = tree_leaves(runs[1](*pairs[1]))
             except Exception as error:
-                raise AssertionError(f"{what}: the result cannot be computed: {one_line(error)}") from error
+                raise AssertionError(f"{what}: the transformed program fails: {one_line(error)}") from error
         allowed = _noise(runs[0], inputs, one) if what == "large numbers" else [0.0] * len(one)
         for left, right, noise in zip(one, two, allowed, strict=True):
             _assert_close(left, right, noise, numerics, what)
         for left, right in zip(*map(tree_leaves, pairs), strict=True):
             same = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-            assert same, f"{what}: an input is changed by the call"
+            assert same, f"{what}: the call changes an input"
 
 
 _SIZE_CASES = ("the smallest sizes", "larger sizes")
 
 
 def _inputs(program: Program, args: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Inputs to compare numbers on, and what is special about them."""
+    """Yield inputs to compare results on, with a description."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(_ROUNDS):
         yield "random numbers", [_random_like(arg, generator) for arg in args]
@@ -182,9 +182,9 @@ def _assert_close(left: Any, right: Any, noise: Any, numerics: Numerics, what: s
     assert left.shape == right.shape, f"{what}: {list(left.shape)} became {list(right.shape)}"
     if numerics is Numerics.EXACT and left.is_floating_point():
         signs = [torch.signbit(each) & ~each.isnan() for each in (left, right)]
-        assert torch.equal(*signs), f"{what}: a sign of zero differs, and the transform says that it is exact"
+        assert torch.equal(*signs), f"{what}: a sign of zero differs, but the transform declares exact numerics"
     tolerance = 0.0 if numerics is Numerics.EXACT else _TOLERANCE.get(left.dtype, 0.0)
-    if isinstance(noise, torch.Tensor) and tolerance:  # what cannot be told more exactly is not compared more exactly
+    if isinstance(noise, torch.Tensor) and tolerance:  # ignore differences below the sensitivity to input rounding
         right = torch.where((right - left).abs() <= noise, left, right)
     torch.testing.assert_close(
         right, left, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}"
@@ -192,7 +192,7 @@ def _assert_close(left: Any, right: Any, noise: Any, numerics: Numerics, what: s
 
 
 def _noise(run: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """How far each result moves when its inputs do by a few units in the last place: softmax of large numbers does."""
+    """Return how much each result changes when inputs change by a few ULPs, as with softmax of large numbers."""
     generator, moved = torch.Generator().manual_seed(1), [torch.zeros(()) for _ in results]
     for _ in range(4):
         with torch.no_grad():
@@ -211,7 +211,7 @@ def _perturb(value: Any, generator: torch.Generator) -> Any:
 
 
 def _assert_types_are_true(before: Program, after: Program, inputs: Sequence[Any]) -> None:
-    """Fake kernels are held against the real ones: new values must be what their nodes state."""
+    """Assert that new values have the types that their nodes declare, which compares fake with real kernels."""
     names = [row.name for row in before.bindings.with_role(Role.INPUT)]
     was, now = (
         find_type_mismatches(each, dict(zip(names, tree_leaves(_copies(inputs)), strict=True)))
@@ -229,7 +229,7 @@ def _random_like(arg: Any, generator: torch.Generator, scale: float = 1.0) -> An
 
 
 def _insert_numbers(value: Any, generator: torch.Generator, numbers: Sequence[float]) -> Any:
-    """Some of the numbers are these instead."""
+    """Replace random elements by the given numbers."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     for number in numbers:

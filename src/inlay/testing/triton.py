@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: their numbers in Triton's interpreter, and whether they compile. No timing."""
+"""Test Triton kernels without a GPU: run them in Triton's interpreter, and compile them to PTX. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def run_interpreted(code: str, module_path: str | Path) -> str:
-    """Run Python with every Triton kernel in it interpreted on CPU tensors; what it printed.
+    """Run Python code with Triton kernels interpreted on CPU tensors; return its standard output.
 
-    It is a process of its own, because Triton decides when it is imported. Modules beside the file `module_path` can be
-    imported. A failure in it is an AssertionError here.
+    The code runs in a new process, because Triton selects the interpreter at import. Modules in the folder of the file
+    `module_path` can be imported. A failure raises AssertionError.
     """
     paths = [str(Path(module_path).parent), *filter(None, sys.path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -28,9 +28,10 @@ def run_interpreted(code: str, module_path: str | Path) -> str:
 
 
 def compile_to_ptx(capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any]) -> str:
-    """The PTX of a kernel for an NVIDIA GPU of this compute capability (80, 90), without one; machine code is made too.
+    """Compile a kernel for an NVIDIA GPU of this compute capability (80, 90), without a GPU; return the PTX.
 
-    `signature` says what each argument is (`*fp32`, `i32`, `constexpr`), `constants` the values of the last.
+    A cubin is also generated. `signature` contains the type of each argument (`*fp32`, `i32`, `constexpr`), `constants`
+    the values of the constexpr arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -38,5 +39,5 @@ def compile_to_ptx(capability: int, kernel: Any, signature: Mapping[str, str], c
 
     source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constants))
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert made.asm["cubin"], "there is no machine code"
+    assert made.asm["cubin"], "the compiler returned no cubin"
     return str(made.asm["ptx"])

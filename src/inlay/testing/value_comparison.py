@@ -1,4 +1,4 @@
-"""Values by name, of an eager run and of a compiled one: what differs, in words."""
+"""Compare named values of an eager run and a compiled run, and describe the differences."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOLERANCE = {
     torch.complex64: 1e-5,
     torch.complex128: 1e-12,
 }
-"""How far a compiled value may be off, as a share of the largest value, beyond twice what eager is off itself."""
+"""Allowed error of a compiled value, relative to the largest value, in addition to twice the error of eager."""
 _MAX_REFERENCE_DISTANCE = 32
-"""A reference further from eager than so many tolerances of the largest value of its kind computes something else."""
+"""A reference that differs from eager by more than this many tolerances computes something else and is ignored."""
 _NOISE = 4
 
 
@@ -38,7 +38,7 @@ class ValueDifference:
 
 
 def flatten_named(prefix: str, value: Any, depth: int = 4) -> dict[str, Any]:
-    """The parts of a value by name. An object that only equals itself, such as a cache, is its attributes.
+    """Return the leaves of a value by name. An object without `__eq__`, such as a cache, is split into its attributes.
 
     >>> flatten_named("output", {"x": [1, 2], "y": None})
     {"output['x'][0]": 1, "output['x'][1]": 2, "output['y']": None}
@@ -64,7 +64,7 @@ def find_differences(
     tolerance: Mapping[torch.dtype, float],
     strides: bool,
 ) -> list[ValueDifference]:
-    """Everything that differs: names, types, shapes, dtypes, strides if they matter, values."""
+    """Return all differences: names, types, shapes, dtypes, values, and strides if `strides` is set."""
     largest = _largest(eager)
     found = []
     for name in dict.fromkeys((*eager, *compiled)):
@@ -81,7 +81,7 @@ def find_differences(
 
 
 def format_table(found: Sequence[ValueDifference]) -> str:
-    """One line a difference."""
+    """Format the differences as a table with one row each."""
     rows = [("run", "what", "differs", "eager", "compiled")]
     rows += [(each.run, each.name, each.kind, each.eager, each.compiled) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -95,7 +95,7 @@ class _ErrorLimits:
     largest: float
     """The largest value of the same kind."""
     noise: float
-    """Roundings of that value which do not matter: a gradient may be zero but for them."""
+    """Rounding errors of `largest` that are ignored; a gradient may be zero except for them."""
 
 
 def _kind(name: str) -> str:
@@ -134,14 +134,14 @@ def _tensors(name: str, one: torch.Tensor, two: torch.Tensor, judge: _ErrorLimit
         rows.append(("dtype", str(one.dtype).removeprefix("torch."), str(two.dtype).removeprefix("torch.")))
     if one.shape != two.shape:
         return [*rows, ("shape", str(tuple(one.shape)), str(tuple(two.shape)))]
-    # autograd lays a gradient out as it pleases
+    # autograd may choose any layout for a gradient
     if not name.startswith("gradient") and _strides(one) != _strides(two):
         rows.append(("stride", str(one.stride()), str(two.stride())))
     return rows + _values(one.detach(), two.detach(), judge)
 
 
 def _strides(value: torch.Tensor) -> list[int]:
-    """Strides along an axis of one element mean nothing."""
+    """Return the strides without those of axes of size 1, which have no meaning."""
     if value.numel() == 0:
         return []
     return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
@@ -164,9 +164,7 @@ def _values(one: torch.Tensor, two: torch.Tensor, judge: _ErrorLimits) -> list[t
     if isinstance(judge.reference, torch.Tensor) and judge.reference.shape == one.shape:
         exact = judge.reference.detach().to(wide)
         away = (left - exact).where(finite, 0).abs().max()
-        if (
-            away <= _MAX_REFERENCE_DISTANCE * judge.tolerance * judge.largest
-        ):  # also refuses a reference that is not finite
+        if away <= _MAX_REFERENCE_DISTANCE * judge.tolerance * judge.largest:  # also rejects a non-finite reference
             base, own = exact, float(away)
     error = (right - base).where(finite, 0).abs()
     allowed = judge.tolerance * scale + 2 * own + judge.noise * torch.finfo(one.dtype).eps * judge.largest

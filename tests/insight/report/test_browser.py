@@ -130,7 +130,7 @@ def test_search_filters(browser: Browser, smollm2_report: Path) -> None:
     assert "kv_cache" in browser.ask("document.getElementById('found').textContent")
     browser.open(smollm2_report, fragment="#find=no-such-thing")
     assert browser.ask(SHOWN) == []
-    assert browser.ask("document.getElementById('found').textContent") == "Nothing here holds “no-such-thing”."
+    assert browser.ask("document.getElementById('found').textContent") == "No matches for “no-such-thing”."
 
 
 def test_gaps_open(browser: Browser, smollm2_report: Path) -> None:

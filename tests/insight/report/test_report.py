@@ -129,7 +129,7 @@ def test_other_files_are_left_alone(tmp_path: Path, small: Path) -> None:
     file.write_text("my notes")
     refused = _run("report", "tests.insight.report.test_report:norms", "-o", str(file))
     assert refused.exit_code == 2
-    assert "is no page that Inlay wrote" in refused.stderr.replace("\n", " ")
+    assert "was not written by Inlay" in refused.stderr.replace("\n", " ")
     assert file.read_text() == "my notes"
     write_page(_facts(small), tmp_path / "page.html")
     write_page(_facts(small), tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""Candidates for fusion: found by structure, ordered by what they could save, looked up before anything is written."""
+"""Fusion candidates: found by structure, ranked by possible savings, and looked up in the kernel catalog."""
 
 from inlay.insight.candidates.advice import Recommendation
 from inlay.insight.candidates.candidate import SIZES_TEXT, Candidate, CandidateSearch, find_candidates, rank

@@ -1,4 +1,4 @@
-"""What to do about a candidate: an existing kernel before a new one, and no guess where one more look would tell."""
+"""Recommendations for candidates: an existing kernel before a new one; defer where a measurement decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODE = "inlay.testing.generated_code shows"
 
 
 class Recommendation(StrEnum):
-    """What to do."""
+    """The recommended action."""
 
     USE_EXISTING = "use_existing_kernel"
     TRITON = "needs_triton_fallback"
@@ -26,7 +26,7 @@ class Recommendation(StrEnum):
 
 @dataclass(frozen=True)
 class Advice:
-    """What the catalog knows, what to do, and what speaks for and against it."""
+    """Kernels from the catalog, the recommendation, and its strengths, weaknesses and risks."""
 
     kernels: tuple[KernelEntry, ...]
     recommendation: Recommendation
@@ -41,7 +41,7 @@ class Advice:
 
     @property
     def evidence(self) -> str:
-        """Path and symbol of the kernel to look at first, or what was looked through."""
+        """Path and symbol of the first kernel, or the sources that were searched."""
         if not self.kernels:
             return "inlay/ops/catalog:lookup (ATen, oneDNN, quantized, inlay, Inductor, packages, upstream)"
         first = self.kernels[0]
@@ -50,20 +50,20 @@ class Advice:
 
 
 def advise(region: FusionRegion, dtype: str) -> Advice:
-    """What to do about a region of this dtype."""
+    """Return the advice for a region of this dtype."""
     found = tuple(lookup(region.catalog_keys, dtype))
     if not found:
         return _nothing(region)
     first = found[0]
     if first.is_usable(dtype):
         return _use(found)
-    strength = f"{first.name} computes it: nobody need write it"
+    strength = f"{first.name} computes it; no new kernel is needed"
     if first.is_available:
-        weakness = f"it works in {' and '.join(first.dtypes)}, and this is {dtype} ({first.conditions})"
-        settle = f"a build in {first.dtypes[0]} settles it: {_CODE} whether it is called"
+        weakness = f"it supports {' and '.join(first.dtypes)}, not {dtype} ({first.conditions})"
+        settle = f"build in {first.dtypes[0]}; {_CODE} whether it is called"
     else:
-        weakness = f"it is not installed here ({first.conditions})"
-        settle = f"install {first.source} where it runs, and measure it beside what Inductor makes"
+        weakness = f"it is not installed ({first.conditions})"
+        settle = f"install {first.source} on a supported machine and compare its time with Inductor's kernel"
     return Advice(found, Recommendation.DEFER, strength, weakness, f"not measured; {settle}")
 
 
@@ -71,17 +71,17 @@ def _use(found: tuple[KernelEntry, ...]) -> Advice:
     first = found[0]
     if first.transform and first.transform in registry():
         cls = registry()[first.transform]
-        numbers = {"exact": "the numbers stay the same", "rounding": "the rounding changes"}
-        how = f"the transform {first.transform} puts it in: --set {first.transform}.enabled=true"
-        risk = numbers.get(cls.numerics.value, "the numbers change")
+        numbers = {"exact": "results stay the same", "rounding": "results change by rounding"}
+        how = f"the transform {first.transform} inserts it: --set {first.transform}.enabled=true"
+        risk = numbers.get(cls.numerics.value, "results change")
     elif first.source == "inductor":
-        how, risk = "Inductor fuses it by itself in a build", f"a custom operator in between undoes it; {_CODE} that"
+        how, risk = "Inductor fuses it in a build", f"a custom operator in between prevents this; {_CODE} it"
     elif first.source == "onednn":
-        how, risk = "Inductor puts it in by itself when weights are frozen", f"not in every build; {_CODE} it"
+        how, risk = "Inductor inserts it when weights are frozen", f"not in every build; {_CODE} it"
     else:
         how, risk = (
-            "no transform puts it in yet: --scaffold starts one",
-            "conditions have to be checked by that transform",
+            "no transform inserts it yet; --scaffold writes a first version",
+            "that transform must check the conditions",
         )
     weakness = first.conditions or "none known"
     return Advice(found, Recommendation.USE_EXISTING, how, weakness, risk)
@@ -89,27 +89,27 @@ def _use(found: tuple[KernelEntry, ...]) -> Advice:
 
 def _nothing(region: FusionRegion) -> Advice:
     parts = [entry for node in region.kernels for entry in lookup([f"{node.target}".split(".")[1]])]
-    partly = f"; {parts[0].name} computes a part of it ({parts[0].conditions})" if parts else ""
+    partly = f"; {parts[0].name} computes part of it ({parts[0].conditions})" if parts else ""
     works = {op_kind(node) for node in region.kernels}
     if works == {OpKind.COPY}:
-        settle = f"one dump of the compiled code settles it: {_CODE} whether the copy is still there"
-        return Advice((), Recommendation.DEFER, "views cost nothing", "its reader must take strides", settle)
+        settle = f"compile it; {_CODE} whether the copy remains"
+        return Advice((), Recommendation.DEFER, "views cost nothing", "its consumer must accept strides", settle)
     if works <= FUSIBLE and region.catalog_keys[-1] != "mixed reductions":
         return Advice(
             (),
             Recommendation.TRITON,
-            "nothing but loads, arithmetic and stores: one kernel is simple",
-            f"a kernel to keep{partly}",
-            "not timed without a GPU; the CPU keeps the reference",
+            "only loads, arithmetic and stores, so that one kernel is simple",
+            f"a kernel to maintain{partly}",
+            "not timed without a GPU; the CPU runs the reference",
         )
     if works <= FUSIBLE:
-        settle = f"compile it alone: {_CODE} whether Inductor makes one kernel of it"
+        settle = f"compile it alone; {_CODE} whether Inductor generates one kernel"
         return Advice((), Recommendation.DEFER, "Inductor may fuse it", "reductions over different rows", settle)
     heavy = "attention" if OpKind.ATTENTION in works else "a GEMM"
     return Advice(
         (),
         Recommendation.DEFER,
-        "the value in between would stay in registers",
-        f"it means writing {heavy} again, which must not be slower than the library's{partly}",
-        "--measure says how much of its time is not the library's own; decide after that",
+        "the intermediate value would stay in registers",
+        f"requires a new kernel for {heavy} that is as fast as the library's{partly}",
+        "decide after --measure, which reports the time outside the library's kernel",
     )

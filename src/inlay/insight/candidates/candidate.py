@@ -1,7 +1,7 @@
-"""Known shapes: every transform that puts one call in the place of several describes a kernel.
+"""Fusion candidates of a program. Known regions come from transforms that replace several calls by one.
 
-All of them run on a copy, switched on or not. What each would take in is a region; the program that comes out is where
-the search for unknown shapes goes on, so that nothing is found twice.
+All such transforms run on a copy, enabled or not. The calls that each replaces are a region. The search for unknown
+regions continues in the resulting program, so that no region is found twice.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _FAMILIES = {
 
 
 def find_known_regions(program: Program) -> tuple[Program, list[FusionRegion], dict[str, frozenset[str]]]:
-    """The program with every known shape replaced, the regions that were, and what became what.
+    """Return the program with every known region replaced, the regions, and the calls that each new call replaces.
 
-    The last is the name of a call that is new → the names of the program's own calls it stands for.
+    The last is a mapping: name of a new call → names of the original calls.
     """
     regions: list[FusionRegion] = []
     stands_for: dict[str, frozenset[str]] = {}
@@ -64,7 +64,7 @@ def find_known_regions(program: Program) -> tuple[Program, list[FusionRegion], d
 
 
 def _steps() -> Sequence[Transform]:
-    """One of each transform, in the order of a build; those that the configuration does not name come last."""
+    """Return one instance of each transform in build order; those not in the configuration come last in their stage."""
     steps = [type(step.transform) for step in configure(resolve_config())]
     steps += [cls for cls in registry().values() if cls not in steps]
     order = list(Stage)
@@ -75,7 +75,7 @@ def _steps() -> Sequence[Transform]:
 def _regions(
     step: Transform, before: Program, applied: TransformResult, stands_for: dict[str, frozenset[str]]
 ) -> list[FusionRegion]:
-    """What a transform took in at each site; nothing where it does not make one kernel of several."""
+    """Return the calls that a transform replaced at each site; none unless it replaces several kernels by one."""
     old = {node.name: node for node in all_nodes(before.graph)}
     new = [node for node in all_nodes(applied.program.graph) if node.name not in old and is_kernel(node)]
     made = [node for node in new if op_kind(node) in _FAMILIES]
@@ -96,7 +96,7 @@ def _regions(
 
 
 def _site_nodes(root: fx.Node, gone: set[str], claimed: set[fx.Node]) -> set[fx.Node]:
-    """A site's output and what it is computed from, as far as that is gone and no earlier site's."""
+    """Return the output of a site and its removed producers that no earlier site claimed."""
     found, todo = set[fx.Node](), [root]
     while todo:
         node = todo.pop()
@@ -107,45 +107,45 @@ def _site_nodes(root: fx.Node, gone: set[str], claimed: set[fx.Node]) -> set[fx.
 
 
 LAUNCH_BYTES = 64 << 10
-"""Bytes that cost as much as one more kernel: 5 µs at 13 GB/s. A run with `--measure` replaces it by times."""
+"""Bytes that cost as much time as one kernel launch: 5 µs at 13 GB/s. `--measure` replaces this estimate by times."""
 SIZES_TEXT = f"decode: batch 1, one row; prefill: batch 1, {PREFILL_ROWS} rows"
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A repeated region, everywhere it stands."""
+    """A repeated region with all its occurrences."""
 
     name: str
     regions: tuple[FusionRegion, ...]
     pattern: str
     savings: Savings
-    """Over all occurrences, on top of what candidates that it contains save."""
+    """Over all occurrences, in addition to the savings of contained candidates."""
     advice: Advice
     dtype: str
     sharing: str = ""
-    """How occurrences belong together, such as `30 × 2 with the same cos and sin`."""
+    """Operands that occurrences share, such as `30 × 2 that share 2 operands`."""
     overlaps: tuple[str, ...] = ()
     measurement: Measurement | None = None
 
     @property
     def family(self) -> str:
-        """Which sort of candidate it is."""
+        """The kind of candidate."""
         return self.regions[0].family
 
     @property
     def calls(self) -> frozenset[str]:
-        """Every call of the program that it covers."""
+        """The names of all covered calls."""
         return frozenset[str]().union(*(region.calls for region in self.regions))
 
     @property
     def score(self) -> float:
-        """What to order by: measured seconds, or bytes with launches turned into bytes."""
+        """The ranking key: measured seconds, or bytes with launches converted to bytes."""
         if self.measurement is not None:
             return self.measurement.savings
         return float(self.savings.decode + self.savings.launches * LAUNCH_BYTES)
 
     def to_json(self) -> dict[str, Any]:
-        """The candidate for machines."""
+        """Return the candidate as JSON data."""
         advice = self.advice
         return {
             "name": self.name,
@@ -175,28 +175,28 @@ class Candidate:
 
     @property
     def source(self) -> str:
-        """The model's line that the first occurrence comes from."""
+        """The source line of the first occurrence in the model."""
         return next((str(node.meta[SOURCE]) for node in self.regions[0].nodes if node.meta.get(SOURCE)), "")
 
 
 @dataclass
 class CandidateSearch:
-    """Candidates of one program, best first, and what they were found in."""
+    """The candidates of one program, best first, and the programs that were searched."""
 
     program: Program
     canonical_program: Program
-    """The program with every known shape replaced."""
+    """The program with every known region replaced."""
     candidates: list[Candidate] = field(default_factory=list)
 
     @property
     def total(self) -> Savings:
-        """What all of them would save together; of two that share calls, the better one counts."""
+        """The combined savings; of two alternatives that share calls, only the better one counts."""
         wanted = [each.savings for each in self.candidates if not any("instead" in text for text in each.overlaps)]
         return sum(wanted, Savings(0, 0, 0))
 
 
 def find_candidates(program: Program, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:
-    """Repeated unfused regions of a program, by what fusing them could save.
+    """Return the repeated unfused regions of a program, ranked by possible savings.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -206,9 +206,9 @@ def find_candidates(program: Program, on_step: Callable[[str], None] = lambda st
     >>> [(each.name, len(each.regions)) for each in kernels]
     [('div_tanh_mul', 2)]
     """
-    on_step("matching known shapes")
+    on_step("matching known regions")
     canonical, regions, stands_for = find_known_regions(program)
-    on_step("searching for others")
+    on_step("searching for other regions")
     sizes = {"decode": ConcreteSizes(program, 1), "prefill": ConcreteSizes(program, PREFILL_ROWS)}
     for _, graph in all_graphs(canonical.graph):
         found = list(find_chains(graph, sizes["prefill"], stands_for))
@@ -227,13 +227,13 @@ def find_candidates(program: Program, on_step: Callable[[str], None] = lambda st
 
 
 def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Best first, each told what it has in common with those before it."""
+    """Return candidates, best first, with their overlaps."""
     ordered = sorted(candidates, key=lambda each: (-each.score, each.name))
     return [replace(each, overlaps=tuple(_overlaps(each, ordered))) for each in ordered]
 
 
 def _kind(region: FusionRegion) -> Any:
-    """What two regions have in common that are the same candidate."""
+    """Return a key that is equal for regions of the same candidate."""
     if region.replacement is not None:
         return region.replacement.target
     if region.family == "shared input":
@@ -270,7 +270,7 @@ def _candidate(group: list[FusionRegion], sizes: dict[str, ConcreteSizes], layer
 
 
 def _describe_sharing(group: list[FusionRegion], layers: dict[Any, int]) -> str:
-    """Occurrences of one layer that read the same values beside their own, if all do."""
+    """Return how many occurrences of a layer share operands; empty unless all do equally."""
     if any(region.replacement is None for region in group):
         return ""
     shared: Counter[Any] = Counter()
@@ -286,7 +286,7 @@ def _describe_sharing(group: list[FusionRegion], layers: dict[Any, int]) -> str:
 
 
 def _make_names_unique(candidates: list[Candidate]) -> list[Candidate]:
-    """Each with a name of its own, in program order."""
+    """Number repeated names in program order."""
     seen: Counter[str] = Counter()
     made = []
     for each in candidates:
@@ -296,7 +296,7 @@ def _make_names_unique(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _overlaps(candidate: Candidate, ordered: list[Candidate]) -> Iterable[str]:
-    """What it contains, and which better ones it shares calls with."""
+    """Yield a text for each candidate that it contains or that it shares calls with."""
     mine, before = candidate.calls, True
     for other in ordered:
         if other is candidate:
@@ -309,10 +309,10 @@ def _overlaps(candidate: Candidate, ordered: list[Candidate]) -> Iterable[str]:
         inside = [region for region in other.regions if known and region.calls <= mine]
         if inside and len(mine) > len(frozenset().union(*(region.calls for region in inside))):
             times = f"{len(inside)} of {len(other.regions)}" if len(inside) < len(other.regions) else "all"
-            yield f"contains {other.name} ({times}); its saving comes on top of that"
+            yield f"contains {other.name} ({times}); its savings are additional"
         elif before and common != mine:
             fused = [node for region in candidate.regions for node in region.kernels if node.name in common]
             if any(op_kind(node) in FUSIBLE for node in fused):
-                yield f"instead of {other.name}, with which it shares {len(common)} calls"
+                yield f"use instead of {other.name}: they share {len(common)} calls"
             else:
                 yield f"shares {len(common)} calls with {other.name}; the savings add up"

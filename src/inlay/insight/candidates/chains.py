@@ -1,4 +1,4 @@
-"""Chains: calls that work on the same rows and stand next to each other, as large as they get."""
+"""Chains: maximal groups of connected calls that iterate over the same rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_NAMES = 4
 class _KernelChain:
     nodes: set[fx.Node] = field(default_factory=set)
     iteration_size: int = 0
-    """Numbers that its largest call goes over."""
+    """Number of elements that its largest call iterates over."""
     has_reduction: bool = False
 
 
 def find_chains(graph: fx.Graph, sizes: ConcreteSizes, stands_for: dict[str, frozenset[str]]) -> Iterator[FusionRegion]:
-    """Chains of at least two kernels, and copies that stand alone."""
+    """Yield chains of at least two kernels, and single copies."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     chain_of: dict[fx.Node, _KernelChain] = {}
     for node in graph.nodes:
@@ -57,7 +57,7 @@ def find_chains(graph: fx.Graph, sizes: ConcreteSizes, stands_for: dict[str, fro
 
 
 def _iteration_size(node: fx.Node, sizes: ConcreteSizes) -> int:
-    """How many numbers a call goes over; a convolution may put a margin around what it reads."""
+    """Return how many elements a call iterates over; for a convolution the input without padding."""
     if op_kind(node) is OpKind.STENCIL:
         return sizes.numel(operands(node)[0].meta["val"])
     values = [node.meta.get("val"), *(each.meta.get("val") for each in operands(node))]
@@ -66,9 +66,9 @@ def _iteration_size(node: fx.Node, sizes: ConcreteSizes) -> int:
 
 
 def _can_join(chain: _KernelChain, own: _KernelChain, operand: fx.Node, node: fx.Node, sizes: ConcreteSizes) -> bool:
-    """Whether a call goes over what the chain goes over; or over the result of a reduction in it.
+    """Return whether a call iterates over the elements of the chain, or over the result of a reduction in it.
 
-    A convolution reads a number several times: what others read too is better stored once than computed again.
+    A convolution reads each element several times. A value with other consumers is stored, not recomputed.
     """
     if op_kind(node) is OpKind.STENCIL and _is_read_elsewhere(operand):
         return False
@@ -79,14 +79,14 @@ def _can_join(chain: _KernelChain, own: _KernelChain, operand: fx.Node, node: fx
 
 
 def _is_read_elsewhere(value: fx.Node) -> bool:
-    """Whether a value, or what it is a view of, has several readers."""
+    """Return whether a value, or the base of its views, has several consumers."""
     while len(value.users) == 1 and op_kind(value) is OpKind.VIEW:
         value = operands(value)[0]
     return len(value.users) > 1
 
 
 def _is_convex(nodes: set[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether no way leads out of the calls and back in: else they cannot be one kernel."""
+    """Return whether no path leaves the calls and returns; otherwise they cannot be one kernel."""
     first = min(order[node] for node in nodes)
     todo = [each for node in nodes for each in operands(node) if each not in nodes]
     seen: set[fx.Node] = set()
@@ -102,7 +102,7 @@ def _is_convex(nodes: set[fx.Node], order: dict[fx.Node, int]) -> bool:
 
 
 def _trim_views(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Without views that lead out of a chain, nor those at its start that others read too."""
+    """Remove views at the end of a chain, and views at its start that have other consumers."""
     kept = set(nodes)
     while True:
         views = {node for node in kept if op_kind(node) is OpKind.VIEW}
@@ -139,7 +139,7 @@ def _name(names: list[str]) -> str:
 
 
 def _classify(kernels: list[fx.Node], sizes: ConcreteSizes) -> tuple[str, str]:
-    """What a chain is, for people and for the catalog."""
+    """Return the family of a chain and its general key in the catalog."""
     works = {op_kind(node) for node in kernels}
     if works == {OpKind.COPY}:
         return "layout shuffle", "layout"

@@ -1,4 +1,4 @@
-"""Times of candidates: the kernels of one occurrence, each run alone on random numbers."""
+"""Measured times of candidates: each kernel of one occurrence runs alone on random inputs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _WARM = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds over all occurrences, for one row, run call by call."""
+    """Seconds over all occurrences, for one row, run eagerly."""
 
     seconds: float
     """All kernels of the region."""
     savings: float
-    """At most this could be saved: all but the slowest kernel; of GEMMs, which read their weights anyway, a launch."""
+    """Upper bound of the savings: all but the slowest kernel. A GEMM reads its weights anyway and saves one launch."""
     threads: int
 
     def to_json(self) -> dict[str, Any]:
-        """The times for machines."""
+        """Return the times as JSON data."""
         return asdict(self)
 
 
 def measure(search: CandidateSearch, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:
-    """The same candidates, ordered by time."""
+    """Return the candidates with measured times, ranked by measured savings."""
     launch = _time_call(torch.ops.aten.neg.default, (torch.ones(1),), {})
     sizes = ConcreteSizes(search.program, 1)
     timed = []
@@ -80,7 +80,7 @@ def _kernel_times(region: FusionRegion, sizes: ConcreteSizes) -> dict[fx.Node, f
 
 
 def _time_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The quickest of some runs: whoever else uses the machine makes the others slower."""
+    """Return the shortest of several runs, which other load on the machine disturbs least."""
     found = []
     for _ in range(_WARM + _ROUNDS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What stands next to a GEMM or to attention: linear layers that share an input, epilogues, prologues of attention."""
+"""Regions around GEMMs and attention: linear layers with a shared input, GEMM epilogues, attention prologues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATTENTION_PROLOGUE = (OpKind.POINTWISE, OpKind.ROTATION, OpKind.REDUCTION)
 
 
 def find_shared_inputs(graph: fx.Graph) -> Iterator[FusionRegion]:
-    """Linear layers that read the same value: one GEMM with their weights one below the other."""
+    """Yield linear layers with the same input; one GEMM with concatenated weights can replace them."""
     readers: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is _LINEAR and all(_is_weight(each) for each in operands(node)[1:]):
@@ -38,7 +38,7 @@ def _is_weight(node: fx.Node) -> bool:
 
 
 def _shared_name(nodes: list[fx.Node]) -> str:
-    """Named after where the results go: into attention, into one product, or just how many there are."""
+    """Return a name after the consumer of the results: attention, a shared pointwise call, or only the count."""
     into = [_downstream_nodes(node) for node in nodes]
     if all(any(op_kind(each) is OpKind.ATTENTION for each in found) for found in into):
         return "qkv_gemm" if len(nodes) == 3 else f"attention_gemms_{len(nodes)}"
@@ -49,7 +49,7 @@ def _shared_name(nodes: list[fx.Node]) -> str:
 
 
 def _downstream_nodes(node: fx.Node) -> set[fx.Node]:
-    """What a value flows into before the next GEMM."""
+    """Return the calls downstream of a value, up to the next GEMM or attention."""
     found, todo = set[fx.Node](), list(node.users)
     while todo:
         each = todo.pop()
@@ -63,7 +63,7 @@ def _downstream_nodes(node: fx.Node) -> set[fx.Node]:
 def find_epilogues(
     graph: fx.Graph, taken: Collection[fx.Node], stands_for: dict[str, frozenset[str]]
 ) -> Iterator[FusionRegion]:
-    """Pointwise calls that alone read what GEMMs give; `taken` are calls of chains, which are reported as such."""
+    """Yield pointwise calls that are the only consumer of GEMMs; calls in `taken` are already part of chains."""
     for node in graph.nodes:
         if op_kind(node) is not OpKind.POINTWISE or node in taken:
             continue
@@ -78,7 +78,7 @@ def find_epilogues(
 
 
 def find_attention_prologues(graph: fx.Graph, stands_for: dict[str, frozenset[str]]) -> Iterator[FusionRegion]:
-    """Calls that alone prepare what attention reads: it could compute them itself while it loads."""
+    """Yield calls whose only consumer is attention; the attention kernel could compute them while loading."""
     for node in graph.nodes:
         if op_kind(node) is not OpKind.ATTENTION:
             continue
@@ -95,7 +95,7 @@ def find_attention_prologues(graph: fx.Graph, stands_for: dict[str, frozenset[st
 
 
 def _producer_chain(value: fx.Node, reader: fx.Node, wanted: tuple[OpKind, ...]) -> list[fx.Node]:
-    """The nearest call of a wanted sort that a value is a view of, and the views; nothing if others read them too."""
+    """Return the nearest producer of a wanted kind and the views after it; empty if another consumer reads them."""
     way: list[fx.Node] = []
     while set(value.users) == {reader}:
         way.append(value)

@@ -1,4 +1,4 @@
-"""What a call costs: whether it is a kernel of its own, and of which sort."""
+"""Kinds of calls: whether a call launches a kernel, and what it can be fused with."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _INLAY: Any = torch.ops.inlay
 
 
 class OpKind(StrEnum):
-    """Sorts of calls, by what they could be fused with."""
+    """Kinds of calls, by what they can be fused with."""
 
     POINTWISE = "pointwise"
     ROTATION = "rotation"
-    """Each number with another one of its row."""
+    """Combines each element with another element of its row."""
     REDUCTION = "reduction"
     STENCIL = "stencil"
-    """A convolution of each channel by itself: a few neighbours a number."""
+    """A depthwise convolution: each element depends on a few neighbors."""
     COPY = "copy"
-    """Moves numbers without computing any."""
+    """Moves data without arithmetic."""
     VIEW = "view"
     """Costs nothing."""
     GEMM = "gemm"
@@ -36,7 +36,7 @@ class OpKind(StrEnum):
 
 
 FUSIBLE = frozenset({OpKind.POINTWISE, OpKind.ROTATION, OpKind.REDUCTION, OpKind.STENCIL, OpKind.COPY})
-"""Calls that a compiler, or somebody with Triton, can put into one kernel."""
+"""Calls that a compiler or a Triton kernel can fuse."""
 
 _BY_TARGET = {
     **dict.fromkeys((_ATEN._to_copy.default, _ATEN.to.dtype), OpKind.POINTWISE),
@@ -58,7 +58,7 @@ _CONVOLUTIONS = {_ATEN.conv1d.default, _ATEN.conv2d.default}
 
 
 def op_kind(node: fx.Node) -> OpKind:
-    """The sort of a call.
+    """Return the kind of a call.
 
     >>> from torch import fx
     >>> graph = fx.Graph()
@@ -84,12 +84,12 @@ def op_kind(node: fx.Node) -> OpKind:
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a call starts a kernel when it runs by itself."""
+    """Return whether a call launches a kernel when it runs unfused."""
     return op_kind(node) not in (OpKind.VIEW, OpKind.OTHER)
 
 
 def op_name(node: fx.Node) -> str:
-    """An operator's bare name.
+    """Return the name of an operator without namespace and overload.
 
     >>> from torch import fx
     >>> op_name(fx.Graph().call_function(torch.ops.aten.mul.Tensor, (1, 2)))

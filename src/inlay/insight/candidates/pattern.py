@@ -1,4 +1,4 @@
-"""A region as one line of Python."""
+"""Format a region as one line of Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDEST = 200
 
 
 def format_pattern(region: FusionRegion) -> str:
-    """What a region computes, with inputs called x, y, z and weights w; a chain of names where that would be long."""
+    """Return a region as an expression of inputs x, y, z and weights w, or as operator names if that is too long."""
     names = argument_names(region)
     inside = set(region.nodes)
 
@@ -31,7 +31,7 @@ def format_pattern(region: FusionRegion) -> str:
 
 
 def argument_names(region: FusionRegion) -> dict[fx.Node, str]:
-    """Names for the values a region reads: x, y, z, x3, … and weights w, w1, …"""
+    """Return names for the inputs of a region: x, y, z, x3, … and weights w, w1, …"""
     names: dict[fx.Node, str] = {}
     plain = weights = 0
     for node in region.inputs:

@@ -1,4 +1,4 @@
-"""Regions: calls that could be one kernel, and what that would save."""
+"""Regions: calls that could be one kernel, and the estimated savings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPILOGUE = "GEMM epilogue"
 PREFILL_ROWS = 512
-"""Rows of a prompt that savings are also stated for."""
+"""Number of prompt rows for which prefill savings are computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,18 +31,18 @@ class FusionRegion:
     """`norm chain`, `elementwise chain`, `GEMM epilogue`, …"""
     name: str
     catalog_keys: tuple[str, ...]
-    """What the catalog may know it by, the particular first."""
+    """Keys to look up in the catalog, most specific first."""
     nodes: tuple[fx.Node, ...]
     """In program order."""
     calls: frozenset[str]
-    """Their names in the program that was asked about."""
+    """Their names in the searched program."""
     replacement: fx.Node | None = None
-    """The call that a transform puts in their place, where there is one."""
+    """The call that a transform replaces them by, if there is one."""
     transform: str = ""
 
     @cached_property
     def kernels(self) -> tuple[fx.Node, ...]:
-        """The calls that are kernels."""
+        """The calls that launch kernels."""
         return tuple(node for node in self.nodes if is_kernel(node))
 
     @cached_property
@@ -54,14 +54,14 @@ class FusionRegion:
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What is read from outside."""
+        """Values that are read outside the region."""
         inside = set(self.nodes)
         return tuple(node for node in self.nodes if any(user not in inside for user in node.users))
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What one kernel instead of several would save."""
+    """Estimated savings of one kernel instead of several."""
 
     launches: int
     decode: int
@@ -79,11 +79,11 @@ class ConcreteSizes:
 
     program: Program
     rows: int
-    """Every symbol but `batch`, which is 1; within its range where that is more than this."""
+    """The value of every symbol except `batch`, which is 1; limited by the symbol's maximum."""
     _known: dict[Any, int] = field(default_factory=dict)
 
     def dim(self, size: Any) -> int:
-        """A size as a number."""
+        """Return a size as an integer."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
@@ -93,15 +93,15 @@ class ConcreteSizes:
         return self._known[expr]
 
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        """The sizes of a tensor as numbers."""
+        """Return the shape of a tensor as integers."""
         return tuple(self.dim(size) for size in value.shape)
 
     def numel(self, value: torch.Tensor) -> int:
-        """How many numbers a tensor has."""
+        """Return the number of elements of a tensor."""
         return int(torch.Size(self.shape(value)).numel())
 
     def bytes(self, value: Any) -> int:
-        """Memory that reading a value touches; a broadcast axis is read once."""
+        """Return the bytes that reading a value touches; a broadcast axis is read once."""
         if isinstance(value, (list, tuple)):
             return sum(self.bytes(each) for each in value)
         if not isinstance(value, torch.Tensor):
@@ -117,20 +117,20 @@ class ConcreteSizes:
 
 
 def traffic(region: FusionRegion, sizes: ConcreteSizes) -> int:
-    """Bytes that are moved between the kernels of a region and would not be, were they one."""
+    """Return the bytes moved between the kernels of a region that one kernel would not move."""
     apart = 0
     for node in region.kernels:
         read = {each: sizes.bytes(each.meta.get("val")) for each in operands(node)}
         apart += sum(read.values()) + sizes.bytes(node.meta.get("val"))
     inputs = region.inputs
-    if region.family == EPILOGUE:  # what GEMMs read stays theirs: sharing an input is a candidate of its own
+    if region.family == EPILOGUE:  # each GEMM still reads its inputs; a shared input is a separate candidate
         inputs = tuple(each for node in region.kernels for each in operands(node) if each in set(region.inputs))
     together = sum(sizes.bytes(node.meta["val"]) for node in (*inputs, *region.outputs))
     return max(0, apart - together)
 
 
 def estimate_savings(region: FusionRegion, sizes: Mapping[str, ConcreteSizes]) -> Savings:
-    """What one kernel instead of these would save. Where numbers are only moved, no kernel need be left."""
+    """Estimate the savings of one kernel for the region. A region of copies may need no kernel at all."""
     works = [op_kind(node) for node in region.kernels]
     left = 0 if set(works) == {OpKind.COPY} else works.count(OpKind.GEMM) if region.family == EPILOGUE else 1
     launches = max(0, len(region.kernels) - left)

@@ -1,4 +1,4 @@
-"""A report: one page about what happened to a model on its way to a package, or about what differs between two."""
+"""HTML reports: what a build does to a model, the contents of a package, or the differences of two programs."""
 
 from inlay.insight.report.model_report import report_program
 from inlay.insight.report.package_report import report_package

@@ -1,4 +1,4 @@
-"""Two packages or two locks compared, table by table; two programs side by side."""
+"""Compare two packages or two locks table by table, or two programs side by side."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 Tables = dict[str, dict[str, str]]
-"""Title of a table → name of a row → what it says."""
+"""Title of a table → name of a row → text."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One thing that two sides say something about; empty where a side has nothing of that name."""
+    """One compared property; a side without this property is empty."""
 
     table: str
     name: str
@@ -33,12 +33,12 @@ class ComparisonRow:
 
     @property
     def is_different(self) -> bool:
-        """Whether the two say different things."""
+        """Whether the two sides differ."""
         return self.left != self.right
 
 
 def detect_kind(text: str) -> str:
-    """`package`, `lock`, or `program`: what can be compared with what."""
+    """Return `package`, `lock` or `program`; only inputs of the same kind can be compared."""
     path = Path(text)
     if is_package(path):
         return "package"
@@ -46,7 +46,7 @@ def detect_kind(text: str) -> str:
 
 
 def require_same_kind(left: str, right: str) -> str:
-    """What both are; two things of different sorts cannot be compared."""
+    """Return the kind of both inputs; raise if they differ."""
     kinds = [detect_kind(each) for each in (left, right)]
     if kinds[0] != kinds[1]:
         raise UsageError(
@@ -56,7 +56,7 @@ def require_same_kind(left: str, right: str) -> str:
 
 
 def compare_tables(left: str, right: str) -> list[ComparisonRow]:
-    """Two packages or two locks, row by row."""
+    """Compare two packages or two locks row by row."""
     read = _package_tables if require_same_kind(left, right) == "package" else _lock_tables
     tables = [read(Path(each)) for each in (left, right)]
     found: list[ComparisonRow] = []
@@ -68,7 +68,7 @@ def compare_tables(left: str, right: str) -> list[ComparisonRow]:
 
 
 def build_table_page(left: str, right: str, rows: list[ComparisonRow]) -> dict[str, Any]:
-    """What a page says of two packages or locks."""
+    """Return the page data of two packages or locks."""
     titles = list(dict.fromkeys(row.table for row in rows))
     tables = [
         {"title": title, "rows": [[row.name, row.left, row.right] for row in rows if row.table == title]}
@@ -78,7 +78,7 @@ def build_table_page(left: str, right: str, rows: list[ComparisonRow]) -> dict[s
 
 
 def build_program_page(left: Program, right: Program, names: tuple[str, str]) -> dict[str, Any]:
-    """What a page says of two programs."""
+    """Return the page data of two programs."""
     lines = LineTable()
     found = compare_programs(left, right, lines)
     return _page(*names, diff=found, equal=found["equal"], lines=lines.texts)
@@ -115,7 +115,7 @@ def _package_tables(path: Path) -> Tables:
             "kind": manifest.kind,
             "built for": report["target"],
             "weights": f"{len(manifest.weights)} tensors, {manifest.weights_file.size:,} bytes",
-            "state a session": f"{memory['state']:,} bytes",
+            "state per session": f"{memory['state']:,} bytes",
             "code": f"{memory['code']:,} bytes",
         },
         "Versions": dict(report["versions"]),
@@ -143,4 +143,4 @@ def _transform_text(each: dict[str, Any]) -> str:
 
 def _binding_text(row: dict[str, Any]) -> str:
     times = f" × {row['count']}" if row["count"] > 1 else ""
-    return f"{row['type']}{times}" + (f", in the same storage ({row['why']})" if row["why"] else "")
+    return f"{row['type']}{times}" + (f", aliased ({row['why']})" if row["why"] else "")

@@ -1,4 +1,4 @@
-"""Lines of programs, each distinct one kept once: what a transform leaves alone is not stored again."""
+"""Lines of programs, each distinct line stored once; unchanged lines are not repeated per transform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("same", "changed", "removed", "added")
 
 @dataclass
 class LineTable:
-    """A table of lines.
+    """A table of distinct lines.
 
     >>> lines = LineTable()
     >>> lines.add(["a = 1", "b = 2", "a = 1"])
@@ -28,18 +28,18 @@ class LineTable:
     _places: dict[str, int] = field(default_factory=dict)
 
     def intern(self, text: str) -> int:
-        """The number of a line."""
+        """Return the index of a line; add it if it is new."""
         place = self._places.setdefault(text, len(self.texts))
         if place == len(self.texts):
             self.texts.append(text)
         return place
 
     def add(self, lines: Iterable[str]) -> list[int]:
-        """The numbers of several lines."""
+        """Return the indices of several lines."""
         return [self.intern(line) for line in lines]
 
     def rows(self, rows: Sequence[DiffRow]) -> list[int]:
-        """A side-by-side difference: three numbers a row, its kind and its two lines; -1 where there is none.
+        """Encode a side-by-side diff as three numbers per row: kind, left line, right line; -1 for no line.
 
         >>> from inlay.program.text.diff_rows import DiffRow
         >>> LineTable().rows([DiffRow("same", "a", "a"), DiffRow("added", "", "b")])

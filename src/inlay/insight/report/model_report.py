@@ -1,4 +1,4 @@
-"""The report of a model: the transforms of a build are run on it and watched; nothing is compiled."""
+"""The report of a model: runs the transforms of a build and records them; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report_program(
     seconds: dict[str, float] | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """All that a page says of a captured program: what a build with these options would do to it, and why.
+    """Return the page data of a captured program: what a build with these options does to it, and why.
 
     With `drift` the program is also run before and after every transform, as `inlay verify` does.
     """
@@ -77,7 +77,7 @@ def report_program(
 
 
 def versions() -> dict[str, str]:
-    """What the figures were made with."""
+    """Return the versions of the packages that produced the report."""
     return {name: found for name in _PACKAGES if (found := machine.package_version(name))}
 
 
@@ -86,7 +86,7 @@ def _lower(program: Program, options: flow.BuildOptions, clock: dict[str, float]
     try:
         return (
             flow.lower_program(program, options),
-            "Sizes of code and the choice of kernels are measured when the model is built: `inlay report PACKAGE`.",
+            "Code sizes and kernel choices are known after a build. Run `inlay report PACKAGE` to see them.",
         )
     except InlayError as error:
         return None, str(error)
@@ -98,20 +98,20 @@ def _candidates(program: Program, clock: dict[str, float]) -> dict[str, Any]:
     start = time.perf_counter()
     search = find_candidates(program)
     clock["candidates"] = time.perf_counter() - start
-    why = "" if search.candidates else "Nothing that is repeated could be fused further."
+    why = "" if search.candidates else "No repeated operators can be fused further."
     return {"rows": [each.to_json() for each in search.candidates], "sizes": SIZES_TEXT, "why": why}
 
 
 def _empty_drift() -> dict[str, Any]:
     return {
         "rows": [],
-        "why": "Not measured. `inlay report MODEL --drift` or `inlay verify MODEL` runs the program before and after"
-        " every transform.",
+        "why": "Not measured. Use `inlay report MODEL --drift` or `inlay verify MODEL` to run the program before and"
+        " after every transform.",
     }
 
 
 def _drift(program: Program, options: flow.BuildOptions, on_step: Callable[[str], None]) -> dict[str, Any]:
-    """What each transform does to numbers. A cache adds inputs, so the program is verified without one."""
+    """Measure the drift of each transform. A KV cache adds inputs, so the program is verified without one."""
     on_step("verifying")
     files: tuple[Path, ...] = options.config
     resolved = resolve_config(

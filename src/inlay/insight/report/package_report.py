@@ -1,4 +1,4 @@
-"""The report of a package: what its folder holds. Nothing is loaded, run or captured."""
+"""The report of a package, from the files in its folder. Nothing is loaded, run or captured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = 400
 
 
 def report_package(path: Path) -> dict[str, Any]:
-    """All that a page can say of a package."""
+    """Return the page data of a package."""
     manifest, folder = read_manifest(path)
     locked = read_lock(folder / "matches.lock") if "matches.lock" in manifest.files else None
     model = locked.models[0] if locked is not None and len(locked.models) == 1 else None
@@ -46,11 +46,11 @@ def report_package(path: Path) -> dict[str, Any]:
             _transform(key, each, remarks) for key, each in (model.transforms if model is not None else {}).items()
         ],
         "programs": [],
-        "candidates": {"rows": [], "why": "A package holds no program to search: `inlay report MODEL` does."},
+        "candidates": {"rows": [], "why": "A package contains no program to search. Use `inlay report MODEL`."},
         "bindings": bindings_table(manifest.bindings, {}),
         "plan": {"buckets": [_bucket(manifest, each) for each in manifest.buckets], "why": ""},
         "memory": _memory(manifest),
-        "drift": {"rows": [], "why": "Not measured: a package is not run for a report. `inlay verify MODEL` measures."},
+        "drift": {"rows": [], "why": "Not measured: a report does not run a package. Use `inlay verify MODEL`."},
         "configuration": _settings(folder),
         "lines": [],
     }
@@ -86,16 +86,16 @@ def _transform(key: str, locked: LockedTransform, remarks: list[dict[str, Any]])
 
 
 def _describe(name: str) -> tuple[str, str, str]:
-    """What a transform says of itself, if it is installed here."""
+    """Return summary, numerics and stage of a transform, if it is installed."""
     try:
         cls = find_transform(name)
     except UsageError:
-        return "This transform is not installed here.", "unknown", ""
+        return "This transform is not installed.", "unknown", ""
     return cls.summary(), cls.numerics.value, cls.stage.value
 
 
 def _group_misses(remarks: Any) -> list[dict[str, Any]]:
-    """Remarks that say the same at the same source line are one."""
+    """Group remarks with the same reason at the same source line."""
     groups: dict[tuple[str, str, int, int], list[dict[str, Any]]] = {}
     for each in remarks:
         kind = each["reason"].partition(":")[0]
@@ -141,7 +141,7 @@ def _bucket(manifest: Manifest, bucket: Bucket) -> dict[str, Any]:
 
 
 def kernel_table(piece: PieceFile) -> list[dict[str, Any]]:
-    """Linear layers of a piece that have a choice: the way for each number of rows, and what all of them took."""
+    """Return the linear layers of a piece with several kernels: the chosen kernel per row count, and all timings."""
     found: dict[tuple[int, int, int], dict[str, Any]] = {}
     for row in filter(lambda row: row.timings, piece.kernels):
         timings = [
@@ -166,12 +166,12 @@ def _memory(manifest: Manifest) -> dict[str, Any]:
         "state": sum(row.nbytes for row in manifest.states),
         "code": sum(row.size for name, row in manifest.files.items() if name.endswith(".so")),
         "activations": [],
-        "why": "The shapes of values inside of pieces are not kept in a package: `inlay report MODEL` shows them.",
+        "why": "A package does not store the shapes of values inside pieces. Use `inlay report MODEL`.",
     }
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    why = "A package keeps the values, not where they came from: `inlay config MODEL` says that."
+    why = "A package stores the values, not their origin. Use `inlay config MODEL` to see the origin."
     file = folder / "resolved.yaml"
     if not file.exists():
         return {"rows": [], "why": "The package has no resolved.yaml."}

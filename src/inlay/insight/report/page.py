@@ -1,4 +1,4 @@
-"""One file: the facts as JSON, and the styles and scripts that draw them. It asks nobody for anything."""
+"""The report page: one HTML file with JSON data, styles and scripts. It makes no network requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _STYLES = ("page.css", "code.css")
 _SCRIPTS = ("base.js", "code.js", "transforms.js", "sections.js", "start.js")
 MARK = "<!-- Written by Inlay: inlay report -->"
-"""How a page is known, so that nothing else is written over."""
+"""Identifies a page written by Inlay, so that other files are not overwritten."""
 
 
 def render_page(facts: Mapping[str, Any]) -> str:
-    """The page as text.
+    """Return the page as HTML text.
 
     >>> '</script><b>' in render_page({"kind": "model", "title": "</script><b>"})
     False
@@ -33,17 +33,17 @@ def render_page(facts: Mapping[str, Any]) -> str:
         "TITLE": html.escape(str(facts["title"])),
         "STYLES": "\n".join(_asset(name) for name in _STYLES),
         "SCRIPTS": "\n".join(_asset(name) for name in _SCRIPTS),
-        # In a script element only `<` can end it or begin something else; JSON may write it as a number.
+        # Only `<` can end a script element or start markup in it; JSON can escape it.
         "DATA": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     }
     return re.sub(r"%%([A-Z]+)%%", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def write_page(facts: Mapping[str, Any], file: Path) -> int:
-    """Write the page; how many bytes it has. A file that is no page of ours is not written over."""
+    """Write the page and return its size in bytes. A file that Inlay did not write is not overwritten."""
     try:
         if file.exists() and MARK not in file.read_text(errors="replace")[:200]:
-            raise UsageError(f"{file} exists and is no page that Inlay wrote.", "Choose another name, or remove it.")
+            raise UsageError(f"{file} exists and was not written by Inlay.", "Choose another name, or remove it.")
         data = render_page(facts).encode()
         file.write_bytes(data)
     except OSError as error:
@@ -52,7 +52,7 @@ def write_page(facts: Mapping[str, Any], file: Path) -> int:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """JSON has no number that is not finite: there is none instead.
+    """Replace NaN and infinities by None, because JSON does not have them.
 
     >>> _replace_nonfinite({"error": [float("nan"), 1.5]})
     {'error': [None, 1.5]}

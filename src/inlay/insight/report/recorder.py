@@ -1,4 +1,4 @@
-"""An observer for reports: of every transform the difference it made, its sites, its misses, its contract."""
+"""An instrument for reports: records the diff, sites, misses and contract of every transform."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import TransformStep
 
 _NAMES = 400
-"""Names of one group of sites that are kept; the rest is counted."""
+"""Maximum number of node names stored per group of sites; the rest are only counted."""
 
 
 @dataclass
 class TransformRecorder:
-    """Keeps what a report says of each transform. Contracts are judged here, so that a broken one is shown."""
+    """Records the report data of each transform. Checks contracts itself, so that a broken one is shown, not raised."""
 
     steps: Sequence[TransformStep]
     lines: LineTable
@@ -41,11 +41,11 @@ class TransformRecorder:
     _before: Program | None = None
 
     def before(self, transform: Transform, program: Program) -> None:
-        """Remember what goes in."""
+        """Store the program before the transform."""
         self._before = program
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
-        """Describe what came out."""
+        """Record the result of the transform."""
         assert self._before is not None
         self.on_step(f"transforming ({record.key})")
         asked = self.steps[len(self.transforms)]
@@ -62,7 +62,7 @@ class TransformRecorder:
 
 
 def describe_transform(step: type[Transform] | Transform, record: TransformRecord) -> dict[str, Any]:
-    """What a record says, and what the transform says of itself."""
+    """Return the data of a record and of its transform."""
     return {
         "key": record.key,
         "stage": record.stage,
@@ -81,7 +81,7 @@ def describe_transform(step: type[Transform] | Transform, record: TransformRecor
 
 
 def compare_programs(left: Program, right: Program, lines: LineTable) -> dict[str, Any]:
-    """Two programs side by side, folded alike."""
+    """Return the side-by-side diff of two programs, folded in the same way."""
     found = diff(left, right)
     return {
         "equal": found.is_equal,
@@ -105,7 +105,7 @@ def _contract(step: TransformStep, before: Program, record: TransformRecord) -> 
 
 
 def _group_sites(before: Program, record: TransformRecord) -> list[dict[str, Any]]:
-    """The sites of a transform, those at the same place of several layers together."""
+    """Group the sites of a transform by code location, over all layers."""
     nodes = {node.name: node for node in all_nodes(before.graph)}
     blocks = cache(lambda: fold(before).layer_of)
     groups: dict[tuple[str, str], list[fx.Node]] = {}
@@ -128,7 +128,7 @@ def _group_sites(before: Program, record: TransformRecord) -> list[dict[str, Any
 
 
 def _summarize_finding(finding: dict[str, Any]) -> dict[str, Any]:
-    """What a report needs of a finding."""
+    """Return the report data of a finding."""
     kept = ("kind", "reason", "source", "matched", "of", "suggestion")
     made = {name: finding[name] for name in kept}
     made["count"] = len(finding["roots"])

@@ -1,4 +1,4 @@
-"""Tables of a report: what goes in and out and whose storage it is, memory, plans, settings."""
+"""Tables of a report: bindings and their storage, memory, plans, settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def bindings_table(bindings: Bindings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every binding, those of several layers that are alike in one row; a state together with what is written to it."""
+    """Return all bindings; equal bindings of several layers share a row, and a state shares a row with its output."""
     written = {row.alias.binding: row for row in bindings.outs if row.alias is not None}
     groups: dict[Any, list[Binding]] = {}
     for row in bindings:
@@ -61,7 +61,7 @@ def _kind(row: Binding, written: bool) -> str:
 
 
 def _origin(text: str) -> str:
-    """Where tensors of several layers are read from: the file without the folders above it, numbers left out.
+    """Return the origin of a tensor without folders and with layer numbers replaced by `*`.
 
     >>> _origin("/models/tiny.gguf#blk.0.attn_q.weight"), _origin("layers.3.q, layers.3.k via concat")
     ('tiny.gguf', 'layers.*.q, layers.*.k via concat')
@@ -71,7 +71,7 @@ def _origin(text: str) -> str:
 
 
 def weights_by_type(rows: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Bytes of weights by their number format.
+    """Return the number and bytes of weights by dtype.
 
     >>> weights_by_type([("uint8", 100), ("float32", 8), ("uint8", 1)])
     [{'dtype': 'uint8', 'count': 2, 'bytes': 101}, {'dtype': 'float32', 'count': 1, 'bytes': 8}]
@@ -85,7 +85,7 @@ def weights_by_type(rows: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def memory_table(program: Program, lowered: LoweredProgram | None) -> dict[str, Any]:
-    """Weights, state a session, and the largest value that each piece makes."""
+    """Return the bytes of weights, of the state per session, and of the largest value of each piece."""
     states = {row.name for row in program.bindings.state}
     weights = [row for row in program.bindings.ins if row.role is not Role.INPUT and row.name not in states]
     activations = [
@@ -99,12 +99,12 @@ def memory_table(program: Program, lowered: LoweredProgram | None) -> dict[str, 
         "weights": weights_by_type((row.dtype, row.nbytes) for row in weights if row.is_tensor),
         "state": sum(row.nbytes for row in program.bindings.state),
         "activations": activations,
-        "why": "" if lowered is not None else "The program could not be cut into pieces.",
+        "why": "" if lowered is not None else "The program could not be lowered to pieces.",
     }
 
 
 def _rows(sizes: Mapping[str, tuple[int, int | None]]) -> int:
-    """How many rows to count with: one where that is all, else a prompt of usual length that fits."""
+    """Return the number of rows to compute sizes for: a typical prompt, limited by the bucket."""
     highs = [high for name, (_, high) in sizes.items() if name != "batch"]
     return min([PREFILL_ROWS, *(high for high in highs if high is not None)])
 
@@ -132,7 +132,7 @@ def _largest(piece: Piece, rows: int) -> dict[str, Any]:
 
 
 def plan_table(lowered: LoweredProgram) -> list[dict[str, Any]]:
-    """The pieces of every bucket, in the order in which they run, and what each is made of."""
+    """Return the pieces of every bucket, in execution order, with their contents."""
     weights = {row.name: row.nbytes for row in lowered.program.bindings.ins}
     found = []
     for name, sizes, plan in lowered.buckets:
@@ -157,7 +157,7 @@ def plan_table(lowered: LoweredProgram) -> list[dict[str, Any]]:
 
 
 def run_lengths(steps: Sequence[Any]) -> list[list[Any]]:
-    """Which piece runs how often in a row."""
+    """Return each piece and how often it runs consecutively."""
     found: list[list[Any]] = []
     for step in steps:
         if found and found[-1][0] == step.piece:
@@ -168,7 +168,7 @@ def run_lengths(steps: Sequence[Any]) -> list[list[Any]]:
 
 
 def format_sizes(sizes: Mapping[str, tuple[int, int | None]]) -> str:
-    """Ranges as people read them.
+    """Format the sizes of a bucket with ranges.
 
     >>> format_sizes({"batch": (1, 1), "length": (1, None)})
     'batch 1, length 1 … ∞'
@@ -180,7 +180,7 @@ def format_sizes(sizes: Mapping[str, tuple[int, int | None]]) -> str:
 
 
 def settings_table(resolved: ResolvedConfig, steps: Sequence[TransformStep]) -> list[list[str]]:
-    """Transform, option, value, and the layer it came from."""
+    """Return rows of transform, option, value and configuration layer."""
     origins = {entry.key: entry.options for entry in resolved.entries}
     return [
         [step.key, name, repr(value), origins[step.key][name].origin if name in origins[step.key] else "built in"]

@@ -1,4 +1,4 @@
-"""From a candidate to files: a transform, its YAML entry, its test, and a Triton kernel where nobody has one."""
+"""Generate files for a candidate: a transform, its YAML entry, its test, and optionally a Triton kernel."""
 
 from inlay.insight.scaffold.writer import write_scaffold
 

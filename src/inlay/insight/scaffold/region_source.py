@@ -1,4 +1,4 @@
-"""The calls of a region as Python: arguments are tensors, sizes that may change are read off them."""
+"""The calls of a region as Python source; dynamic sizes are read from the shapes of tensor arguments."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OTHERS = (2, 9, 6, 4, 10)
 
 @dataclass
 class RegionSource:
-    """A region whose inputs and values have names."""
+    """A region with names for its inputs and values."""
 
     region: FusionRegion
     names: dict[fx.Node, str] = field(default_factory=dict)
     ignored_args: set[str] = field(default_factory=set)
-    """Arguments of calls that hold sizes which may change."""
+    """Arguments of calls that contain dynamic sizes."""
 
     def __post_init__(self) -> None:
         self.names = argument_names(self.region)
@@ -47,11 +47,11 @@ class RegionSource:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of the values that are read outside."""
+        """Names of the values that are read outside the region."""
         return [self.names[node] for node in self.region.outputs]
 
     def statements(self) -> Iterator[str]:
-        """One statement a call; the first kernel's value passes through `between`."""
+        """Yield one statement per call; the value of the first kernel passes through `between`."""
         known = list(self.inputs)
         first = self.region.kernels[0]
         for node in self.region.nodes:
@@ -89,13 +89,13 @@ class RegionSource:
                     if str(each) == str(size):
                         return f"{self.names[node]}.shape[{axis}]"
         raise UsageError(
-            f"{self.region.name} uses the size {size}, which is no size of what it reads.",
+            f"{self.region.name} uses the size {size}, which none of its inputs has.",
             "Write this transform by hand: docs/adding_a_transform.md.",
         )
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether an argument is, or holds, a size that is not a constant."""
+    """Return whether an argument is or contains a dynamic size."""
     if isinstance(value, (list, tuple)):
         return any(_is_symbolic(each) for each in value)
     held = value.meta.get("val") if isinstance(value, fx.Node) else value
@@ -104,18 +104,18 @@ def _is_symbolic(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExampleShapes:
-    """Example sizes for the inputs of a region: symbols get numbers that nothing else in the pattern is."""
+    """Example shapes for the inputs of a region; each symbol gets a number that the pattern does not contain."""
 
     program: Program
 
     def shape(self, value: torch.Tensor, others: bool = False) -> tuple[int, ...]:
-        """Sizes of one input; `others` gives a second set."""
+        """Return the shape of one input; `others` selects a second set of sizes."""
         sizes = _FixedSizes(self.program, 1)
         sizes.values = dict(zip(self.program.symbols, _OTHERS if others else _PRIMES, strict=False))
         return sizes.shape(value)
 
     def axes(self, value: torch.Tensor) -> dict[int, str]:
-        """Axes of any size, by the names of the program's symbols."""
+        """Return the dynamic axes with the names of the program's symbols."""
         names = {raw: symbol.name for raw, symbol in self.program.symbols.items()}
         return {axis: names[str(size)] for axis, size in enumerate(value.shape) if str(size) in names}
 
@@ -129,5 +129,5 @@ class _FixedSizes(ConcreteSizes):
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a value's dtype may be another one."""
+    """Return whether a value is floating point."""
     return bool(node.meta["val"].is_floating_point())

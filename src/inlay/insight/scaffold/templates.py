@@ -1,10 +1,10 @@
-"""The texts of a scaffold."""
+"""Templates of the generated files."""
 
 TRANSFORM = '''"""$pattern
 becomes `inlay.$name`.
 
-Written by `inlay candidates --scaffold $name` from $model ($source), where it stands $times times.
-The lookup said $recommendation: $evidence
+Written by `inlay candidates --scaffold $name` from $model ($source), where it occurs $times times.
+Recommendation: $recommendation; $evidence
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ ops: Any = torch.ops
 
 
 def calls($arguments, between: Callable[[Any], Any] = lambda value: value) -> tuple[Tensor, ...]:
-    """The calls as they stand in the model: what each kernel computes, in order."""
+    """The calls as in the model. Returns the value of each kernel, in order."""
 $body
     return ($kernels)
 
 
 @canonical_op("$name")
 def $name($arguments) -> $result:
-    """All of it as one operator. This reference is what runs, until a kernel takes its place."""
+    """The calls as one operator. This reference implementation runs until a kernel replaces it."""
     values = calls($names)
     return $picked
 
 $device
 @transform("fuse_$name", stage=Stage.FUSE, numerics=Numerics.$numerics)
 class Fuse$title(PatternTransform):
-    """Calls that stand together in the model become one operator."""
+    """Replace the calls by one operator."""
 
     ignored_args = frozenset($loose)
 
@@ -48,7 +48,7 @@ class Fuse$title(PatternTransform):
         return [
             *(Case(str(dtype), cls().pattern, inputs(dtype)) for dtype in (torch.float32, torch.bfloat16)),
             Case("other sizes", cls().pattern, inputs(torch.float32, others=True)),
-            Case("sizes that may change", cls().pattern, inputs(torch.float32), axes=$axes),
+            Case("dynamic sizes", cls().pattern, inputs(torch.float32), axes=$axes),
         ]
 
     @classmethod
@@ -83,7 +83,7 @@ class Fuse$title(PatternTransform):
 
 
 def examples(dtype: torch.dtype, others: bool = False) -> dict[str, Tensor]:
-    """Arguments to trace with, in one of two sizes."""
+    """Arguments for tracing, in one of two sizes."""
     if others:
         return {$others}
     return {$examples}
@@ -96,7 +96,7 @@ def inputs(dtype: torch.dtype, others: bool = False) -> tuple[Tensor, ...]:
 
 
 def mixed() -> list[tuple[Tensor, ...]]:
-    """Arguments of which one has another dtype than the rest, where that can be computed."""
+    """Arguments of which one has another dtype than the rest, if the calls accept them."""
     given, found = inputs(torch.float32), []
     for index, each in enumerate(given):
         changed = (*given[:index], each.double(), *given[index + 1 :])
@@ -107,15 +107,15 @@ def mixed() -> list[tuple[Tensor, ...]]:
 
 
 rewrite = graph_pass("fuse_$name")
-"""As a pass: `inlay show MODEL --pass fuse_$name:rewrite`, from the folder of this file."""
+"""The transform as a pass: `inlay show MODEL --pass fuse_$name:rewrite`, from the folder of this file."""
 '''
 
-YAML = """# Put this line into src/inlay/config/default.yaml, or give this file with --config.
+YAML = """# Add this line to src/inlay/config/default.yaml, or pass this file with --config.
 transforms:
-  fuse_$name: {enabled: false}   # until it is proven
+  fuse_$name: {enabled: false}   # until it is reviewed
 """
 
-TEST = '''"""fuse_$name: fires where it should, at several sizes and dtypes, and nowhere else."""
+TEST = '''"""fuse_$name matches its pattern at several sizes and dtypes, and nothing else."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_negative_cases(case: Case) -> None:
     assert_untouched(case.function, NAME, args=case.args, axes=case.axes)
 '''
 
-TRITON_TEST = '''"""The Triton kernel of $name: its numbers in the interpreter, and that it compiles. Not timed."""
+TRITON_TEST = '''"""The Triton kernel of $name: results in the interpreter, and compilation. Not timed."""
 
 from __future__ import annotations
 

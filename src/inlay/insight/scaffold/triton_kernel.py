@@ -1,6 +1,6 @@
-"""A Triton kernel from a region: each output number is computed from the index it stands at, back to the inputs.
+"""Generate a Triton kernel from a region: each output element is computed from its index, back to the inputs.
 
-Views become arithmetic on indices, a convolution of each channel a sum over its taps. Nothing is timed here.
+Views become index arithmetic; a depthwise convolution becomes a sum over its taps. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IDENTITY_OPS = {"clone", "contiguous", "alias"}
 
 
 def generate_kernel(candidate: Candidate, calls: RegionSource) -> dict[str, str]:
-    """What the templates need for a kernel of this candidate."""
+    """Return the template fields for a kernel of this candidate."""
     if len(candidate.regions[0].outputs) != 1:
         raise _unsupported_error(f"{candidate.name} has several results")
     writer = _KernelWriter(calls)
@@ -59,7 +59,8 @@ def generate_kernel(candidate: Candidate, calls: RegionSource) -> dict[str, str]
 
 def _unsupported_error(problem: str) -> UsageError:
     return UsageError(
-        f"{problem}, which no kernel is generated for.", "Write it by hand: docs/candidate_to_transform.md."
+        f"{problem}; kernel generation does not support this.",
+        "Write the kernel by hand: docs/candidate_to_transform.md.",
     )
 
 
@@ -77,11 +78,11 @@ class _KernelWriter:
         self.calls, self.output = calls, calls.region.outputs[0]
         self.lines: list[str] = []
         self.sizes: dict[str, str] = {}
-        """Size that may change → its argument."""
+        """Dynamic size → kernel argument."""
         self.value_names: dict[Any, str] = {}
 
     def module(self, name: str) -> str:
-        """The kernel, how it is started, and what its arguments are."""
+        """Return the source of the module: kernel, launcher and signature."""
         shape = list(self.output.meta["val"].shape)
         index = [f"i{axis}" for axis in range(len(shape))]
         for axis in reversed(range(len(shape))):
@@ -130,20 +131,20 @@ def kernel({", ".join([*pointers, "out_ptr", *numbers])}, BLOCK: tl.constexpr): 
 
 
 def launch({", ".join(f"{each}: torch.Tensor" for each in names.split(", "))}) -> torch.Tensor:
-    """Compute it."""
+    """Run the kernel and return its result."""
     out = torch.empty(({result_shape}), dtype={first}.dtype, device={first}.device)
     kernel[(triton.cdiv(out.numel(), BLOCK),)]({names}, out, {given}, BLOCK=BLOCK)
     return out
 
 
 def signature(pointer: str) -> dict[str, Any]:
-    """What each argument is, for compiling without running."""
+    """Types of the arguments, for compilation without a launch."""
     pointers = dict.fromkeys({[*pointers, "out_ptr"]!r}, pointer)
     return pointers | dict.fromkeys(NUMBERS, "i32") | {{"BLOCK": "constexpr"}}
 '''
 
     def value(self, node: Any, index: list[str], mask: str) -> str:
-        """The name of a value at an index."""
+        """Return the name of a value at an index."""
         if not isinstance(node, fx.Node):
             return repr(node)
         if node not in self.calls.inputs:
@@ -184,7 +185,7 @@ def signature(pointer: str) -> dict[str, Any]:
         return ["0" if str(size) == "1" else each for size, each in zip(shape, own, strict=True)]
 
     def _view_source(self, node: fx.Node, name: str, index: list[str]) -> tuple[Any, list[str]]:
-        """What a view is a view of, and which index of that is meant."""
+        """Return the base of a view and the index into it."""
         source: Any = node.args[0]
         given = dict(normalize_args(node))
         moved = list(index)
@@ -219,7 +220,7 @@ def signature(pointer: str) -> dict[str, Any]:
         return source, moved
 
     def _convolution(self, node: fx.Node, index: list[str], mask: str) -> str:
-        """The sum over the taps of one channel; what lies outside counts as zero."""
+        """Return the sum over the taps of one channel; elements outside the input are zero."""
         given = dict(normalize_args(node))
         weight = given["weight"]
         taps = weight.meta["val"].shape[2:]
@@ -242,11 +243,11 @@ def signature(pointer: str) -> dict[str, Any]:
         return str(size) if isinstance(size, int) else self.sizes.setdefault(str(size), f"n{len(self.sizes)}")
 
     def _size_expression(self, size: Any) -> str:
-        """A size as read off an argument."""
+        """Return a size as an expression of an argument's shape."""
         if isinstance(size, int):
             return str(size)
         for node, name in self.calls.inputs.items():
             for axis, each in enumerate(node.meta["val"].shape):
                 if str(each) == str(size):
                     return f"{name}.shape[{axis}]"
-        raise _unsupported_error(f"{self.calls.region.name} has the size {size}, which is none of its inputs'")
+        raise _unsupported_error(f"{self.calls.region.name} has the size {size}, which none of its inputs has")

@@ -1,4 +1,4 @@
-"""Writes the files of a scaffold."""
+"""Write the files of a scaffold."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_scaffold(search: CandidateSearch, name: str, folder: Path, kernel: str
     if kernel and candidate.advice.kernels:
         first = candidate.advice.kernels[0]
         raise UsageError(
-            f"{name} needs no kernel of its own: {first.name} computes it ({first.evidence}).",
-            "Leave --kernel out.",
+            f"{name} does not need a new kernel: {first.name} computes it ({first.evidence}).",
+            "Omit --kernel.",
         )
     fields = _fields(candidate, search.program)
     files = {f"fuse_{name}.py": TRANSFORM, f"fuse_{name}.yaml": YAML, f"test_fuse_{name}.py": TEST}
@@ -34,7 +34,7 @@ def write_scaffold(search: CandidateSearch, name: str, folder: Path, kernel: str
         files |= {f"{name}_triton.py": "$triton_source", f"test_{name}_triton.py": TRITON_TEST}
     taken = [file for file in files if (folder / file).exists()]
     if taken:
-        raise UsageError(f"{folder / taken[0]} is there already.", "Choose another folder with --into.")
+        raise UsageError(f"{folder / taken[0]} already exists.", "Choose another folder with --into.")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         (folder / file).write_text(Template(text).substitute(fields))
@@ -44,16 +44,16 @@ def write_scaffold(search: CandidateSearch, name: str, folder: Path, kernel: str
 def _select_candidate(search: CandidateSearch, name: str) -> Candidate:
     known = {each.name: each for each in search.candidates}
     if name not in known:
-        hint = suggest(name, known) or f"There are {', '.join(known)}." if known else "There are none."
+        hint = suggest(name, known) or f"Candidates: {', '.join(known)}." if known else "There are no candidates."
         raise UsageError(f"There is no candidate {name}.", hint)
     transform = known[name].regions[0].transform
     if transform:
-        raise UsageError(f"{transform} does that already.", f"--set {transform}.enabled=true switches it on.")
+        raise UsageError(f"{transform} already does this.", f"Enable it with --set {transform}.enabled=true.")
     return known[name]
 
 
 def _fields(candidate: Candidate, program: Program) -> dict[str, str]:
-    """What the templates are filled with."""
+    """Return the template fields of a candidate."""
     calls, shapes = RegionSource(candidate.regions[0]), ExampleShapes(program)
     body = "\n".join(f"    {line}" for line in calls.statements())
     names = list(calls.inputs.values())

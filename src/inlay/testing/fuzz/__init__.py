@@ -1,7 +1,7 @@
-"""Random programs grown around the patterns of every transform; numbers before and after must agree.
+"""Fuzzer: random programs around the patterns of every transform; results before and after must agree.
 
     python -m inlay.testing.fuzz --graphs 1000 --seed 0
 
-`templates` says what a place looks like, `grow` puts places into a graph and spoils some, `check` runs every transform
-and compares, `reduce` makes a failure small enough to read.
+`templates` contains the graphs of sites, `generator` combines sites into a program and mutates some, `checker` runs
+every transform and compares results, `reducer` reduces a failing program.
 """

@@ -1,4 +1,4 @@
-"""`python -m inlay.testing.fuzz`"""
+"""The command `python -m inlay.testing.fuzz`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def fuzz(
-    graphs: Annotated[int, typer.Option("--graphs", help="How many graphs to grow, about five places each.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", help="Where to start; the same seed grows the same graphs.")] = 0,
-    only: Annotated[list[str] | None, typer.Option("--pass", help="Places of this transform only; repeatable.")] = None,
-    folder: Annotated[Path, typer.Option("-o", "--output", help="Where scripts of failures are written.")] = Path(),
+    graphs: Annotated[
+        int, typer.Option("--graphs", help="Number of programs to generate, about five sites each.")
+    ] = 200,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same programs.")] = 0,
+    only: Annotated[list[str] | None, typer.Option("--pass", help="Only sites of this transform; repeatable.")] = None,
+    folder: Annotated[Path, typer.Option("-o", "--output", help="Folder for the scripts of failures.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Grow random graphs around the patterns of every transform, run them all, and compare numbers.
+    """Generate random programs around the patterns of every transform, run all transforms, and compare results.
 
     Example: [bold]python -m inlay.testing.fuzz --graphs 1000 --seed 7[/]
     """
@@ -63,7 +65,7 @@ def run(
     templates: Templates | None = None,
     transforms: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Grow and check; what was counted. Templates may be kept from run to run; without `transforms`, all run."""
+    """Generate and check programs; return the counts. Templates can be reused. Without `transforms`, all run."""
     templates = templates or Templates(site_transforms, variants=4 + graphs // 400, seed=seed)
     tally, drawn, uncomputed = FuzzCounts(), Counter[str](), Counter[str]()
     failures: list[dict[str, str]] = []
@@ -75,7 +77,7 @@ def run(
         return template
 
     with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("growing", total=graphs)
+        task = progress.add_task("checking", total=graphs)
         for index in range(graphs):
             rng = random.Random(f"{seed}/{index}")
             program, inputs, count = generate_program(rng, draw)
@@ -107,7 +109,7 @@ def run(
 
 
 def _kind(error: Exception) -> str:
-    """What an error says, without the names and numbers that differ from graph to graph."""
+    """Return an error message without the numbers that differ between graphs."""
     return re.sub(r"[\d\[\], ]*\d[\d\[\], ]*", " # ", str(error))[:100].strip()
 
 
@@ -128,10 +130,10 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(name, *(f"{value:,}" for value in counts.values()))
     out.print(table)
     for reason, count in report["not computed"].items():
-        out.print(f"{count:,} graphs could not be computed and are not counted: {reason}", markup=False)
+        out.print(f"{count:,} invalid programs are not counted: {reason}", markup=False)
     share = report["ill-conditioned"] / max(report["values"], 1)
     out.print(f"{report['values']:,} values compared within rounding, {share:.2%} of them ill-conditioned")
-    out.print(f"{report['places']:,} places in {report['graphs']:,} graphs, {report['seconds']} s, ", end="")
+    out.print(f"{report['places']:,} sites in {report['graphs']:,} programs, {report['seconds']} s, ", end="")
     out.print(f"{len(report['failures'])} failure(s)")
 
 

@@ -1,12 +1,12 @@
-"""Run every transform on a program and compare numbers, written inputs and types before and after.
+"""Run every transform on a program and compare results, written inputs and types before and after.
 
-A transform that says it is exact must give the same numbers. One that changes rounding is held to what rounding can do
-to each value: the program before it is run again several times, every number that it reads or computes changed at
-random in its last place (Monte Carlo arithmetic, Parker 1997). How far these runs stray from the plain one, value by
-value, is how well the value is defined; the transform may stray a few times as far and no further. A sum that cancels
-gets the room that it needs, and gives none to the value beside it. What is computed from numbers that overflowed on the
-way depends on the order of computing, and shows nothing. NaN and infinities that are inputs do not count as that,
-but attention without a mask that reads them does: torch's kernel turns NaN into 0 there.
+A transform with exact numerics must give the same numbers. For a transform that changes rounding, each value has its
+own tolerance: the program before it runs several times, with every number that it reads or computes changed at random
+in its last place (Monte Carlo arithmetic, Parker 1997). The deviation of these runs from the unperturbed run is the
+sensitivity of a value, and the transform may deviate by a small multiple of it. A sum with cancellation thus gets a
+large tolerance without affecting other values. Values computed from numbers that overflowed depend on the order of
+computation and are not compared. NaN and infinity in inputs do not count as overflow, except for attention without a
+mask that reads them, because torch's kernel turns NaN into 0 there.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 PERTURBED_RUNS = 6
-"""How many runs with numbers changed in their last place tell how well a value is defined."""
+"""Number of perturbed runs that measure the sensitivity of a value."""
 TOLERANCE_FACTOR = 6.0
-"""How many times as far as those a transform may stray."""
+"""Allowed deviation of a transform, as a multiple of the measured sensitivity."""
 MIN_ULPS = 2.0
-"""By how many units in the last place it may stray in any case."""
+"""Deviation in ULPs that is always allowed."""
 QUANTIZATION_LEVELS = 127
-"""What approximate weights are rounded to: the largest of a row is this many steps."""
+"""Quantization steps of approximate weights for the largest value of a row."""
 
 
 class InvalidProgramError(Exception):
-    """The program itself cannot be computed, or is not what it states: there is nothing to compare with."""
+    """The generated program fails or has values of undeclared types, so that there is nothing to compare with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Failure:
-    """A transform that changed what a program computes, or did not survive it."""
+    """A transform that changed the results of a program, or raised an error."""
 
     transform: str
     program: Program
@@ -65,34 +65,34 @@ class Failure:
 
 @dataclass
 class FuzzCounts:
-    """How often each transform fired and was compared, what it refused, and how closely values were compared."""
+    """Counts of matches and misses of each transform, and of compared values."""
 
     matches: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     values: int = 0
-    """Numbers compared within a tolerance."""
+    """Number of elements compared within a tolerance."""
     ill_conditioned: int = 0
-    """Those whose tolerance is more than a tenth of the number: ill-conditioned, they show little."""
+    """Elements whose tolerance is more than a tenth of their value; their comparison shows little."""
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a run gave."""
+    """The result of a run."""
 
     values: list[torch.Tensor]
-    """Outputs, then inputs as they are afterwards."""
+    """Outputs, then inputs after the run."""
     aliases: set[tuple[int, int]]
     """Which of them share storage."""
     type_error: str
-    """A node whose value is not what it states."""
+    """The first node whose value does not have the declared type, as text."""
     has_overflow: list[bool]
-    """Which of them are computed from numbers that overflowed on the way."""
+    """Which of them are computed from numbers that overflowed."""
 
 
 def check(
     program: Program, runs: Sequence[Inputs], transforms: Sequence[str] = (), tally: FuzzCounts | None = None
 ) -> Failure | None:
-    """Run the transforms one after the other, each on what the one before made; the first that breaks something."""
+    """Run the transforms in sequence, each on the result of the previous one; return the first failure."""
     tally = FuzzCounts() if tally is None else tally
     expected = [_run_reference(program, inputs) for inputs in runs]
     copy: Program | None = None
@@ -108,17 +108,17 @@ def check(
             )
         tally.misses[name] += len(applied.misses)
         if not applied.sites:
-            continue  # the copy computes what it did
+            continue  # no match: the copy is unchanged and can be reused
         copy = None
         if transform.adds_inputs:
-            continue  # nothing to compare with: such a transform has a test of its own
+            continue  # results with added inputs cannot be compared here; such transforms have separate tests
         actual = []
         for inputs, before in zip(runs, expected, strict=True):
             try:
                 after = compute(applied.program, inputs)
             except (RuntimeError, IndexError) as error:
                 return Failure(
-                    name, program, _add_derived_weights(program, runs), f"the result cannot be computed: {error}"
+                    name, program, _add_derived_weights(program, runs), f"the transformed program fails: {error}"
                 )
             problem = after.type_error or compare_results(program, inputs, before, after, transform.numerics, tally)
             if problem:
@@ -140,7 +140,7 @@ def _run_reference(program: Program, inputs: Inputs) -> Result:
 
 
 def _add_derived_weights(program: Program, runs: Sequence[Inputs]) -> list[Inputs]:
-    """The inputs, and the weights that transforms before made of them."""
+    """Return the inputs and the weights that earlier transforms derived from them."""
     made = {name: tensor.read() for name, tensor in program.tensors.items() if isinstance(tensor, DerivedTensor)}
     return [{**inputs, **made} for inputs in runs]
 
@@ -151,14 +151,14 @@ def compute(program: Program, inputs: Inputs) -> Result:
 
 
 def values_of(program: Program, inputs: Inputs) -> dict[str, Any]:
-    """What each node of the outermost graph computes, by name."""
+    """Return the value of each node of the outermost graph, by name."""
     run = _NoisyInterpreter(program, inputs)
     run.result()
     return {node.name: run.values[node] for node in program.graph.nodes if node in run.values}
 
 
 class _NoisyInterpreter:
-    """A run of a program, as it is or disturbed: every number read or computed is changed in its last place."""
+    """Runs a program, optionally perturbed: every number read or computed is changed in its last place."""
 
     def __init__(
         self, program: Program, inputs: Inputs, noise: torch.Generator | None = None, numerics: Numerics | None = None
@@ -166,12 +166,12 @@ class _NoisyInterpreter:
         self.program, self.noise, self.numerics = program, noise, numerics
         self.inputs = {
             name: deepcopy(value.detach()) for name, value in inputs.items()
-        }  # a clone may lie in memory otherwise
+        }  # a clone may have another memory layout
         self.parameters = {row.name for row in program.bindings.with_role(Role.PARAMETER)}
         self.values: dict[fx.Node, Any] = {}
         self.statements = RunTypeChecker(program.types)
         self.overflow_storages: set[int] = set()
-        """Storages of what is computed from numbers that overflowed."""
+        """Storages of values computed from numbers that overflowed."""
 
     def result(self) -> Result:
         torch.manual_seed(0)
@@ -223,10 +223,10 @@ class _NoisyInterpreter:
             self._perturb(value)
 
     def _perturb(self, value: torch.Tensor, *, rough: bool = False) -> None:
-        """Change numbers in their last place, where they are.
+        """Change numbers in their last place, in place.
 
-        Whole numbers stay: positions and other counts are exact however they are computed. So does what is as large as
-        numbers get: it stands for infinity.
+        Whole numbers do not change, because positions and other counts are exact. Numbers near the maximum of the dtype
+        do not change either, because they stand for infinity.
         """
         if self.noise is None or not value.is_floating_point() or not value.numel() or 0 in value.stride():
             return
@@ -244,8 +244,8 @@ class _NoisyInterpreter:
 def _measure_sensitivity(
     program: Program, inputs: Inputs, expected: Result, numerics: Numerics, runs: int = PERTURBED_RUNS
 ) -> list[torch.Tensor]:
-    """How far disturbed runs stray from the plain one, value by value; infinitely, where one of them is not finite and
-    another is."""
+    """Return the largest deviation of perturbed runs from the unperturbed run, per element; infinite where only one of
+    two values is finite."""
     noise = torch.Generator().manual_seed(1)
     found = [torch.zeros(value.shape, dtype=torch.float64) for value in expected.values]
     for _ in range(runs):
@@ -256,7 +256,7 @@ def _measure_sensitivity(
 
 
 def _gap(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """How far two values are apart: infinitely, where they are not numbers to compare."""
+    """Return the absolute difference of two values; infinite where they cannot be compared."""
     same = (one == two) | (one.isnan() & two.isnan())
     if not one.is_floating_point():
         return torch.where(same, 0.0, math.inf).double()
@@ -267,16 +267,18 @@ def _gap(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 def compare_results(
     program: Program, inputs: Inputs, before: Result, after: Result, numerics: Numerics, tally: FuzzCounts
 ) -> str:
-    """How two results differ, if they do by more than the transform may change."""
+    """Return how two results differ, if by more than the numerics of the transform allow."""
     gaps = []
     for index, (one, two) in enumerate(zip(before.values, after.values, strict=True)):
         if one.dtype != two.dtype or one.shape != two.shape:
-            return f"value {index} was {_type(one)} and is {_type(two)}"
+            return f"value {index} was {_type(one)} and is now {_type(two)}"
         gaps.append(_gap(one, two))
         if numerics is Numerics.EXACT and bool(gaps[-1].any()):
-            return f"value {index} differs by {gaps[-1].max():.3g}, and the transform says it is exact"
+            return f"value {index} differs by {gaps[-1].max():.3g}, but the transform declares exact numerics"
     if not after.aliases <= before.aliases:
-        return f"values {sorted(after.aliases - before.aliases)[0]} share storage now, inputs counted after outputs"
+        return (
+            f"values {sorted(after.aliases - before.aliases)[0]} now share storage; outputs are numbered before inputs"
+        )
     least = [_minimum_tolerance(value) for value in before.values]
     if all(bool((gap <= room).all()) for gap, room in zip(gaps, least, strict=True)):
         tally.values += sum(gap.numel() for gap in gaps)
@@ -285,7 +287,7 @@ def compare_results(
     if any(
         bool((gap > TOLERANCE_FACTOR * far + room).any()) for gap, far, room in zip(gaps, strayed, least, strict=True)
     ):
-        # A few runs may all have missed the rounding that matters, where numbers nearly cancel.
+        # With near cancellation, a few runs may all miss the rounding that matters.
         strayed = _measure_sensitivity(program, inputs, before, numerics, 16 * PERTURBED_RUNS)
     for index, (one, gap) in enumerate(zip(before.values, gaps, strict=True)):
         room = TOLERANCE_FACTOR * strayed[index] + least[index]
@@ -304,7 +306,7 @@ def compare_results(
 
 
 def _is_finite(values: Sequence[Any]) -> bool:
-    """Whether all numbers in tensors and among constants are finite: a mask is filled with -inf, not by overflow."""
+    """Return whether all tensors and constants are finite; a mask filled with the constant -inf is not an overflow."""
     return all(
         bool(each.isfinite().all()) if isinstance(each, torch.Tensor) else math.isfinite(each)
         for each in values
@@ -313,8 +315,8 @@ def _is_finite(values: Sequence[Any]) -> bool:
 
 
 def _may_drop_nan(node: fx.Node) -> bool:
-    """Whether torch's kernel gives 0 for rows of scores that are NaN: attention without a mask does (torch 2.13), and
-    the same attention with one gives NaN."""
+    """Return whether torch's kernel returns 0 for rows of NaN scores: attention without a mask does (torch 2.13), with
+    a mask it returns NaN."""
     return node.target is _SDPA and dict(normalize_args(node))["attn_mask"] is None
 
 

@@ -1,6 +1,6 @@
-"""Grow a graph from templates: places stand side by side, read each other's values, and some are spoiled on purpose.
+"""Generate a graph from templates: sites share values, and some are mutated on purpose.
 
-Sizes are numbers or symbols; places stand in the graph itself or in a branch of a `cond`; inputs hold random numbers,
+Sizes are numbers or symbols. A site is in the main graph or in a branch of a `cond`. Inputs contain random numbers,
 some of them extreme.
 """
 
@@ -49,36 +49,36 @@ _CONDITIONS = (torch.tensor(False), torch.tensor(True))
 _SYMBOLS = (Symbol("one", 1, 128, 3), Symbol("two", 1, 128, 6))
 _OTHER_SIZES = (1, 2, 4, 7)
 _LARGE_SIZE = 61
-"""Beyond the sum of all constants of a mask."""
+"""Larger than the sum of all constants of a mask."""
 
 
 class GenerationError(Exception):
-    """A place that cannot be computed the way it was spoiled."""
+    """A mutated site that cannot be computed."""
 
 
 class ProgramGenerator:
-    """A graph that grows, the values in it, and what its inputs are."""
+    """A graph under construction, with its values and inputs."""
 
     def __init__(self, rng: random.Random, outer: ProgramGenerator | None = None) -> None:
         self.rng = rng
         self.graph = fx.Graph()
         self.outer = outer
-        """The graph around this one, if it is a branch."""
+        """The enclosing graph, if this is a branch."""
         self.reuse = rng.choice((0.35, 0.35, 0.8))
-        """How often a place reads a value that is there."""
+        """Probability that a site reads an existing value."""
         self.has_extremes = outer is None and rng.random() < 0.15
         symbols = _SYMBOLS if rng.random() < 0.4 else ()
         self.fakes: FakeValues = outer.fakes if outer is not None else FakeValues(symbols)
         self.inputs: dict[fx.Node, FuzzInput] = {}
         self.fixed_inputs: dict[int, fx.Node] = {}
-        """Fixed value of a template, by its id → the input that holds it."""
+        """Id of a fixed value of a template → the input that contains it."""
         self.parameters: dict[str, torch.Tensor] = {}
         self.values: list[fx.Node] = []
         self.outputs: list[fx.Node] = []
         self.branches: dict[str, fx.GraphModule] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call more, or the number it gives; impossible if it cannot be computed, or for some sizes only."""
+        """Add a call and return its node, or its result if that is a number; raise if it cannot be computed."""
         values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         _check_operands(target, values)
         try:
@@ -94,7 +94,7 @@ class ProgramGenerator:
         return node
 
     def add_input(self, leaf: FuzzInput) -> fx.Node:
-        """A new input, which stands before every call."""
+        """Add an input before all calls."""
         calls = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         with self.graph.inserting_before(calls) if calls is not None else self.graph.inserting_after(None):
             node = self.graph.placeholder(f"in_{len(self.inputs)}")
@@ -103,7 +103,7 @@ class ProgramGenerator:
         return node
 
     def pick_input(self, value: torch.Tensor, shape: tuple[int | str, ...], *, fixed: bool) -> fx.Node:
-        """A value of this type: one that is there, a view of something larger, or a new input."""
+        """Return a value of this type: an existing one, a view, or a new input."""
         rng = self.rng
         if fixed:
             if id(value) not in self.fixed_inputs or rng.random() > self.reuse:
@@ -124,7 +124,7 @@ class ProgramGenerator:
     def _mutate_type(
         self, dtype: torch.dtype, shape: tuple[int | str, ...]
     ) -> tuple[torch.dtype, tuple[int | str, ...]]:
-        """Another dtype or another shape."""
+        """Return another dtype or another shape."""
         made = list(shape)
         match self.rng.randrange(4):
             case 0:
@@ -138,7 +138,7 @@ class ProgramGenerator:
         return dtype, tuple(made)
 
     def _view(self, leaf: FuzzInput) -> Any:
-        """The value as a view of a larger, turned or broadcast one."""
+        """Return the value as a view of a larger, transposed or broadcast input."""
         axis = self.rng.randrange(len(leaf.shape))
         shape, size = list(leaf.shape), leaf.shape[axis]
         way = self.rng.randrange(3) if isinstance(size, int) else 1
@@ -155,7 +155,7 @@ class ProgramGenerator:
                 return self.call(aten.expand.default, self.add_input(_with_shape(leaf, shape)), whole)
 
     def add_sites(self, templates: list[Template]) -> int:
-        """Places that grow at the same time, call by call in random order; how many could be computed."""
+        """Add sites with their calls interleaved at random; return how many could be computed."""
         standing = [self.add_cond_site(each) if self.rng.random() < 0.06 else self.add_site(each) for each in templates]
         done = 0
         while standing:
@@ -170,7 +170,7 @@ class ProgramGenerator:
         return done
 
     def pick_inputs(self, template: Template) -> list[fx.Node]:
-        """A node for each placeholder of a template, whose symbols become symbols of this graph."""
+        """Return a node for each placeholder of a template; its symbols are mapped to symbols of this graph."""
         names: dict[str, str] = {}
         found = []
         given = zip(template.example_inputs, template.shapes, template.fixed, template.parameters, strict=True)
@@ -189,7 +189,7 @@ class ProgramGenerator:
     def add_site(
         self, template: Template, leaves: list[fx.Node] | None = None, *, mutate: bool = True
     ) -> Iterator[None]:
-        """Put a template into the graph, a call at each step, with none, one or two things wrong."""
+        """Add a template to the graph, one call per step, with up to two mutations."""
         calls = [node for node in template.graph.nodes if node.op == "call_function"]
         count = self.rng.choice((0, 0, 1, 1, 2)) if mutate else 0
         wrong = {self.rng.randrange(max(len(calls), 1)) for _ in range(count)}
@@ -210,7 +210,7 @@ class ProgramGenerator:
                 self.outputs += [each for each in found if isinstance(each, fx.Node)]
 
     def add_cond_site(self, template: Template) -> Iterator[None]:
-        """A place in one branch of a `cond`, the same without anything wrong in the other."""
+        """Add a site with mutations in one branch of a `cond` and without in the other."""
         operands = self.pick_inputs(template)
         yield
         branches = []
@@ -224,7 +224,7 @@ class ProgramGenerator:
             branches.append(inner.finish_branch())
         types = [[_kind(node.meta["val"]) for node in outputs] for _, outputs in branches]
         if types[0] != types[1] or not types[0]:
-            raise GenerationError("the branches give other types")
+            raise GenerationError("the branches return different types")
         self.rng.shuffle(branches)
         condition = self.add_input(FuzzInput(torch.bool, (), value=self.rng.choice(_CONDITIONS)))
         called = [self._branch(module) for module, _ in branches]
@@ -234,10 +234,10 @@ class ProgramGenerator:
             self.outputs.append(self.call(operator.getitem, node, index))
 
     def finish_branch(self) -> tuple[fx.GraphModule, list[fx.Node]]:
-        """What has grown, as a branch; a branch must not hand on what it is given, nor one value twice."""
+        """Return the graph as a branch; a branch must not return an operand, nor one value twice."""
         outputs = list(dict.fromkeys(node for node in self.outputs if _is_tensor(node)))
         if any(node.op == "placeholder" for node in outputs):
-            raise GenerationError("a branch would hand on an operand")
+            raise GenerationError("a branch would return an operand")
         self.graph.output(tuple(outputs))
         return fx.GraphModule(torch.nn.Module(), self.graph), outputs
 
@@ -248,10 +248,10 @@ class ProgramGenerator:
         return self.graph.get_attr(name)
 
     def _mutate_call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The call with one thing different from the template."""
+        """Add the call with one difference from the template."""
         rng = self.rng
         target: Any = node.target
-        writes = ("write", "write") if self.outer is None else ()  # no branch may write to what it is given
+        writes = ("write", "write") if self.outer is None else ()  # a branch must not write to its operands
         kind = rng.choice(("consumer", "constant", "insert", "insert", "swap", "other", "target", *writes))
         flat, spec = tree_flatten((args, kwargs))
         tensors = [index for index, each in enumerate(flat) if isinstance(each, fx.Node) and _is_tensor(each)]
@@ -282,7 +282,7 @@ class ProgramGenerator:
         return made
 
     def _insert_call(self, node: fx.Node) -> Any:
-        """A call on the way to an operand."""
+        """Insert a call before an operand."""
         value, rng = node.meta["val"], self.rng
         last = max(value.dim() - 1, 0)
         ways = [
@@ -306,7 +306,7 @@ class ProgramGenerator:
         return rng.choice(ways)()
 
     def _sizes(self, node: fx.Node) -> list[Any]:
-        """The sizes of a value, as numbers and calls."""
+        """Return the sizes of a value, as numbers and calls."""
         shape = node.meta["val"].shape
         return [
             size if isinstance(size, int) else self.call(aten.sym_size.int, node, axis)
@@ -314,28 +314,28 @@ class ProgramGenerator:
         ]
 
     def _write(self, flat: list[Any], tensors: list[int]) -> None:
-        """Something is written in place: an operand, another value, or an input."""
+        """Write in place to an operand, another value, or an input."""
         near = [flat[index] for index in tensors]
         pool = near if near and self.rng.random() < 0.6 else [*self.values, *self.inputs]
         node = self.rng.choice(pool)
         value = node.meta["val"]
         if value.is_complex() or "0" in [str(step) for step in value.stride()]:
-            raise GenerationError("not a place to write to")
+            raise GenerationError("this value cannot be written in place")
         if value.dtype is torch.bool:
             self.call(aten.bitwise_not_.default, node)
         elif value.is_floating_point():
             self.call(aten.add_.Tensor, node, 0.5)
         else:
-            raise GenerationError("positions and tokens stay what they are")
+            raise GenerationError("integer values such as positions and tokens are not written")
 
     def program(self) -> Program:
-        """What has grown, as a program."""
+        """Return the graph as a program."""
         outputs = list(dict.fromkeys(node for node in self.outputs if _is_tensor(node)))
         self.graph.output(tuple(outputs))
         return build_program(self.graph, self.parameters, self.fakes.symbols)
 
     def runs(self) -> list[dict[str, torch.Tensor]]:
-        """Inputs by name; where sizes are symbols, for several of them."""
+        """Return inputs by name, for several sizes if the graph has symbols."""
         symbols = list(self.fakes.symbols.values())
         chosen = [{each.name: each.example for each in symbols}]
         if symbols:
@@ -345,8 +345,8 @@ class ProgramGenerator:
         return [{name: leaf.instantiate(each) for name, leaf in inputs.items()} for each in chosen]
 
     def _limit_extreme(self, leaf: FuzzInput) -> FuzzInput:
-        """A mask that adds the lowest number of float16 hides nothing from scores that are larger, and whoever adds it
-        knows that they are not (`analysis/masks/classification.py`)."""
+        """Limit float16 inputs where a mask adds the lowest number of float16: that mask assumes smaller scores
+        (`analysis/masks/classification.py`)."""
         if leaf.extreme != "largest" or leaf.dtype != torch.float16:
             return leaf
         graphs = [self.graph, *(module.graph for module in self.branches.values())]
@@ -355,13 +355,13 @@ class ProgramGenerator:
 
 
 def _check_operands(target: Any, values: Sequence[Any]) -> None:
-    """What torch takes for fake values and not for real ones."""
+    """Raise for operands that torch accepts as fake values but not as real ones."""
     if target in _PRODUCTS:
         dtypes = {each.dtype for each in values if isinstance(each, torch.Tensor) and each.dtype is not torch.bool}
         if len(dtypes) > 1:
             raise GenerationError(f"a product of {' and '.join(sorted(map(str, dtypes)))}")
     if target is aten.scaled_dot_product_attention.default and sizes(values[1])[:-1] != sizes(values[2])[:-1]:
-        raise GenerationError("torch reads past the end of such keys and values instead of saying so")
+        raise GenerationError("torch reads such keys and values out of bounds instead of raising an error")
 
 
 def _with_shape(leaf: FuzzInput, shape: list[int | str]) -> FuzzInput:
@@ -393,11 +393,11 @@ def _other_constant(value: Any, rng: random.Random) -> Any:
 def generate_program(
     rng: random.Random, sample_template: Any, rounds: int = 2, width: int = 3
 ) -> tuple[Program, list[dict[str, torch.Tensor]], int]:
-    """A program of some places, inputs by name for one run or several, and how many places could be computed."""
+    """Return a random program, inputs by name for each run, and the number of sites that could be computed."""
     growth = ProgramGenerator(rng)
     templates = [[sample_template(rng) for _ in range(width)] for _ in range(rounds)]
     if rng.random() < 0.25:
-        templates[-1] = templates[0]  # the same once more, far away: it may read the same values
+        templates[-1] = templates[0]  # repeat the first sites later; they may read the same values
     with growth.fakes.forbid_guards():
         places = sum(growth.add_sites(each) for each in templates)
     return growth.program(), growth.runs(), places
@@ -408,18 +408,18 @@ EXTREMES = ("nan", "inf", "-inf", "zero", "-zero", "largest", "large", "small", 
 
 @dataclass(frozen=True, eq=False)
 class FuzzInput:
-    """What an input holds, whatever its symbols stand for."""
+    """The contents of an input, independent of the values of its symbols."""
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
     seed: int = 0
-    """Of the random numbers that it holds."""
+    """Seed of the random contents."""
     extreme: str = ""
     value: torch.Tensor | None = None
-    """What it holds instead of random numbers."""
+    """Fixed contents instead of random numbers."""
 
     def instantiate(self, symbols: Mapping[str, int]) -> torch.Tensor:
-        """The input where symbols stand for these sizes."""
+        """Return the input for these values of the symbols."""
         shape = [size if isinstance(size, int) else symbols[size] for size in self.shape]
         if self.value is None:
             generator = torch.Generator().manual_seed(self.seed)
@@ -433,7 +433,7 @@ class FuzzInput:
 
 
 def _extreme(value: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
-    """The value with about a third of its elements extreme, or all of them large, small or equal."""
+    """Return the value with about a third of its elements extreme, or all of them large, small or equal."""
     limits = torch.finfo(value.dtype)
     if kind in ("large", "small"):
         scaled: torch.Tensor = value * (limits.max**0.25 if kind == "large" else limits.tiny**0.25)

@@ -1,4 +1,4 @@
-"""A program around a graph that was made, not captured."""
+"""Build a Program from a generated graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_program(
     parameters: Mapping[str, torch.Tensor] | None = None,
     symbols: Mapping[str, Symbol] | None = None,
 ) -> Program:
-    """A program around a graph: placeholders are parameters or inputs, what is returned is outputs."""
+    """Return a Program for a graph; placeholders become parameters or inputs, returned values become outputs."""
     tensors = {name: InMemoryTensor(value) for name, value in (parameters or {}).items()}
     types = TypeFormatter({raw: symbol.name for raw, symbol in (symbols or {}).items()})
     ins = [node for node in graph.nodes if node.op == "placeholder"]

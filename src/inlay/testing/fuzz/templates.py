@@ -1,5 +1,5 @@
-"""What places look like: every pattern at random sizes and dtypes, the examples that transforms state themselves, and
-attention under random masks of positions."""
+"""Templates of sites: every pattern at random sizes and dtypes, the cases that transforms declare, and attention with
+random position masks."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 _SIZES = (1, 1, 2, 3, 4, 5, 8)
 _NUMBERS = (0.25, 0.5, 1.0, 1e-5)
 _FLOAT64_SHARE = 0.15
-"""How often a pattern is drawn in float64, in which none is traced."""
+"""Probability of a pattern in float64; no pattern is traced in float64."""
 _EMPTY_SHARE = 0.12
-"""How often a size that is free is 0."""
+"""Probability that a variable size is 0."""
 _MASKED_TRANSFORM = "match_attention"
 _MASKS = 2
-"""How many masks are drawn for each variant of a pattern."""
+"""Number of masks per variant of a pattern."""
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """A small graph: its placeholders are leaves, each with a value to be replaced by a random one, or a fixed one."""
+    """A small graph with a value for each placeholder, which is either fixed or replaced by a random one."""
 
     transform: str
     graph: fx.Graph
     example_inputs: tuple[torch.Tensor, ...]
     shapes: tuple[tuple[int | str, ...], ...]
-    """The sizes of the leaves; a name stands for any size."""
+    """The shapes of the placeholders; a name is a dynamic size."""
     fixed: tuple[bool, ...]
     parameters: tuple[bool, ...]
-    """Which leaves are parameters of the model: transforms may make other weights of them."""
+    """Which placeholders are parameters; transforms may derive other weights from them."""
 
 
 class Templates:
-    """Templates by transform, captured when first drawn: a capture takes about half a second.
+    """Templates by transform, captured on first use, because a capture takes about half a second.
 
-    What a template is depends on the seed and its key alone, so a graph can be grown again without those before it.
+    A template depends only on the seed and its key, so that a program can be generated again without earlier ones.
     """
 
     def __init__(self, transforms: Sequence[str] = (), variants: int = 4, seed: int = 0) -> None:
@@ -70,7 +70,7 @@ class Templates:
                 self.keys[name] = keys
 
     def sample(self, rng: random.Random) -> Template:
-        """A transform by chance, then one of its templates."""
+        """Choose a transform at random, then one of its templates."""
         name = rng.choice(list(self.keys))
         key = (name, *rng.choice(self.keys[name]))
         if key not in self.captured_templates:
@@ -86,7 +86,7 @@ def _case(name: str, index: int, any_size: bool, rng: random.Random) -> Template
 
 
 def _pattern(name: str, index: int, variant: int, rng: random.Random) -> Template:
-    """A pattern as it is traced; other variants have other sizes, some of them any size, and other dtypes."""
+    """Return a pattern as traced; variants other than 0 have other sizes, some of them dynamic, and other dtypes."""
     cls = registry()[name]
     assert issubclass(cls, PatternTransform)
     dtype = rng.choice(DTYPES) if variant else DTYPES[0]
@@ -102,7 +102,7 @@ def _pattern(name: str, index: int, variant: int, rng: random.Random) -> Templat
             *ways,
         ]
     for values, axes in ways[:-1]:
-        # Some sizes a pattern needs as numbers, and some it cannot have, such as no channel at all.
+        # A pattern may require constant sizes and may not support some sizes, such as zero channels.
         try:
             return _capture(name, *_bind_constants(alternative.function, values), axes=axes)
         except CaptureError:
@@ -113,7 +113,7 @@ def _pattern(name: str, index: int, variant: int, rng: random.Random) -> Templat
 def _bind_constants(
     function: Callable[..., Any], example: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """The function of its tensors alone, with a signature that names them: axes are told by these names."""
+    """Return the function of only its tensors, with their names in the signature, because axes refer to these names."""
     names = [each for each in inspect.signature(function).parameters if isinstance(example[each], torch.Tensor)]
     numbers = {each: value for each, value in example.items() if each not in names}
 
@@ -126,7 +126,7 @@ def _bind_constants(
 
 
 def _mask(name: str, index: int, variant: int, rng: random.Random) -> Template:
-    """Attention under a mask made of positions, of any length."""
+    """Return attention with a mask computed from positions, usually of dynamic length."""
     function, values = random_masked_attention(rng)
     axes = {each: {2: LENGTH} for each in ("q", "k", "v")} if rng.random() < 0.85 else {}
     return _capture(name, function, values, axes=axes)
@@ -140,12 +140,12 @@ def _to_float64(value: Any) -> Any:
 
 
 def _related(size: int, other: int) -> bool:
-    """Whether one of two sizes may be made of the other."""
+    """Return whether one of two sizes may be derived from the other."""
     return size != other and (other % size == 0 or (other > 1 and size % other == 0))
 
 
 def pick_dynamic_axes(example: Mapping[str, Any], rng: random.Random) -> dict[str, dict[int, str]]:
-    """One or two sizes of an example that occur in no other size and in no number of it, as axes of any size.
+    """Return axes for one or two sizes of an example that are unrelated to its other sizes and integers.
 
     >>> import random
     >>> pick_dynamic_axes({"x": torch.ones(3, 10), "y": torch.ones(3), "half": 5}, random.Random(0))
@@ -165,7 +165,7 @@ def pick_dynamic_axes(example: Mapping[str, Any], rng: random.Random) -> dict[st
 
 
 def resize_example(example: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The same example at other sizes: each odd prime in a size is a size of its own, 1 and 2 are themselves.
+    """Return the example at other sizes: each odd prime factor is replaced by a random size, 1 and 2 do not change.
 
     >>> import random
     >>> made = resize_example({"x": torch.ones(3, 10), "half": 5}, random.Random(1))
@@ -222,14 +222,14 @@ def _capture(
 
 
 LENGTH = "length"
-"""The name of the axis of positions."""
+"""The name of the position axis."""
 _COMPARE = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne)
 _LARGEST = 12
-"""The largest constant; a side of a comparison adds up to four of them."""
+"""The largest constant; each side of a comparison adds at most four of them."""
 
 
 def random_masked_attention(rng: random.Random) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A function that makes a mask and reads it once or twice, and arguments for it."""
+    """Return a function that computes a mask and uses it in one or two attention calls, and arguments for it."""
     mask = _random_mask(rng)
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
     form = rng.choice(("seen", "seen", "lowest", "infinite"))
@@ -249,7 +249,7 @@ def random_masked_attention(rng: random.Random) -> tuple[Callable[..., Any], lis
 
 
 def _random_mask(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
-    """Usually causal, or causal within a window, written in one of many ways; seldom anything else."""
+    """Return a mask in one of many forms: usually causal or causal with a window, rarely another one."""
     steps = [_causal(rng) if rng.random() < 0.9 else _any(rng)]
     steps += [_window(rng) if rng.random() < 0.75 else _any(rng) for _ in range(rng.choice((0, 1, 1, 2)))]
     joins = [operator.and_ if rng.random() < 0.9 else operator.or_ for _ in steps[1:]]
@@ -264,7 +264,7 @@ def _random_mask(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _causal(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
-    """Columns up to the row, the same constant added on both sides."""
+    """Return a causal mask with the same constants added on both sides."""
     added = _constants(rng, rng.choice((0, 0, 1, 2)))
     if rng.random() < 0.5:
         return lambda rows, columns: _plus(columns, added) <= _plus(rows, added)
@@ -272,7 +272,7 @@ def _causal(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _window(rng: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
-    """Columns later than the row less a window, the window in up to four parts."""
+    """Return a window mask; the window is the sum of up to four constants."""
     parts = [-abs(each) for each in _constants(rng, rng.choice((1, 1, 2, 4)))]
     if rng.random() < 0.5:
         return lambda rows, columns: columns > _plus(rows, parts)

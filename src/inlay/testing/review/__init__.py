@@ -1,4 +1,4 @@
-"""The review of a fusion, evaluated: a checklist with evidence, and the note that ends it."""
+"""Review of a fusion: an evaluated checklist with evidence, and an iteration note."""
 
 from inlay.testing.review.checklist import ChecklistItem, Review, review
 

@@ -1,4 +1,4 @@
-"""The checklist of a fusion review: each line is looked at, and says what was seen."""
+"""The checklist of a fusion review; each item is evaluated and contains its evidence."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import TransformRecord
 
 _ROWS = 512
-"""Rows for which memory of values is told."""
+"""Number of rows for which the memory of values is computed."""
 _LIMIT = 0.5
-"""An error of this share of the results is no approximation of them."""
+"""Relative error from which a result is not an approximation any more."""
 
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One line of the checklist."""
+    """One item of the checklist."""
 
     title: str
     passed: bool
@@ -47,28 +47,28 @@ class ChecklistItem:
 
 @dataclass(frozen=True)
 class ModelReview:
-    """What a transform did to one model."""
+    """The effect of a transform on one model."""
 
     model: str
     record: TransformRecord
     seconds: float
-    """Of all transforms up to and with this one."""
+    """Total time of all transforms up to and including this one."""
     anchors: Mapping[str, int]
     near_miss: str
-    """The best near miss, when there is one."""
+    """The closest near miss, if there is one."""
     verdict: NumericsVerdict | None
     operator_changes: Mapping[str, int]
-    """Operators that came (positive) and went."""
+    """Change of the call count of each operator; positive for new calls."""
     bytes_written: tuple[int, int]
     """Bytes that kernels write, before and after, for 512 rows."""
     memory: int
-    """Bytes by which the process grew to a new height."""
+    """Growth of the peak memory of the process, in bytes."""
     folder: str
 
 
 @dataclass(frozen=True)
 class Review:
-    """All that was looked at."""
+    """The complete result of a review."""
 
     transform: type[Transform]
     models: tuple[ModelReview, ...]
@@ -77,11 +77,11 @@ class Review:
 
     @property
     def passed(self) -> bool:
-        """Whether every line of the checklist holds."""
+        """Whether every item of the checklist passed."""
         return all(each.passed for each in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The review for machines."""
+        """Return the review as JSON data."""
         return {
             "transform": self.transform.name,
             "passed": self.passed,
@@ -101,7 +101,7 @@ def review(
     expected_sites: Mapping[str, int] | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Review:
-    """Look at everything a reviewer asks about a transform, on these models."""
+    """Evaluate the review checklist of a transform on these models."""
     models = tuple(
         _review_model(cls, name, program, config, folder, expected_sites or {}, on_step)
         for name, program in programs.items()
@@ -121,7 +121,7 @@ def review(
 
 
 def _sibling_tests(cls: type[Transform]) -> list[Path]:
-    """The test file beside a transform's own file, where `inlay candidates --scaffold` writes it."""
+    """Return the test file next to the file of a transform, where `inlay candidates --scaffold` writes it."""
     file = Path(inspect.getfile(cls))
     test = file.with_name(f"test_{file.stem}.py")
     return [test] if test.exists() else []
@@ -199,29 +199,33 @@ def _check_presence(models: Sequence[ModelReview]) -> ChecklistItem:
     for each in models:
         there = ", ".join(f"{count} × {name}" for name, count in each.anchors.items())
         lines.append(
-            f"{each.model}: {there or ('sites without an anchor' if each.record.sites else each.near_miss or 'no')}"
+            f"{each.model}: {there or ('sites without an anchor' if each.record.sites else each.near_miss or 'absent')}"
         )
     passed = any(each.anchors or each.record.sites or each.near_miss for each in models)
-    return ChecklistItem("The structure it is for is in current programs", passed, tuple(lines))
+    return ChecklistItem("The models contain the structure it matches", passed, tuple(lines))
 
 
 def _check_registration(cls: type[Transform], config: Sequence[Path]) -> ChecklistItem:
     entry = next((each for each in resolve_config(files=config).entries if each.name == cls.name), None)
     if entry is None:
         return ChecklistItem(
-            "Registered, listed, off until proven", False, (f"not listed: add `{cls.name}: {{enabled: false}}`",)
+            "Registered, configured, disabled until reviewed",
+            False,
+            (f"not in the configuration: add `{cls.name}: {{enabled: false}}`",),
         )
     setting = entry.options.get("enabled")
-    state = "off" if setting is not None and not setting.value else "on; what follows is its proof"
+    state = "disabled" if setting is not None and not setting.value else "enabled; the other items must pass"
     where = setting.origin if setting else "default.yaml"
     return ChecklistItem(
-        "Registered, listed, off until proven", True, (f"registered by {cls.__module__}; {state} ({where})",)
+        "Registered, configured, disabled until reviewed",
+        True,
+        (f"registered by {cls.__module__}; {state} ({where})",),
     )
 
 
 def _check_overlays(cls: type[Transform]) -> ChecklistItem:
     lines = tuple(f"{name}: {settings}" for name, settings in find_overlays(cls.name).items())
-    return ChecklistItem("Overlays that touch it", True, lines or ("none",))
+    return ChecklistItem("Overlays that configure it", True, lines or ("none",))
 
 
 def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
@@ -232,34 +236,34 @@ def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
             lines.append(f"{each.model}: {each.record.sites} sites" + (f", {refused} misses" if refused else ""))
         elif each.anchors and not each.near_miss and not each.record.misses:
             passed = False
-            lines.append(f"{each.model}: none, though {', '.join(each.anchors)} is there, and nobody knows why")
+            lines.append(f"{each.model}: none, although it contains {', '.join(each.anchors)}; the reason is unknown")
         else:
-            why = each.near_miss or (each.record.misses[0].reason if each.record.misses else "nothing starts like it")
+            why = each.near_miss or (each.record.misses[0].reason if each.record.misses else "no near misses")
             lines.append(f"{each.model}: none: {why}")
-    return ChecklistItem("It matches, or it is known why not", passed, tuple(lines))
+    return ChecklistItem("It matches, or the reason for no match is known", passed, tuple(lines))
 
 
 def _check_dumps(models: Sequence[ModelReview]) -> ChecklistItem:
     return ChecklistItem(
-        "Before and after are saved", True, tuple(f"{each.folder}/before.folded.py, after" for each in models)
+        "The programs before and after are saved",
+        True,
+        tuple(f"{each.folder}/before.folded.py, after.folded.py" for each in models),
     )
 
 
 def _check_tests(cls: type[Transform], noticing: MutantReport) -> ChecklistItem:
-    lines = [f"{len(noticing.tests)} tests, {len(noticing.mutants)} ways to break it"]
+    lines = [f"{len(noticing.tests)} tests, {len(noticing.mutants)} mutants"]
     success, others = noticing.kill_count(NOTHING), noticing.kill_count(EVERYWHERE)
-    lines.append(f"{success} fail when it does nothing, {others} when it fires everywhere")
-    lines += [f"fails as it is: {each.name}: {each.problem}" for each in noticing.failing_tests]
-    lines += [f"cannot fail: {each.name} passes however the transform is broken" for each in noticing.ineffective_tests]
-    lines += [f"nothing notices that it {name}" for name in noticing.survivors]
-    lines += [f"only the fuzzer notices that it {name}" for name in sorted(noticing.killed_by_fuzzer)]
+    lines.append(f"{success} tests fail when it does nothing, {others} when it fires everywhere")
+    lines += [f"fails without a mutant: {each.name}: {each.problem}" for each in noticing.failing_tests]
+    lines += [f"cannot fail: {each.name} passes under every mutant" for each in noticing.ineffective_tests]
+    lines += [f"mutant survives: it {name}" for name in noticing.survivors]
+    lines += [f"killed only by the fuzzer: it {name}" for name in sorted(noticing.killed_by_fuzzer)]
     bad = noticing.failing_tests or noticing.ineffective_tests or noticing.survivors
     if cls.adds_inputs:
-        lines.append("it adds inputs: numbers are compared by a test of its own")
+        lines.append("it adds inputs: a separate test compares the results")
     passed = bool(success and others) and not bad
-    return ChecklistItem(
-        "Tests of success and of intended non-match, which fail when it is broken", passed, tuple(lines)
-    )
+    return ChecklistItem("Positive and negative tests, which fail when it is broken", passed, tuple(lines))
 
 
 def _check_outputs(cls: type[Transform], models: Sequence[ModelReview]) -> ChecklistItem:
@@ -267,22 +271,20 @@ def _check_outputs(cls: type[Transform], models: Sequence[ModelReview]) -> Check
     for each in models:
         verdict = each.verdict
         if verdict is None:
-            why = "it adds inputs: not compared here" if cls.adds_inputs else "no site, no change"
+            why = "not compared, because it adds inputs" if cls.adds_inputs else "no matches, no change"
             lines.append(f"{each.model}: {why}")
             continue
         text = f"{each.model}: {verdict.change.value}"
         if verdict.change in (Change.MORE_ACCURATE, Change.LESS_ACCURATE):
-            text += (
-                f", error {verdict.error_before:.1e} → {verdict.error_after:.1e} of a float64 referee: acceptable drift"
-            )
+            text += f", error against float64 {verdict.error_before:.1e} → {verdict.error_after:.1e}: acceptable drift"
             if cls.numerics is Numerics.EXACT:
-                passed, text = False, f"{text}, but it says it is exact"
+                passed, text = False, f"{text}, but it declares exact numerics"
         elif verdict.change is Change.WRONG and cls.numerics is Numerics.APPROXIMATE and verdict.error_after < _LIMIT:
-            text += f": it says it is approximate, error {verdict.error_after:.1e}"
+            text += f": it declares approximate numerics, error {verdict.error_after:.1e}"
         elif verdict.change is not Change.NONE:
             passed = False
         lines.append(f"{text}; {verdict.reason}" if verdict.reason else text)
-    return ChecklistItem("Outputs: types, match loss, metadata loss or acceptable drift", passed, tuple(lines))
+    return ChecklistItem("Outputs: no wrong types, match loss or metadata loss; acceptable drift", passed, tuple(lines))
 
 
 def _check_cost(models: Sequence[ModelReview]) -> ChecklistItem:
@@ -290,7 +292,7 @@ def _check_cost(models: Sequence[ModelReview]) -> ChecklistItem:
     for each in models:
         before, after = each.record.nodes
         lines.append(
-            f"{each.model}: {each.record.seconds:.2f} s of {each.seconds:.2f} s, {before} → {after} nodes, the process"
+            f"{each.model}: {each.record.seconds:.2f} s of {each.seconds:.2f} s, {before} → {after} nodes, peak memory"
             f" grew by {each.memory / 1e6:.0f} MB; kernels write {each.bytes_written[0] / 1e6:.1f} →"
             f" {each.bytes_written[1] / 1e6:.1f} MB for {_ROWS} rows"
         )

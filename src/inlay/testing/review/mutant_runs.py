@@ -1,4 +1,4 @@
-"""Which tests notice that a transform is broken: its own cases, and test files that pytest runs."""
+"""Find which tests kill which mutants of a transform: its own cases, and test files that pytest runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MutantOutcome:
-    """One test: why it fails as things are, and which breakages make it fail."""
+    """One test: why it fails without a mutant, and which mutants it kills."""
 
     name: str
     problem: str = ""
@@ -30,36 +30,36 @@ class MutantOutcome:
 
 @dataclass(frozen=True)
 class MutantReport:
-    """What the tests of a transform are worth."""
+    """The mutants of a transform and the tests that kill them."""
 
     tests: tuple[MutantOutcome, ...]
     mutants: tuple[str, ...]
     killed_by_fuzzer: frozenset[str] = frozenset()
-    """Breakages that the fuzzer found and no test did."""
+    """Mutants that only the fuzzer killed."""
 
     @property
     def failing_tests(self) -> list[MutantOutcome]:
-        """Tests that fail although nothing is broken."""
+        """Tests that fail without a mutant."""
         return [each for each in self.tests if each.problem]
 
     @property
     def ineffective_tests(self) -> list[MutantOutcome]:
-        """Tests that pass whatever is broken."""
+        """Tests that pass under every mutant."""
         return [each for each in self.tests if not each.problem and not each.killed]
 
     @property
     def survivors(self) -> list[str]:
-        """Breakages that neither a test nor the fuzzer noticed."""
+        """Mutants that neither a test nor the fuzzer killed."""
         known = {name for each in self.tests for name in each.killed} | self.killed_by_fuzzer
         return [name for name in self.mutants if name not in known]
 
     def kill_count(self, breakage: str) -> int:
-        """How many tests notice a breakage."""
+        """Return the number of tests that kill a mutant."""
         return sum(breakage in each.killed for each in self.tests)
 
 
 def run_mutants(cls: type[Transform], files: Sequence[Path], on_step: Callable[[str], None]) -> MutantReport:
-    """Run all tests of a transform as it is, and under every breakage."""
+    """Run all tests of a transform, without a mutant and under every mutant."""
     broken = make_mutants(cls)
     on_step("running its cases")
     seen = list(_run_cases(cls, broken))
@@ -89,7 +89,7 @@ def _run_cases(cls: type[Transform], broken: Sequence[Mutant]) -> Iterator[Mutan
 
 def _run_positive(cls: type[Transform], case: Case, program: Any) -> None:
     sites = cls().apply(program.copy()).sites
-    assert sites, "it does not fire"
+    assert sites, "it does not match"
     assert_rewrites(program, cls(), args=case.args, sites=sites)
 
 
@@ -127,7 +127,7 @@ def _run_files(files: Sequence[Path], broken: Sequence[Mutant]) -> list[MutantOu
 
 
 def _plugin(broken: Sequence[Mutant], seen: dict[str, MutantOutcome]) -> Any:
-    """Calls every test again under each breakage, with the fixtures it has."""
+    """Return a pytest plugin that repeats every test under each mutant, with the same fixtures."""
     import pytest
 
     class Plugin:
@@ -155,7 +155,7 @@ def _fails(test: Callable[..., None], given: Mapping[str, Any]) -> bool:
         test(**given)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # pytest's own failures are no Exceptions
+    except BaseException:  # failures raised by pytest are not subclasses of Exception
         return True
     return False
 

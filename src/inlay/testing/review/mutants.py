@@ -1,11 +1,11 @@
-"""Transforms broken on purpose: what a test of one must notice.
+"""Mutants: transforms with one part broken on purpose, which tests must detect.
 
-    for breakage in breakages(MatchSwiGLU):
-        with breakage():
-            ...  # a test that still passes here does not notice
+    for mutant in make_mutants(MatchSwiGLU):
+        with mutant():
+            ...  # a test that still passes here does not kill the mutant
 
-A transform that does nothing, one that computes something else, one that fires everywhere, and one for each condition
-that it forgets: a `match.require(…)`, or an `if` that returns a `Refusal` or raises `Refused`.
+The mutants of a transform do nothing, compute something else, fire everywhere, or omit one condition: a
+`match.require(…)`, or an `if` that returns a `Refusal` or raises `Refused`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOTHING, WRONG, EVERYWHERE = "does nothing", "computes something else", "fires e
 
 @dataclass(frozen=True)
 class Mutant:
-    """One way in which a transform is broken while the context lasts."""
+    """A context in which one part of a transform is broken."""
 
     name: str
     start: Callable[[], AbstractContextManager[None]]
@@ -47,7 +47,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Condition:
-    """A statement that keeps a rule from firing."""
+    """A statement that prevents a rule from matching."""
 
     file: Path
     line: int
@@ -55,12 +55,12 @@ class Condition:
 
     @property
     def location(self) -> str:
-        """File and line, as a table shows them."""
+        """File and line, for tables."""
         return f"{self.file.stem}:{self.line}"
 
 
 def find_conditions(file: Path) -> list[Condition]:
-    """The conditions in a file, in order."""
+    """Return the conditions in a file, in order."""
     return [Condition(file, each.lineno, _reason(each)) for each in _statements(ast.parse(file.read_text()))]
 
 
@@ -77,7 +77,7 @@ def _statements(tree: ast.AST) -> list[ast.stmt]:
 
 
 def _is_refusal(statement: ast.stmt) -> bool:
-    """Whether a statement refuses a match: `return Refusal(…)` or `raise Refused(…)`, or a helper that makes one."""
+    """Return whether a statement refuses a match: `return Refusal(…)`, `raise Refused(…)`, or a helper for one."""
     match statement:
         case ast.Return(value=ast.Call(func=ast.Name(id=name))) | ast.Raise(exc=ast.Call(func=ast.Name(id=name))):
             return name in ("Refusal", "Refused", "MixingCall") or name.endswith("_refusal")
@@ -85,10 +85,10 @@ def _is_refusal(statement: ast.stmt) -> bool:
 
 
 def find_guards(file: Path) -> list[Condition]:
-    """Every statement in a file that keeps something from being done, in order: the conditions of rules, and each `if`
-    that only gives up: it says why, and returns a value that was there before or none, raises, or goes on.
+    """Return every guard in a file, in order: the conditions of rules, and each `if` that is an early exit.
 
-    A line that ends with `# shortcut` only saves time, and is none of them.
+    An early exit returns a constant, an existing value or a refusal, raises, or continues. A line that ends with
+    `# shortcut` only saves time and is not included.
     """
     lines = file.read_text().splitlines()
     tree = ast.parse("\n".join(lines))
@@ -121,7 +121,7 @@ def _test(statement: ast.stmt) -> str:
 
 @contextmanager
 def delete_condition(condition: Condition) -> Iterator[None]:
-    """The function that holds a condition runs without it, whoever calls it and by whatever name."""
+    """Remove a condition from the code of its function, for all callers."""
     tree = ast.parse(condition.file.read_text())
     code = compile(
         ast.fix_missing_locations(_StatementDeleter(condition.line).visit(tree)), str(condition.file), "exec"
@@ -136,7 +136,7 @@ def delete_condition(condition: Condition) -> Iterator[None]:
 
 
 def _function(condition: Condition) -> Any:
-    """The outermost function or method, as it is imported, that holds a condition."""
+    """Return the outermost imported function or method that contains a condition."""
     module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == str(condition.file))
     for node in ast.parse(condition.file.read_text()).body:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -145,7 +145,7 @@ def _function(condition: Condition) -> Any:
                 owner = getattr(module, node.name) if isinstance(node, ast.ClassDef) else module
                 found = inspect.getattr_static(owner, each.name)
                 return inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", None) or found))
-    raise LookupError(f"{condition.location} stands in no function")
+    raise LookupError(f"{condition.location} is not in a function")
 
 
 def _code(module: CodeType, like: CodeType) -> CodeType:
@@ -155,7 +155,7 @@ def _code(module: CodeType, like: CodeType) -> CodeType:
         if each.co_qualname == like.co_qualname:
             return each
         todo += [const for const in each.co_consts if isinstance(const, CodeType)]
-    raise LookupError(f"{like.co_qualname} is not there any more")
+    raise LookupError(f"{like.co_qualname} does not exist any more")
 
 
 def _reason(statement: ast.stmt) -> str:
@@ -166,7 +166,7 @@ def _reason(statement: ast.stmt) -> str:
 
 
 def make_mutants(cls: type[Transform]) -> list[Mutant]:
-    """Every way to break a transform that its tests must notice.
+    """Return the mutants of a transform that its tests must kill.
 
     >>> from inlay.transforms.library.match_swiglu import MatchSwiGLU
     >>> [each.name for each in make_mutants(MatchSwiGLU)][:3]
@@ -178,7 +178,7 @@ def make_mutants(cls: type[Transform]) -> list[Mutant]:
     made.append(Mutant(EVERYWHERE, partial(_patch_attribute, cls, "apply", _wrap_apply(cls.apply, fired=False))))
     file = Path(inspect.getfile(cls))
     return made + [
-        Mutant(f"forgets “{each.text or each.location}” ({each.location})", partial(_delete_from_class, cls, each))
+        Mutant(f"omits “{each.text or each.location}” ({each.location})", partial(_delete_from_class, cls, each))
         for each in find_conditions(file)
     ]
 
@@ -200,7 +200,7 @@ def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _wrap_apply(
     apply: Callable[[Any, Program], TransformResult], *, fired: bool
 ) -> Callable[[Any, Program], TransformResult]:
-    """What `apply` does, and results changed where it fired, or where it did not."""
+    """Return `apply` with scaled results where it matched (`fired`), or where it did not."""
 
     def broken(self: Any, program: Program) -> TransformResult:
         applied = apply(self, program)
@@ -226,7 +226,7 @@ def _scale_results(graph: fx.Graph) -> None:
 
 @contextmanager
 def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[None]:
-    """The function that holds a condition, without it, in the place of the function."""
+    """Replace the function that contains a condition by one without it."""
     module = sys.modules[cls.__module__]
     tree = ast.parse(condition.file.read_text())
     for owner, functions in ((module, tree.body), (cls, _methods(tree, cls))):
@@ -241,7 +241,7 @@ def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[N
                 with _patch_attribute(owner, function.name, made[function.name]):
                     yield
                 return
-    raise LookupError(f"{condition.location} stands in no function of {cls.__name__} or its module")
+    raise LookupError(f"{condition.location} is not in a function of {cls.__name__} or its module")
 
 
 def _methods(tree: ast.Module, cls: type) -> list[ast.stmt]:

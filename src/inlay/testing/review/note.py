@@ -1,4 +1,4 @@
-"""The review as Markdown for a pull request, ending in the iteration note."""
+"""Format the review as Markdown for a pull request, with the iteration note at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def render_markdown(review: Review) -> str:
-    """The whole review."""
+    """Return the whole review as Markdown."""
     cls = review.transform
     lines = [f"## Review of `{cls.name}`", "", cls.summary(), ""]
     for check in review.checks:
@@ -24,11 +24,11 @@ def render_markdown(review: Review) -> str:
 
 
 def iteration_note(review: Review) -> list[str]:
-    """What a change to a fusion leaves behind for the next one."""
+    """Return the iteration note: a summary of the change for the next one."""
     cls = review.transform
     path, rationale = _path(review)
     open_risks = [check.title for check in review.checks if not check.passed]
-    open_risks += [f"only the fuzzer notices that it {name}" for name in sorted(review.mutant_report.killed_by_fuzzer)]
+    open_risks += [f"killed only by the fuzzer: it {name}" for name in sorted(review.mutant_report.killed_by_fuzzer)]
     sites = "; ".join(f"{each.model} {each.record.sites}" for each in review.models)
     drift = {each.verdict.change.value for each in review.models if each.verdict is not None}
     logs = "; ".join(f"matches before 0 / after {each.record.sites} ({each.model})" for each in review.models)
@@ -39,18 +39,18 @@ def iteration_note(review: Review) -> list[str]:
         f"Rationale: {rationale}",
         f"Graph validation: {sites} sites; outputs: {', '.join(sorted(drift)) or 'not compared'}",
         f"Summary logs: {logs}",
-        f"Tests: {len(tests.tests)} pass; {len(tests.mutants) - len(tests.survivors)} of {len(tests.mutants)} ways"
-        " to break it are noticed",
+        f"Tests: {len(tests.tests)} pass; {len(tests.mutants) - len(tests.survivors)} of {len(tests.mutants)}"
+        " mutants are killed",
         f"Open risks: {'; '.join(open_risks) or 'none found'}",
     ]
 
 
 def _path(review: Review) -> tuple[str, str]:
-    """By what computes the operators that came: somebody's kernel, Triton, or neither."""
+    """Return the path by the kernels of the new operators: an existing kernel, Triton, or other; and the rationale."""
     came = sorted({name for each in review.models for name, change in each.operator_changes.items() if change > 0})
     found = [(name, *_kernel(operator)) for name in came if (operator := _operator(name)) is not None]
     if not found:
-        return "other", "no operator came into a program"
+        return "other", "no program has a new operator"
     paths = {path for _, path, _ in found}
     path = next(each for each in ("triton_fallback_path", "other", "existing_kernel_path") if each in paths)
     names: dict[str, list[str]] = {}
@@ -60,7 +60,7 @@ def _path(review: Review) -> tuple[str, str]:
 
 
 def _operator(name: str) -> Any:
-    """The operator that a program calls by this name; None for what is no operator, such as `getitem`."""
+    """Return the operator of this name; None if it is not an operator, such as `getitem`."""
     found: Any = torch.ops
     try:
         for part in name.split("."):
@@ -71,13 +71,13 @@ def _operator(name: str) -> Any:
 
 
 def _kernel(operator: torch._ops.OpOverload) -> tuple[str, str]:
-    """What computes an operator, and what a compiler makes of a call of it."""
+    """Return the path and the description of the kernel of an operator."""
     name = f"{operator.namespace}::{operator._opname}"
     known = [entry.evidence for entry in KERNELS if entry.operator == name]
     if name in DEVICE_KERNELS:
-        return "triton_fallback_path", "a Triton kernel of Inlay's"
+        return "triton_fallback_path", "a Triton kernel of Inlay"
     if known or operator.namespace == "aten":
-        return "existing_kernel_path", "; ".join(known) or "torch's own operators"
+        return "existing_kernel_path", "; ".join(known) or "built-in torch operators"
     if operator in DECOMPOSITIONS or operator._can_decompose():
-        return "other", "computed by its reference, which the compiler sees into"
-    return "other", "a custom operator, opaque to Inductor: called as it is, with nothing fused into it"
+        return "other", "computed by its reference, which the compiler can decompose"
+    return "other", "a custom operator, opaque to Inductor: called without fusion"

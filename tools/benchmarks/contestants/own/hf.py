@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 VARIANTS = ("eager-fp32", "eager-bf16", "compiled-fp32", "compiled-bf16")
 OPTIONS = {"freezing": True, "cpp_wrapper": True}
-"""What makes Inductor's code quickest on a CPU."""
-SINGLE = "Only single tokens of one sequence are compiled, because each size compiles for minutes."
+"""Inductor options for the fastest code on a CPU."""
+SINGLE = "Only decode of one sequence is compiled, because each size takes minutes to compile."
 
 
 class Eager:
-    """A model and a cache that grows."""
+    """An eager model with a growing cache."""
 
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
 
@@ -26,17 +26,17 @@ class Eager:
         self._step(DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.int64), 0)
 
     def decode(self, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of one sequence, after so many others."""
+        """Decode single tokens of one sequence after a context."""
         return self.batch(1, tokens, context_tokens)
 
     def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of several sequences together."""
+        """Decode single tokens of several sequences in a batch."""
         cache = DynamicCache(config=self._model.config)
         self._step(cache, self._prompt(sequences, context_tokens), 0)
         return [self._step(cache, self._prompt(sequences, 1), context_tokens + each) for each in range(tokens)]
 
     def prefill(self, tokens: int) -> list[float]:
-        """A prompt, up to its scores."""
+        """Compute a prompt, including its logits."""
         return [self._step(DynamicCache(config=self._model.config), self._prompt(1, tokens), 0)]
 
     def _prompt(self, sequences: int, length: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Eager:
 
 
 class Compiled(Eager):
-    """A cache of fixed size, single tokens compiled; prompts run eagerly and are not timed."""
+    """A model with a static cache and compiled decode; prompts run eagerly and are not timed."""
 
     def __init__(self, model: Any, room: int) -> None:
         self._room = room
@@ -62,7 +62,7 @@ class Compiled(Eager):
         self.decode(2, 1)
 
     def batch(self, sequences: int, tokens: int, context_tokens: int) -> Any:
-        """Single tokens of one sequence."""
+        """Decode single tokens of one sequence."""
         if sequences != 1:
             return SINGLE
         cache = self._caches.setdefault(sequences, StaticCache(config=self._model.config, max_cache_len=self._room))
@@ -76,9 +76,9 @@ class Compiled(Eager):
 
 
 def open_contestant(arguments: dict[str, Any]) -> Eager:
-    """What the protocol calls."""
+    """Return the contestant; the benchmark protocol calls this function."""
     if not arguments.get("model"):
-        raise SystemExit("it reads a GGUF file or a folder; name it with --model.")
+        raise SystemExit("it requires a GGUF file or a folder; pass it with --model.")
     torch.set_num_threads(arguments["threads"])
     torch.set_grad_enabled(False)
     how, _, number = arguments["variant"].partition("-")

@@ -1,4 +1,4 @@
-"""llama.cpp as a contestant, by its quickest way from Python: `llama_decode` itself, no sampling, no scores copied."""
+"""llama.cpp as a contestant, with its fastest Python API: `llama_decode`, without sampling and copies of logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AT_ONCE = 512
 
 
 class Contestant:
-    """One model; a context for each use of it, so that none is slowed down by what another has filled."""
+    """One model with a separate context per use, so that the filled cache of one does not slow down another."""
 
     version = f"llama-cpp-python {lib.__version__}"
 
@@ -29,11 +29,11 @@ class Contestant:
         self.decode(1, 0)
 
     def decode(self, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of one sequence, after so many others."""
+        """Decode single tokens of one sequence after a context."""
         return self.batch(1, tokens, context_tokens)
 
     def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of several sequences together."""
+        """Decode single tokens of several sequences in a batch."""
         context = self._empty(sequences, context_tokens + tokens)
         for sequence in range(sequences):
             for at in range(0, context_tokens, AT_ONCE):
@@ -45,7 +45,7 @@ class Contestant:
         ]
 
     def prefill(self, tokens: int) -> list[float]:
-        """A prompt, up to its scores."""
+        """Compute a prompt, including its logits."""
         context = self._empty(1, tokens)
         return [self._advance(context, [(self._tokens[at], at, 0) for at in range(tokens)])]
 
@@ -61,7 +61,7 @@ class Contestant:
         return self._contexts[key]
 
     def _advance(self, context: Any, given: list[tuple[int, int, int]], every: bool = False) -> float:
-        """Seconds for some (token, position, sequence); scores of the last, or of every one."""
+        """Return the seconds for some (token, position, sequence), with logits of the last or of every one."""
         batch = lib.llama_batch_init(len(given), 0, 1)
         for at, (token, position, sequence) in enumerate(given):
             batch.token[at], batch.pos[at] = token, position
@@ -74,7 +74,7 @@ class Contestant:
         seconds = perf_counter() - start
         lib.llama_batch_free(batch)
         if failed:
-            raise RuntimeError(f"llama_decode gave {failed}")
+            raise RuntimeError(f"llama_decode returned {failed}")
         return seconds
 
 
@@ -84,8 +84,8 @@ def _silent(level: int, text: bytes, data: Any) -> None:
 
 
 def open_contestant(arguments: dict[str, Any]) -> Contestant:
-    """What the protocol calls."""
+    """Return the contestant; the benchmark protocol calls this function."""
     model = arguments.get("model")
     if not model or not Path(model).is_file():
-        raise SystemExit("it reads a GGUF file; name it with --model.")
+        raise SystemExit("it requires a GGUF file; pass it with --model.")
     return Contestant(model, arguments["threads"])

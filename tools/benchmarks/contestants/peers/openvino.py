@@ -13,7 +13,7 @@ VARIANTS = ("int4", "int8")
 
 
 class Contestant:
-    """Its own times are taken: of each token, and to the first. Prompts differ, so that no prefix is found again."""
+    """Uses the times reported by OpenVINO, per token and to the first one. Prompts differ, so no prefix is reused."""
 
     version = f"OpenVINO GenAI {lib.__version__}"
 
@@ -23,17 +23,17 @@ class Contestant:
         self._generate(1, 1, 1)
 
     def decode(self, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of one sequence, after so many others."""
+        """Decode single tokens of one sequence after a context."""
         return self.batch(1, tokens, context_tokens)
 
     def batch(self, sequences: int, tokens: int, context_tokens: int) -> list[float]:
-        """Single tokens of several sequences together."""
-        # its durations are of a step divided by the sequences: the moments at which steps ended are plainer
+        """Decode single tokens of several sequences in a batch."""
+        # reported durations are divided by the number of sequences, so use the end times of steps
         ends = self._generate(sequences, context_tokens, tokens + 1).raw_metrics.m_new_token_times
         return [float(each) / 1000 for each in np.diff(ends)]
 
     def prefill(self, tokens: int) -> list[float]:
-        """A prompt, up to its first token."""
+        """Compute a prompt, up to the first token."""
         return [self._generate(1, tokens, 1).get_ttft().mean / 1000]
 
     def _generate(self, sequences: int, length: int, new: int) -> Any:
@@ -45,9 +45,9 @@ class Contestant:
 
 
 def open_contestant(arguments: dict[str, Any]) -> Contestant:
-    """What the protocol calls."""
+    """Return the contestant; the benchmark protocol calls this function."""
     model = Path(arguments.get("model") or "model").stem
     folder = Path(arguments["peers"], "models", f"{model}-{arguments['variant']}")
     if not folder.is_dir():
-        raise SystemExit(f"no {folder.name} among the models there; tools/benchmarks/convert.sh makes it.")
+        raise SystemExit(f"the model {folder.name} is missing; create it with tools/benchmarks/convert.sh.")
     return Contestant(folder, arguments["threads"])

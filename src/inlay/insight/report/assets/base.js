@@ -2,7 +2,7 @@ const facts = JSON.parse(document.getElementById("facts").textContent);
 const state = { query: "", transform: 0, whole: false, types: innerWidth > 700, opened: new Set() };
 const KINDS = ["same", "changed", "removed", "added"];
 
-/* An element. Text is only ever text: nothing of a model is read as markup. */
+/* Create an element. Strings become text nodes, so that model text is never parsed as markup. */
 function h(tag, attributes, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -33,12 +33,12 @@ const small = (value) => (value === null ? "not finite" : value ? Number(value).
 const plural = (count, one, many) => `${number(count)} ${count === 1 ? one : many || one + "s"}`;
 const times = (count) => (count > 1 ? ` × ${number(count)}` : "");
 const code = (text) => h("span", { class: "code" }, text);
-/* Sentences name commands between backticks. */
+/* Text between backticks is code. */
 const said = (text) => text.split("`").map((part, at) => (at % 2 ? code(part) : part));
 const why = (text) => (text ? h("p", { class: "why" }, said(text)) : null);
 const tag = (text, kind) => h("span", { class: `tag ${kind || ""}` }, text);
 
-/* A table that scrolls inside its own box. Columns that start with # are numbers. */
+/* A table in a scrolling box. Columns that start with # are numeric. */
 function table(label, columns, rows) {
   const numeric = columns.map((name) => name.startsWith("#"));
   const head = h("tr", {}, columns.map((name, at) => h("th", { scope: "col", class: numeric[at] ? "num" : null }, name.replace(/^#/, ""))));
@@ -61,7 +61,7 @@ function section(id, title, ...children) {
   return made;
 }
 
-/* Search: what does not hold the words is hidden, and every section says how much is left. */
+/* Search: hide items without the words, and show the number of matches of each section. */
 const finders = [];
 const words = () => state.query.toLowerCase().split(/\s+/).filter(Boolean);
 const holds = (text, wanted) => wanted.every((word) => text.includes(word));
@@ -89,17 +89,17 @@ function search(text) {
   }
   const status = document.getElementById("found");
   status.hidden = !wanted.length;
-  status.textContent = total ? `${plural(total, "place")} with “${state.query}”.` : `Nothing here holds “${state.query}”.`;
+  status.textContent = total ? `${plural(total, "match", "matches")} for “${state.query}”.` : `No matches for “${state.query}”.`;
   remember();
 }
 
-/* The address keeps what is looked at, so that it can be handed on: #find=…&transform=… */
+/* The URL stores the search and the transform, so that it can be shared: #find=…&transform=… */
 function remember() {
   const parts = new URLSearchParams();
   if (state.query) parts.set("find", state.query);
   if (state.transform && facts.transforms) parts.set("transform", facts.transforms[state.transform].key);
   const text = parts.toString();
-  try { history.replaceState(null, "", text ? `#${text}` : location.href.split("#")[0]); } catch (error) { /* a file that may not */ }
+  try { history.replaceState(null, "", text ? `#${text}` : location.href.split("#")[0]); } catch (error) { /* not allowed for some local files */ }
 }
 
 const THEMES = ["system", "light", "dark"];
@@ -110,7 +110,7 @@ function theme(name) {
   const button = document.getElementById("theme");
   button.textContent = `Theme: ${chosen}`;
   button.dataset.theme = chosen;
-  try { localStorage.setItem("inlay-theme", chosen); } catch (error) { /* private windows keep nothing */ }
+  try { localStorage.setItem("inlay-theme", chosen); } catch (error) { /* no storage in private windows */ }
 }
 function nextTheme() {
   const now = document.getElementById("theme").dataset.theme;

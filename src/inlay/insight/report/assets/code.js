@@ -13,7 +13,7 @@ function tokens(text) {
   return found;
 }
 
-/* Which tokens of two lines are not in both, in order. */
+/* The longest common subsequence of the tokens of two lines; other tokens are highlighted. */
 function changedTokens(left, right) {
   const short = left.length * right.length < 40000;
   const kept = [new Set(), new Set()];
@@ -54,7 +54,7 @@ function diffRow(kind, left, right) {
 }
 
 const AROUND = 3;
-/* Which rows are shown: those that differ and a few around them, and the head of the function they are in. */
+/* Rows to show: those that differ, context rows, and the header of the enclosing function. */
 function shownRows(rows, count) {
   const shown = new Uint8Array(count);
   let head = -1;
@@ -78,7 +78,7 @@ function diffView(found, names, whole) {
     if (shown[at]) { box.append(row(at++)); continue; }
     let end = at;
     while (end < count && !shown[end]) end++;
-    if (end - at === 1) { box.append(row(at++)); continue; } /* what says "one line" is one line */
+    if (end - at === 1) { box.append(row(at++)); continue; } /* a button would not save space */
     const from = at, to = end;
     const gap = h("button", { type: "button", class: "gap" }, `⋯ ${plural(to - from, "equal line")}`);
     gap.addEventListener("click", () => {
@@ -91,7 +91,7 @@ function diffView(found, names, whole) {
     box.append(gap);
     at = end;
   }
-  if (!count) box.append(h("p", { class: "why" }, "The two are the same."));
+  if (!count) box.append(h("p", { class: "why" }, "The two programs are equal."));
   return box;
 }
 
@@ -106,7 +106,7 @@ function listing(program) {
   return box;
 }
 
-/* Lines that hold the words get a mark; how many. */
+/* Mark the lines that contain the words; return how many. */
 function marks(box, wanted) {
   let found = 0;
   for (const line of box.querySelectorAll("[data-text], #detail tr[data-find]")) {
@@ -124,13 +124,13 @@ function toggle(label, pressed, act) {
 function operatorsTable(operators) {
   const rows = Object.entries(operators);
   if (!rows.length) return null;
-  return h("details", {}, h("summary", {}, `${plural(rows.length, "operator")} called more or less often`),
+  return h("details", {}, h("summary", {}, `${plural(rows.length, "operator")} with changed call counts`),
     table("Operators", ["operator", "#change"], rows.map(([name, change]) =>
       [code(name), h("span", { class: change < 0 ? "fewer" : "more" }, change > 0 ? `+${number(change)}` : `−${number(-change)}`)])));
 }
 
 function bindingSentences(sentences) {
   if (!sentences.length) return null;
-  return h("details", {}, h("summary", {}, `${plural(sentences.length, "change")} of inputs, outputs and weights`),
+  return h("details", {}, h("summary", {}, `${plural(sentences.length, "change")} to inputs, outputs and weights`),
     h("ul", {}, sentences.map((text) => h("li", {}, text))));
 }

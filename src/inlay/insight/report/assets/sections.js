@@ -1,4 +1,4 @@
-/* Everything beside the transforms. */
+/* All sections except the timeline. */
 function tile(name, value, more, kind) {
   return h("div", { class: `tile ${kind || ""}`, "data-find": true }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
 }
@@ -10,22 +10,22 @@ function overview() {
   const weights = facts.memory.weights.reduce((sum, row) => sum + row.bytes, 0);
   const [before, after] = facts.nodes;
   const versions = Object.entries(facts.versions).map(([name, version]) => `${name} ${version}`).join(", ");
-  const shape = facts.facts.map(([name, value, origin]) => h("span", { title: `known from: ${origin}` }, h("b", {}, number(value)), ` ${name.replaceAll("_", " ")}`));
+  const shape = facts.facts.map(([name, value, origin]) => h("span", { title: `source: ${origin}` }, h("b", {}, number(value)), ` ${name.replaceAll("_", " ")}`));
   section("overview", "Overview",
     h("p", { class: "shape", "data-find": true }, h("span", {}, h("b", {}, facts.architecture || "a module")), shape),
-    h("p", { class: "why", "data-find": true }, `Made with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
+    h("p", { class: "why", "data-find": true }, `Created with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
     h("dl", { class: "tiles" },
     before !== null ? tile("nodes", after !== null ? `${number(before)} → ${number(after)}` : number(before), after !== null ? "captured → transformed" : "captured") : null,
-    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran matched something"),
+    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran have matches"),
     tile("sites", number(total), plural(ran.reduce((sum, each) => sum + missed(each), 0), "miss", "misses")),
-    tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "held when built" : "hold", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
+    tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "met at build" : "met", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
     tile("weights", bytes(weights), plural(facts.memory.weights.reduce((sum, row) => sum + row.count, 0), "tensor")),
-    tile("state", bytes(facts.memory.state), "a session"),
+    tile("state", bytes(facts.memory.state), "per session"),
     ));
 }
 
 function programs() {
-  if (!facts.programs.length) { section("program", "Program", why("A package holds compiled pieces, not the program: `inlay report MODEL` shows it.")); return; }
+  if (!facts.programs.length) { section("program", "Program", why("A package contains compiled pieces, not the program. Use `inlay report MODEL`.")); return; }
   const boxes = facts.programs.map((program) => {
     const made = h("details", {}, h("summary", {}, `The program ${program.title}, folded: ${plural(program.lines.length, "line")}`));
     made.addEventListener("toggle", () => { if (made.open && made.children.length === 1) { made.append(listing(program)); marks(made, words()); } });
@@ -41,11 +41,11 @@ function programs() {
 
 function candidates() {
   const found = facts.candidates;
-  section("candidates", "Candidates for one kernel", why(found.why), found.rows.length ? h("p", { class: "why" }, `Saved bytes are for ${found.sizes}.`) : null,
+  section("candidates", "Fusion candidates", why(found.why), found.rows.length ? h("p", { class: "why" }, `Savings are computed for ${found.sizes}.`) : null,
     found.rows.map((each) => h("details", { "data-find": true },
-      h("summary", {}, h("b", {}, each.name), `${times(each.occurrences)} · ${plural(each.saved.launches, "launch", "launches")} and ${bytes(each.saved.decode)} a row saved `, tag(each.recommendation)),
+      h("summary", {}, h("b", {}, each.name), `${times(each.occurrences)} · ${plural(each.saved.launches, "launch", "launches")} and ${bytes(each.saved.decode)} per decode step saved `, tag(each.recommendation)),
       table(each.name, ["", ""], [
-        ["pattern", code(each.pattern)], ["where", code(each.source)], ["together", each.together], ["saved by a prompt", bytes(each.saved.prefill)],
+        ["pattern", code(each.pattern)], ["source", code(each.source)], ["sharing", each.together], ["saved in prefill", bytes(each.saved.prefill)],
         ["kernels", each.lookup], ["evidence", each.evidence], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
         ["risks", each.risks], ["overlaps", each.overlaps.join("; ")],
       ].filter(([, text]) => typeof text !== "string" || text)))));
@@ -60,8 +60,8 @@ function drawn(row) {
   const gap = () => h("div", {});
   const label = row.kind === "state" ? `${row.name} and ${out} share storage` : row.name;
   const parts = row.kind === "state" ? [port(row.name, row.count), arrow(), cell(`one storage, written in place (${row.why})`), arrow(), port(out, row.count)]
-    : row.kind === "input" ? [port(row.name, row.count), arrow(), cell("the caller's, read only"), gap(), gap()]
-    : [gap(), gap(), cell("new at every call", "new"), arrow(), port(row.name, row.count)];
+    : row.kind === "input" ? [port(row.name, row.count), arrow(), cell("owned by the caller, read only"), gap(), gap()]
+    : [gap(), gap(), cell("allocated at every call", "new"), arrow(), port(row.name, row.count)];
   return h("div", { class: `storage ${row.kind}`, "data-find": true, "aria-label": label, role: "group" }, parts);
 }
 
@@ -70,9 +70,9 @@ function bindings() {
   const inline = of("input", "state", "output"), weights = of("weight");
   const members = of("state").filter((row) => row.count > 1).map((row) => h("details", { "data-find": true },
     h("summary", {}, `${row.name}: all ${number(row.count)}`),
-    table(row.name, ["input", "output in its storage"], row.members.map(([one, two]) => [code(one), code(two)]))));
+    table(row.name, ["input", "aliased output"], row.members.map(([one, two]) => [code(one), code(two)]))));
   section("bindings", "Bindings and storage",
-    h("p", { class: "why" }, "What goes in, where it lies, and what comes out. A green storage is state: the output is the memory of the input."),
+    h("p", { class: "why" }, "Inputs, storage and outputs. A green storage is state: the output aliases the input."),
     inline.map(drawn), members,
     weights.length ? [h("h3", {}, "Weights"), table("Weights", ["weight", "#tensors", "type", "#bytes", "read from"],
       weights.map((row) => [code(row.name), number(row.count), code(row.type), bytes(row.bytes), row.from]))] : null);
@@ -85,15 +85,15 @@ function kernels(piece) {
     return [at ? "" : code(`${kernel.layer}, ${kernel.bits} bits`), number(timing.rows), timing.way, `${timing.microseconds[timing.way]} µs`, others];
   }));
   return h("details", {}, h("summary", {}, `${piece.name}: kernels chosen for ${plural(piece.kernels.length, "linear layer")}`),
-    table(`Kernels of ${piece.name}`, ["linear layer", "#rows", "kernel", "#took", "others, µs"], rows));
+    table(`Kernels of ${piece.name}`, ["linear layer", "#rows", "kernel", "#time", "other kernels, µs"], rows));
 }
 function operators(piece) {
   const rows = Object.entries(piece.operators);
   if (!rows.length) return null;
-  return h("details", {}, h("summary", {}, `${piece.name}: what it calls most`), table(`Operators of ${piece.name}`, ["operator", "#calls"], rows.map(([name, count]) => [code(name), number(count)])));
+  return h("details", {}, h("summary", {}, `${piece.name}: most frequent operators`), table(`Operators of ${piece.name}`, ["operator", "#calls"], rows.map(([name, count]) => [code(name), number(count)])));
 }
 function plan() {
-  const pieces = (bucket) => table(`Pieces for ${bucket.sizes}`, ["piece", "#steps", "what", facts.kind === "package" ? "#calls left to torch" : "#calls", "#weights a step", "#states", "#size"],
+  const pieces = (bucket) => table(`Pieces for ${bucket.sizes}`, ["piece", "#steps", "execution", facts.kind === "package" ? "#fallback calls" : "#calls", "#weights per step", "#states", "#code size"],
     bucket.pieces.map((piece) => [piece.name, `× ${number(piece.steps)}`, piece.what, number(piece.calls), bytes(piece.weights), number(piece.states), piece.size === null ? "not built" : bytes(piece.size)]));
   section("plan", "Plan and pieces", why(facts.plan.why), facts.plan.buckets.map((bucket) => [
     h("h3", {}, `Bucket ${bucket.name}: ${bucket.sizes}`),
@@ -104,10 +104,10 @@ function plan() {
 function memory() {
   const found = facts.memory;
   const parts = [...found.weights.map((row, at) => ({ size: row.bytes, colour: `var(--c${(at % 5) + 1})`, label: `weights in ${row.dtype}: ${bytes(row.bytes)} in ${plural(row.count, "tensor")}` })),
-    { size: found.state, colour: "var(--c6)", label: `state a session: ${bytes(found.state)}` }];
+    { size: found.state, colour: "var(--c6)", label: `state per session: ${bytes(found.state)}` }];
   if (found.code) parts.push({ size: found.code, colour: "var(--c7)", label: `code: ${bytes(found.code)}` });
   section("memory", "Memory", strip(parts), legend(parts), why(found.why),
-    found.activations.length ? [h("h3", {}, "Largest value that each piece makes"), table("Largest values", ["bucket", "piece", "#bytes", "type", "value", "#counted for"],
+    found.activations.length ? [h("h3", {}, "Largest intermediate value of each piece"), table("Largest values", ["bucket", "piece", "#bytes", "type", "value", "#computed for"],
       found.activations.map((row) => [row.bucket, row.piece, bytes(row.bytes), code(row.type), code(row.value), `batch 1, ${plural(row.rows, "row")}`]))] : null);
 }
 
@@ -115,8 +115,8 @@ function drift() {
   const measured = new Map(facts.drift.rows.map((row) => [row.transform, row]));
   const changed = facts.transforms.filter((each) => each.sites);
   const columns = measured.size ? ["transform", "declared", "measured", "#difference", "#error before", "#error after", ""] : ["transform", "declared"];
-  section("drift", "Drift of numbers", why(facts.drift.why),
-    measured.size ? h("p", { class: "why" }, "Difference: the largest, to the program before, relative to the largest result. Errors: root mean square against the captured program in float64. What only a build switches on (a cache, packed weights, the last row alone) is not measured.") : null,
+  section("drift", "Numerical drift", why(facts.drift.why),
+    measured.size ? h("p", { class: "why" }, "Difference: largest difference from the previous program, relative to the largest result. Errors: root mean square against the captured program in float64. Changes that only a build enables (KV cache, packed weights, last row only) are not measured.") : null,
     changed.length ? table("Drift", columns, changed.map((each) => {
       const row = measured.get(each.key);
       const first = [each.key, tag(each.numerics, each.numerics === "exact" ? "good" : "warn")];
@@ -134,27 +134,27 @@ function configuration() {
       found.rows.map(([key, name, value, origin]) => [key, name, code(value), ...(origins ? [origin === "built in" ? h("span", { class: "none" }, origin) : origin] : [])])) : null);
 }
 
-/* How the lanes of a schedule ran, where a timeline was given. */
+/* The lanes of a schedule, if a timeline was passed. */
 function lanes() {
   const found = facts.lanes;
   if (!found) return;
   const picture = h("img", { alt: found.says, src: `data:image/svg+xml,${encodeURIComponent(found.picture)}` });
-  section("lanes", "Lanes as they ran", h("dl", { class: "tiles" }, found.figures.map(([name, value]) => tile(name, value))),
-    h("h3", {}, "Picture"), h("div", { class: "box", tabindex: 0, role: "region", "aria-label": "Picture of the lanes" }, picture),
-    h("h3", {}, "Tasks"), table("Tasks as they ran", ["task", "#lane", "#began", "#took", "#waited", ""],
+  section("lanes", "Lanes", h("dl", { class: "tiles" }, found.figures.map(([name, value]) => tile(name, value))),
+    h("h3", {}, "Timeline"), h("div", { class: "box", tabindex: 0, role: "region", "aria-label": "Timeline of the lanes" }, picture),
+    h("h3", {}, "Tasks"), table("Tasks", ["task", "#lane", "#start", "#duration", "#wait", ""],
       found.rows.map(([task, lane, began, took, waited, critical]) => [code(task), number(lane), began, took, waited, critical ? tag("critical", "warn") : ""])));
 }
 
-/* Two sides compared. */
+/* The comparison of two sides. */
 function comparison() {
   section("overview", "Overview", h("dl", { class: "tiles" },
     tile("left", facts.sides[0]), tile("right", facts.sides[1]),
-    tile("answer", facts.equal ? "the same" : "they differ", null, facts.equal ? "" : "bad"),
+    tile("result", facts.equal ? "equal" : "different", null, facts.equal ? "" : "bad"),
     facts.diff ? tile("nodes", `${number(facts.diff.nodes[0])} → ${number(facts.diff.nodes[1])}`) : null,
     Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
   facts.tables.forEach((found, at) => {
     const differing = found.rows.filter(([, left, right]) => left !== right).length;
-    section(`table-${at}`, found.title, h("p", { class: "why" }, differing ? `${plural(differing, "row")} of ${number(found.rows.length)} ${differing === 1 ? "differs" : "differ"}.` : "The same on both sides."),
+    section(`table-${at}`, found.title, h("p", { class: "why" }, differing ? `${plural(differing, "row")} of ${number(found.rows.length)} ${differing === 1 ? "differs" : "differ"}.` : "Equal on both sides."),
       found.rows.length ? table(found.title, ["", "left", "right"], found.rows.map(([name, left, right]) => ({ differs: left !== right, cells: [name, left || h("span", { class: "none" }, "none"), right || h("span", { class: "none" }, "none")] }))) : null);
   });
   if (facts.diff) programsCompared();

@@ -1,6 +1,6 @@
-/* Draw, then listen. */
+/* Draw the page, then register the event handlers. */
 function heading() {
-  const what = { model: "report of a model", package: "report of a package", diff: "what differs" }[facts.kind];
+  const what = { model: "model report", package: "package report", diff: "comparison" }[facts.kind];
   add(document.getElementById("title"), [facts.title, h("small", {}, what)]);
 }
 
@@ -32,7 +32,7 @@ function start() {
   heading();
   const place = location.hash.slice(1);
   let kept = "system";
-  try { kept = localStorage.getItem("inlay-theme") || kept; } catch (error) { /* private windows keep nothing */ }
+  try { kept = localStorage.getItem("inlay-theme") || kept; } catch (error) { /* no storage in private windows */ }
   theme(kept);
   const asked = new URLSearchParams(place.includes("=") ? place : "");
   if (facts.kind === "diff") comparison();

@@ -1,4 +1,4 @@
-/* The timeline, and one transform in detail. */
+/* The timeline, and the details of one transform. */
 const STAGES = ["clean", "canonicalize", "shard", "weights", "fuse", "state", "schedule", "lower"];
 const colour = (stage) => `var(--c${(Math.max(0, STAGES.indexOf(stage)) % 8) + 1})`;
 const missed = (each) => each.misses.reduce((sum, miss) => sum + miss.count, 0);
@@ -44,11 +44,11 @@ function timelineRow(each, at, longest) {
 let rows = [], detail = null;
 function timeline() {
   const all = facts.transforms;
-  if (!all.length) { section("transforms", "Timeline", why("No transform is known to have run: the package has no matches.lock.")); return; }
+  if (!all.length) { section("transforms", "Timeline", why("The package has no matches.lock, so its transforms are unknown.")); return; }
   const longest = Math.max(...all.map((each) => each.seconds || 0), 1e-9);
-  const list = h("ol", { class: "timeline", "aria-label": "Transforms in the order in which they ran" },
+  const list = h("ol", { class: "timeline", "aria-label": "Transforms in execution order" },
     h("li", { "aria-hidden": "true" }, h("div", { class: "head" },
-      [["", ""], ["transform", ""], ["stage", ""], ["matched", "num"], ["nodes", "num"], ["time", ""], ["missed", "num"], ["numbers", ""]].map(([text, kind]) => h("span", { class: kind }, text)))),
+      [["", ""], ["transform", ""], ["stage", ""], ["matched", "num"], ["nodes", "num"], ["time", ""], ["missed", "num"], ["numerics", ""]].map(([text, kind]) => h("span", { class: kind }, text)))),
     all.map((each, at) => timelineRow(each, at, longest)));
   rows = [...list.querySelectorAll("button")];
   list.addEventListener("keydown", (event) => {
@@ -56,18 +56,18 @@ function timeline() {
     event.preventDefault();
     step(event.key === "ArrowDown" ? 1 : -1, true);
   });
-  detail = h("div", { class: "detail", id: "detail", role: "region", "aria-label": "One transform" });
+  detail = h("div", { class: "detail", id: "detail", role: "region", "aria-label": "Transform details" });
   section("transforms", "Timeline", clock(all), list, detail);
   finders.push({ section: "transforms", find: (wanted) => marks(detail, wanted) });
 }
 
 function clock(all) {
   const spent = Object.entries(facts.seconds);
-  if (!spent.length) return why("A package does not keep how long each transform took, nor the programs on the way: `inlay report MODEL` shows both.");
+  if (!spent.length) return why("A package stores neither the time of each transform nor the intermediate programs. Use `inlay report MODEL`.");
   const parts = all.filter((each) => each.seconds > 0).map((each) => ({ size: each.seconds, label: `${each.key} ${seconds(each.seconds)}`, colour: colour(each.stage) }));
   const stages = [...new Set(all.filter((each) => each.seconds > 0).map((each) => each.stage))];
   const shares = stages.map((stage) => ({ colour: colour(stage), label: `${stage} ${seconds(all.filter((each) => each.stage === stage).reduce((sum, each) => sum + each.seconds, 0))}` }));
-  return [strip(parts), legend(shares), h("p", { class: "why" }, spent.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") + ". “watch” is what comparing and explaining for this page took; a build does not spend it.")];
+  return [strip(parts), legend(shares), h("p", { class: "why" }, spent.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") + ". “watch” is the time for the diffs and explanations of this page; a build does not need it.")];
 }
 
 function visible() { return rows.map((row, at) => (row.hidden ? -1 : at)).filter((at) => at >= 0); }
@@ -92,7 +92,7 @@ function contract(each) {
   if (!terms) return null;
   if (terms.broken) return h("p", { class: "say" }, tag("contract broken", "bad"), " ", terms.broken);
   if (terms.wanted !== null) return h("p", { class: "say" }, tag("as expected", "good"), ` ${plural(terms.wanted, "site")} (${terms.expect})${terms.reason ? `: ${terms.reason}` : ""}`);
-  if (terms.expect === "any") return h("p", { class: "say" }, tag("any number"), ` ${terms.reason}`);
+  if (terms.expect === "any") return h("p", { class: "say" }, tag("any count"), ` ${terms.reason}`);
   return null;
 }
 
@@ -117,9 +117,9 @@ function drawDetail() {
 
 function difference(each) {
   if (!each.diff) {
-    const text = each.status !== "ran" ? `It is ${each.status}: \`enabled\` is false in the configuration.`
-      : !each.sites ? "It matched nothing, so the program is as it was."
-      : "The programs before and after are not in a package: `inlay report MODEL` shows them.";
+    const text = each.status !== "ran" ? `This transform is ${each.status}: \`enabled\` is false in the configuration.`
+      : !each.sites ? "No matches; the program is unchanged."
+      : "A package does not contain the programs before and after. Use `inlay report MODEL`.";
     return why(text);
   }
   const redraw = () => { const kept = scrollY; drawDetail(); scrollTo({ top: kept, behavior: "instant" }); };
@@ -127,23 +127,23 @@ function difference(each) {
     h("div", { class: "tools-row" },
       toggle("Whole program", state.whole, () => { state.whole = !state.whole; redraw(); detail.querySelector("[aria-pressed]").focus(); }),
       toggle("Types", state.types, () => { state.types = !state.types; redraw(); detail.querySelectorAll("[aria-pressed]")[1].focus(); }),
-      h("p", { class: "why" }, `${number(each.diff.nodes[0])} → ${number(each.diff.nodes[1])} nodes. Blocks that repeat are shown once.`)),
+      h("p", { class: "why" }, `${number(each.diff.nodes[0])} → ${number(each.diff.nodes[1])} nodes. Repeated blocks are shown once.`)),
     diffView(each.diff, [`before ${each.key}`, "after"], state.whole),
     operatorsTable(each.diff.operators), bindingSentences(each.diff.bindings));
 }
 
 function sites(each) {
   if (!each.places.length) return [];
-  return [h("h4", {}, "Sites"), table("Sites", ["#sites", "layers", "where", "module", ""],
+  return [h("h4", {}, "Sites"), table("Sites", ["#sites", "layers", "source", "module", ""],
     each.places.map((place) => [number(place.count), place.layers, code(place.source), code(place.module), names(place.names, place.count)]))];
 }
 
 function misses(each) {
-  if (!each.misses.length) return each.status === "ran" ? [why(facts.kind === "package" ? "No miss was written down." : "Nothing else starts like it.")] : [];
+  if (!each.misses.length) return each.status === "ran" ? [why(facts.kind === "package" ? "No misses were recorded." : "No near misses.")] : [];
   const kinds = new Map();
   for (const miss of each.misses) kinds.set(miss.kind, (kinds.get(miss.kind) || 0) + miss.count);
   const counted = [...kinds].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${kind}${times(count)}`).join(", ");
-  return [h("h4", {}, "Misses by reason: ", counted), table("Misses", ["#places", "reason", "#of pattern", "layers", "where", ""],
+  return [h("h4", {}, "Misses by reason: ", counted), table("Misses", ["#sites", "reason", "#nodes matched", "layers", "source", ""],
     each.misses.map((miss) => [number(miss.count), [miss.reason, miss.suggestion ? h("div", { class: "why" }, miss.suggestion) : null],
       `${miss.matched} of ${miss.of}`, miss.layers, code(miss.source), names(miss.names, miss.count)]))];
 }
