@@ -94,7 +94,9 @@ def _swap_rotary(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "layer"), [(_scale_one_layer, 2), (_drop_norm_offset, 1), (_swap_rotary, 0)], ids=["scale", "norm", "rotary"]
+    ("fault", "layer"),
+    [(_scale_one_layer, 2), (_drop_norm_offset, 1), (_swap_rotary, 0)],
+    ids=["scale", "norm", "rotary"],
 )
 def test_faults_exceed_the_limit_and_the_layer_is_shown(
     home: Path, tmp_path: Path, fault: Callable[[Weights], None], layer: int
