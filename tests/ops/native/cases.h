@@ -17,8 +17,8 @@
 #include "packed_linear.h"
 
 extern "C" {
-int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t, int64_t,
-                            int64_t, int32_t, int32_t, int32_t);
+int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t,
+                            int64_t, int64_t, int32_t, int32_t, int32_t);
 int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
                                int32_t, int32_t);
 int32_t inlay_cached_attention(const inlay::Attention*);
@@ -51,7 +51,8 @@ struct Exactly {
 
 // Numbers of one of the three formats.
 struct Numbers {
-  Numbers(int64_t count_, int32_t type_) : count(count_), type(type_), bytes(count_ * (type_ == inlay::kFloat32 ? 4 : 2)) {}
+  Numbers(int64_t count_, int32_t type_)
+      : count(count_), type(type_), bytes(count_ * (type_ == inlay::kFloat32 ? 4 : 2)) {}
   double get(int64_t at) const { return inlay::element(bytes.data, type, at); }
   void set(int64_t at, double value) { inlay::put(bytes.data, type, at, static_cast<float>(value)); }
   void fill(Random& random, double scale = 1) {
@@ -95,7 +96,8 @@ struct Format {
   int64_t group;
   std::string text() const { return std::to_string(bits) + " bits, zero " + std::to_string(zero); }
 };
-constexpr Format kFormats[] = {{4, 8, 32}, {4, -1, 32}, {4, -1, 64}, {8, 128, 32}, {8, -1, 64}, {16, 0, 32}, {32, 0, 32}};
+constexpr Format kFormats[] = {{4, 8, 32},  {4, -1, 32}, {4, -1, 64}, {8, 128, 32},
+                               {8, -1, 64}, {16, 0, 32}, {32, 0, 32}};
 constexpr int32_t kWays[] = {inlay::kDot, inlay::kTiles8, inlay::kTiles16, inlay::kPortable};
 
 // A packed weight, and what it stands for.
@@ -137,9 +139,9 @@ struct Weight {
 enum Content { kPlain, kNaN, kInf, kMinusInf, kTiny, kHuge, kContents };
 
 inline double strange(int content) {
-  return content == kNaN    ? std::numeric_limits<double>::quiet_NaN()
-         : content == kInf  ? std::numeric_limits<double>::infinity()
-                            : -std::numeric_limits<double>::infinity();
+  return content == kNaN   ? std::numeric_limits<double>::quiet_NaN()
+         : content == kInf ? std::numeric_limits<double>::infinity()
+                           : -std::numeric_limits<double>::infinity();
 }
 
 struct LinearCase {
@@ -230,9 +232,14 @@ struct AttentionCase {
       const int64_t b = static_cast<int64_t>(random() % batch), kv = static_cast<int64_t>(random() % kv_heads);
       const int64_t row = static_cast<int64_t>(random() % (lengths[b] + length));
       switch (random() % 3) {
-        case 0: keys.set(key_at(b, kv, row) + depth / 2, strange(content)); break;
-        case 1: values.set(value_at(b, kv, row) + width / 2, strange(content)); break;
-        default: query.set(static_cast<int64_t>(random() % query.count), strange(content));
+        case 0:
+          keys.set(key_at(b, kv, row) + depth / 2, strange(content));
+          break;
+        case 1:
+          values.set(value_at(b, kv, row) + width / 2, strange(content));
+          break;
+        default:
+          query.set(static_cast<int64_t>(random() % query.count), strange(content));
       }
     }
   }
@@ -245,15 +252,17 @@ struct AttentionCase {
       }
   }
   int64_t key_at(int64_t b, int64_t kv, int64_t row) const { return ((slots[b] * kv_heads + kv) * room + row) * depth; }
-  int64_t value_at(int64_t b, int64_t kv, int64_t row) const { return ((slots[b] * kv_heads + kv) * room + row) * width; }
+  int64_t value_at(int64_t b, int64_t kv, int64_t row) const {
+    return ((slots[b] * kv_heads + kv) * room + row) * width;
+  }
   std::string text() const {
     std::string lies = "lengths";
     for (int64_t b = 0; b < batch; ++b) lies += " " + std::to_string(lengths[b]);
     return "attention " + std::to_string(batch) + "x" + std::to_string(heads) + "/" + std::to_string(kv_heads) + "x" +
            std::to_string(length) + ", " + std::to_string(depth) + "/" + std::to_string(width) + ", room " +
            std::to_string(room) + ", window " + std::to_string(window) + ", softcap " + std::to_string(softcap) +
-           ", content " + std::to_string(content) + ", types " + std::to_string(query.type) + std::to_string(keys.type) +
-           (sloping ? ", slopes" : "") + (sinking ? ", sinks" : "") + ", " + lies;
+           ", content " + std::to_string(content) + ", types " + std::to_string(query.type) +
+           std::to_string(keys.type) + (sloping ? ", slopes" : "") + (sinking ? ", sinks" : "") + ", " + lies;
   }
   inlay::Attention arguments(Numbers& out) const {
     inlay::Attention a{};

@@ -1,5 +1,6 @@
-// Instructions that the machine may not have, in plain C++ on AVX-512: with `-include emulated.h` the kernels are compiled
-// for them and run anywhere with AVX-512. EMULATE_VNNI stands for AVX-512 VNNI and BF16, EMULATE_AMX for those and AMX.
+// Instructions that the machine may not have, in plain C++ on AVX-512: with `-include emulated.h` the kernels are
+// compiled for them and run anywhere with AVX-512. EMULATE_VNNI stands for AVX-512 VNNI and BF16, EMULATE_AMX for those
+// and AMX.
 //
 // Sanitizers see nothing of what real tile instructions read and write. Here they see every row of every tile.
 #pragma once
@@ -144,9 +145,8 @@ inline void dpbf16ps(int c, int a, int b) {
 }
 
 inline void dpbsud(int c, int a, int b) {
-  multiply<int32_t, 4>(c, a, b, [](const uint8_t* x, const uint8_t* y) {
-    return int32_t{static_cast<int8_t>(*x)} * int32_t{*y};
-  });
+  multiply<int32_t, 4>(
+      c, a, b, [](const uint8_t* x, const uint8_t* y) { return int32_t{static_cast<int8_t>(*x)} * int32_t{*y}; });
 }
 
 }  // namespace emulated

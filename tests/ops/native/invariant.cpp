@@ -27,10 +27,10 @@ int64_t linear(Random& random, const Format& format, std::initializer_list<int32
       for (int64_t first = 0; first + rows <= one.rows; first += rows) {
         Numbers part(rows * one.features, one.x.type);
         omp_set_num_threads(static_cast<int>(1 + random() % 4));
-        const int32_t failed = inlay_packed_linear(
-            one.x.bytes.data + first * one.depth * size_of(one.x), one.weight.bytes.data,
-            one.biased ? one.bias.bytes.data : nullptr, part.bytes.data, one.x.type, one.x.type, rows, one.features,
-            one.depth, format.group, format.bits, format.zero, way);
+        const int32_t failed =
+            inlay_packed_linear(one.x.bytes.data + first * one.depth * size_of(one.x), one.weight.bytes.data,
+                                one.biased ? one.bias.bytes.data : nullptr, part.bytes.data, one.x.type, one.x.type,
+                                rows, one.features, one.depth, format.group, format.bits, format.zero, way);
         if (failed) fail(one.text() + ": " + inlay::last_error());
         same(whole, first * one.features, part, 0, rows * one.features,
              one.text() + ": " + std::to_string(rows) + " rows by way " + std::to_string(way) + " give other bits");
@@ -58,12 +58,13 @@ int64_t attention(Random& random, bool tiled) {
           Numbers part(taken * row_size, one.query.type);
           inlay::Attention some = one.arguments(part);
           some.query = one.query.bytes.data + (b * one.length + first) * one.heads * one.depth * size_of(one.query);
-          some.batch = 1, some.length = taken, some.slots = one.slots.data + b, some.lengths = &before, some.tiled = tiled;
+          some.batch = 1, some.length = taken, some.slots = one.slots.data + b, some.lengths = &before,
+          some.tiled = tiled;
           omp_set_num_threads(threads);
           if (inlay_cached_attention(&some)) fail(one.text() + ": " + inlay::last_error());
           same(whole, (b * one.length + first) * row_size, part, 0, taken * row_size,
-               one.text() + (tiled ? ", tiled" : "") + ": " + std::to_string(taken) + " rows from " + std::to_string(first) +
-                   " on, by " + std::to_string(threads) + " threads, give other bits");
+               one.text() + (tiled ? ", tiled" : "") + ": " + std::to_string(taken) + " rows from " +
+                   std::to_string(first) + " on, by " + std::to_string(threads) + " threads, give other bits");
           ++count;
         }
   return count;

@@ -33,7 +33,8 @@ int64_t tiled_attention(Random& random) {  // where tiles can be taken they are,
   int64_t count = 0;
   while (count < 30) {
     AttentionCase one(random, 1 + static_cast<int64_t>(random() % 2), pick(random, {16, 17, 32, 40}), random() % 2);
-    if (one.keys.type != inlay::kBFloat16 || one.softcap || one.sloping || one.sinking || one.depth % 32 || one.width % 16)
+    if (one.keys.type != inlay::kBFloat16 || one.softcap || one.sloping || one.sinking || one.depth % 32 ||
+        one.width % 16)
       continue;
     one.check();
     ++count;
@@ -50,7 +51,8 @@ int64_t halves(Random& random) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const float value = inlay::from_half(static_cast<uint16_t>(bits));
     const float next = inlay::from_half(static_cast<uint16_t>(bits + 1)), middle = value / 2 + next / 2;
-    if (inlay::from_half_portable(static_cast<uint16_t>(bits)) != value && !std::isnan(value)) fail("a half is read wrongly");
+    if (inlay::from_half_portable(static_cast<uint16_t>(bits)) != value && !std::isnan(value))
+      fail("a half is read wrongly");
     if (!std::isnan(value) && inlay::to_half_portable(value) != bits) fail("a half does not stay what it is");
     for (float each : {value, middle, std::nextafter(middle, value), std::nextafter(middle, next)}) same(each);
   }

@@ -1,8 +1,8 @@
-// The plan runner and the kernels, called by many threads at once, under the thread sanitizer: `threads SEED THREADS ROUNDS`.
-// Results must be those of one thread, bit by bit, and no tensor may be left over.
+// The plan runner and the kernels, called by many threads at once, under the thread sanitizer: `threads SEED THREADS
+// ROUNDS`. Results must be those of one thread, bit by bit, and no tensor may be left over.
 //
-// torch is not linked. Of it the plan runner calls two functions, which copy and delete the handle of a tensor: they are
-// here, over tensors that count their handles. The containers that a plan runs are here as well. Like those of
+// torch is not linked. Of it the plan runner calls two functions, which copy and delete the handle of a tensor: they
+// are here, over tensors that count their handles. The containers that a plan runs are here as well. Like those of
 // AOTInductor they are not for two threads at once: each writes to a plain number, which the sanitizer watches.
 #include <torch/csrc/inductor/aoti_runtime/interface.h>
 
@@ -77,7 +77,8 @@ struct Container {
   double constant = 0;
 
   static AOTIRuntimeError run(AOTInductorModelContainerHandle self_, AtenTensorHandle* ins, size_t in_count,
-                              AtenTensorHandle* outs, size_t out_count, AOTInductorStreamHandle, AOTIProxyExecutorHandle) {
+                              AtenTensorHandle* outs, size_t out_count, AOTInductorStreamHandle,
+                              AOTIProxyExecutorHandle) {
     Container& self = *reinterpret_cast<Container*>(self_);
     if (self.runs++ == 0) self.constant = 1;
     double sum = self.constant;
@@ -100,7 +101,8 @@ struct Owner {
   ~Owner() { inlay_piece_free(piece); }
 };
 
-void add(Plan* plan, const Owner& owner, std::vector<int32_t> ins, std::vector<int32_t> outs, std::vector<int32_t> gone) {
+void add(Plan* plan, const Owner& owner, std::vector<int32_t> ins, std::vector<int32_t> outs,
+         std::vector<int32_t> gone) {
   const auto size = [](const std::vector<int32_t>& each) { return static_cast<int32_t>(each.size()); };
   inlay_plan_add(plan, owner.piece, ins.data(), size(ins), outs.data(), size(outs), gone.data(), size(gone));
 }
@@ -122,7 +124,8 @@ void run_plan(const Plan* plan, double a, double b, std::vector<int32_t> wanted,
   Storage *first = new_storage(a), *second = new_storage(b);
   void* given[2] = {first, second};
   std::vector<AtenTensorHandle> results(wanted.size(), nullptr);
-  const int32_t failed = inlay_plan_run(plan, given, wanted.data(), static_cast<int32_t>(wanted.size()), results.data());
+  const int32_t failed =
+      inlay_plan_run(plan, given, wanted.data(), static_cast<int32_t>(wanted.size()), results.data());
   release(first), release(second);
   if (values.empty()) {
     if (failed != 1 || std::string(inlay::last_error()).find("the sum is") != 0)
@@ -188,5 +191,6 @@ int main(int count, char** given) {
     });
   for (std::thread& each : callers) each.join();
   if (live != 0) fail(std::to_string(live) + " tensors are left over");
-  std::printf("%lld cases\n", static_cast<long long>(threads * rounds * (60 + linear.size() / 2 + attention.size() / 2)));
+  std::printf("%lld cases\n",
+              static_cast<long long>(threads * rounds * (60 + linear.size() / 2 + attention.size() / 2)));
 }

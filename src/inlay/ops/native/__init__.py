@@ -17,6 +17,8 @@ from inlay.errors import PackageError, UsageError
 
 LIBRARY_NAME = "kernels.so"
 """Name of the file in a package."""
+ABI = 1
+"""Version of the functions of run.cpp. Increase it when one of them changes: packages of other versions are refused."""
 _PORTABLE_MARCH = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
 """Supported architectures, and the instruction set that any recent processor of each has: AVX2, or NEON."""
 TARGETS = {"native": "native", "portable": _PORTABLE_MARCH.get(platform.machine(), "native")}
@@ -37,7 +39,7 @@ def build(file: Path, target: str = "native") -> None:
     if not _has_compiler():
         raise UsageError(f"The kernels need {compiler}, which is not installed.", "Install g++, or set CXX.")
     flags = ["-std=c++17", "-O3", f"-march={TARGETS[target]}", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
-    flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic", f"-DINLAY_TAG={build_tag(target)}"]
+    flags += ["-fvisibility=hidden", "-Wl,-Bsymbolic", f"-DINLAY_TAG={build_tag(target)}", f"-DINLAY_ABI={ABI}"]
     sources = sorted(str(source) for source in _FOLDER.glob("*.cpp"))
     linking = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-Wl,--strip-all"]
     done = subprocess.run([compiler, *flags, "-o", str(file), *sources, *linking], capture_output=True, text=True)
@@ -88,7 +90,7 @@ def build_tag(target: str) -> str:
 
     compiler = os.environ.get("CXX", "g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if _has_compiler() else ""
-    parts = [target, torch.__version__, version, *(machine.cpu_features() if target == "native" else ())]
+    parts = [target, str(ABI), torch.__version__, version, *(machine.cpu_features() if target == "native" else ())]
     sources = [source.read_bytes() for source in sorted(_FOLDER.glob("*.[hc]*"))]
     return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources])).hexdigest()[:12]
 
@@ -109,6 +111,12 @@ def load(file: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
         library.inlay_piece_new.restype = library.inlay_plan_new.restype = ctypes.c_void_p
         library.inlay_last_error.restype = ctypes.c_char_p
+        abi = library.inlay_abi()
     except (OSError, AttributeError) as error:
         raise PackageError(f"{file.name} cannot be loaded: {error}.", "Build the package again.") from error
+    if abi != ABI:
+        raise PackageError(
+            f"The package was built by another version of Inlay: its kernels have interface {abi}, not {ABI}.",
+            "Build the package again.",
+        )
     return library

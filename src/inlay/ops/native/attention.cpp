@@ -1,7 +1,7 @@
 // Attention over a cache: how work is divided among threads.
-#include <tuple>
-
 #include "attention.h"
+
+#include <tuple>
 
 namespace inlay {
 namespace {
@@ -39,8 +39,8 @@ __attribute__((noinline)) void part_of_row(const Attention& a, int64_t b, int64_
                                            int64_t part, float* query, float* acc, Sofar* sofar) {
   const int64_t per = a.per_key(), from = cut.first + part * cut.size;
   for (int64_t h = 0; h < per; ++h) read_query(a, b, kv * per + h, row, query + h * a.depth);
-  attend_heads(a, query, kv * per, per, a.key_at(b, kv), a.value_at(b, kv), from, std::min(from + cut.size, cut.end), acc,
-               sofar);
+  attend_heads(a, query, kv * per, per, a.key_at(b, kv), a.value_at(b, kv), from, std::min(from + cut.size, cut.end),
+               acc, sofar);
 }
 
 // Merge the next part of a row into its partial result.

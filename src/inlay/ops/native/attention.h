@@ -129,8 +129,8 @@ inline int64_t dots16(const uint16_t* query, int64_t depth, const uint16_t* keys
         const __m512bh q = reinterpret_cast<__m512bh>(_mm512_loadu_si512(query + h * depth + d));
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i)
-          sums[i] = _mm512_dpbf16_ps(
-              sums[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys + (key + i) * depth + d)), q);
+          sums[i] = _mm512_dpbf16_ps(sums[i],
+                                     reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys + (key + i) * depth + d)), q);
       }
       _mm512_storeu_ps(scores + h * kRun + key, sums16(sums));
     }
@@ -242,10 +242,13 @@ inline float soften(const Attention& a, float* row, int64_t count, int64_t head,
     for (int64_t key = 0; key < count; ++key) row[key] = score_of(a, row[key], head, start + key);
 #ifdef __AVX512F__
   const __m512 by = _mm512_set1_ps(plain ? a.scale : 1.0f), least = _mm512_set1_ps(kLowest);
-  auto lanes = [&](int64_t key) { return static_cast<__mmask16>(count - key >= 16 ? 0xffff : (1u << (count - key)) - 1); };
+  auto lanes = [&](int64_t key) {
+    return static_cast<__mmask16>(count - key >= 16 ? 0xffff : (1u << (count - key)) - 1);
+  };
   __m512 largest = _mm512_set1_ps(most), sums = _mm512_setzero_ps();
   for (int64_t key = 0; key < count; key += 16)
-    largest = _mm512_max_ps(largest, _mm512_mask_mul_ps(least, lanes(key), by, _mm512_maskz_loadu_ps(lanes(key), row + key)));
+    largest =
+        _mm512_max_ps(largest, _mm512_mask_mul_ps(least, lanes(key), by, _mm512_maskz_loadu_ps(lanes(key), row + key)));
   most = _mm512_reduce_max_ps(largest);
   for (int64_t key = 0; key < count; key += 16) {
     __m512 score = _mm512_maskz_loadu_ps(lanes(key), row + key);
@@ -288,13 +291,14 @@ void attend(const Attention& a, const float* query, int64_t head, int64_t key_at
     if (a.depth % 16 == 0) {
       int64_t done = 0;
 #ifdef __AVX512BF16__
-      if (narrow) done = dots16<kHeads>(rounded, a.depth, reinterpret_cast<const uint16_t*>(keys), count, scores,
-                                         reinterpret_cast<const uint16_t*>(values), a.width);
+      if (narrow)
+        done = dots16<kHeads>(rounded, a.depth, reinterpret_cast<const uint16_t*>(keys), count, scores,
+                              reinterpret_cast<const uint16_t*>(values), a.width);
 #endif
       dots<kHeads>(query, a.depth, keys + done * a.depth * size, a.kv_type, count - done, scores + done);
     } else
 #endif
-    if (a.kv_type == kFloat32)
+        if (a.kv_type == kFloat32)
       dots_portable(query, a.depth, reinterpret_cast<const float*>(keys), kHeads, count, scores);
     else if (a.kv_type == kBFloat16)
       dots_portable(query, a.depth, reinterpret_cast<const BFloat16*>(keys), kHeads, count, scores);
@@ -363,7 +367,7 @@ struct TileState {
   TileState(const Attention& a, float* at) : acc(at), most(at + a.width * kQueries), sum(most + kQueries) {}
 };
 
-struct TileRoom {  // scratch memory of one thread
+struct TileRoom {                                    // scratch memory of one thread
   alignas(64) uint16_t query[256 / 32][2][16 * 32];  // [step of 32 columns][half]: 16 pairs of columns, 16 queries
   alignas(64) float scores[kKeys][kQueries];
   alignas(64) uint16_t weights[kKeys / 32][2][16 * 32];  // [step of 32 keys][half]: 16 pairs of keys, 16 queries
@@ -377,8 +381,8 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
   const int64_t before = a.lengths[b], rows = std::min(kQueries, a.length - row), steps = a.depth / 32;
   const int64_t kv = head / a.per_key();
   const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + a.key_at(b, kv);
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   std::memset(t.query, 0, sizeof(t.query[0]) * steps);
   const __m512 by = _mm512_set1_ps(a.scale);
   for (int64_t r = 0; r < rows; ++r) {
@@ -439,7 +443,8 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
         __m512i at = _mm512_set1_epi32(static_cast<int32_t>(start + key));
         __mmask16 mask = _mm512_cmple_epi32_mask(at, position);
         if (a.window)
-          mask &= _mm512_cmpgt_epi32_mask(_mm512_add_epi32(at, _mm512_set1_epi32(static_cast<int32_t>(a.window))), position);
+          mask &= _mm512_cmpgt_epi32_mask(_mm512_add_epi32(at, _mm512_set1_epi32(static_cast<int32_t>(a.window))),
+                                          position);
         return mask;
       };
       __m512 largest = most[half_];

@@ -28,6 +28,9 @@ inline int omp_get_thread_num() { return 0; }
 
 // Several versions of these kernels may be in one process, so the symbols that compiled pieces call contain the
 // version.
+#ifndef INLAY_ABI
+#define INLAY_ABI 0
+#endif
 #ifndef INLAY_TAG
 #define INLAY_TAG untagged
 #endif
@@ -61,7 +64,8 @@ inline uint16_t to_bf16(float value) {
 
 // float16 conversion without hardware instructions. Rounds to nearest, ties to even.
 inline float from_half_portable(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = (bits >> 10) & 31,
+                 fraction = bits & 1023;
   float value;
   if (exponent == 0) {
     value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
@@ -177,9 +181,9 @@ inline void require(bool holds, const char* what) {
 // Throws an error that names `value` unless it is in [low, high].
 inline void require_range(const char* what, int64_t at, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return;
-  throw std::out_of_range(std::string(what) + " " + std::to_string(value) + " at " + std::to_string(at) +
-                          (high < low ? " has no valid range"
-                                      : " is not from " + std::to_string(low) + " to " + std::to_string(high)));
+  throw std::out_of_range(
+      std::string(what) + " " + std::to_string(value) + " at " + std::to_string(at) +
+      (high < low ? " has no valid range" : " is not from " + std::to_string(low) + " to " + std::to_string(high)));
 }
 
 // The part of `count` that the current thread computes.

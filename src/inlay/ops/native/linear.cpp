@@ -35,10 +35,10 @@ int32_t possible(int32_t way, int32_t bits) {
   return way;
 }
 
-#define INLAY_BY_FORMAT(call)                                   \
-  if (l.bits == 8)                                              \
-    l.zero < 0 ? call(8, true) : call(8, false);                \
-  else if (l.bits == 4)                                         \
+#define INLAY_BY_FORMAT(call)                    \
+  if (l.bits == 8)                               \
+    l.zero < 0 ? call(8, true) : call(8, false); \
+  else if (l.bits == 4)                          \
     l.zero < 0 ? call(4, true) : call(4, false);
 
 void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
@@ -51,7 +51,8 @@ void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
 void with_bytes(const Linear& l, Way way) {
   // Tiles read whole groups of 16 rows.
   int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
-  Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps), sums_of_x.get<float>(rows * steps)};
+  Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps),
+          sums_of_x.get<float>(rows * steps)};
   for (int64_t step = 0; step < steps && rows > l.rows; ++step) {
     std::fill(x.scale + step * rows + l.rows, x.scale + (step + 1) * rows, 0.0f);
     std::fill(x.sum + step * rows + l.rows, x.sum + (step + 1) * rows, 0.0f);
@@ -160,7 +161,8 @@ void embed(const Linear& l, int64_t token, int64_t at) {
       uint8_t byte = step[(l.bits == 4 ? quad % 4 : quad) * 64 + lane * 4 + column % 4];
       float q = static_cast<float>(l.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4);
       float d = half(numbers + l.numbers() + 2 * lane);
-      value = l.zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(l.zero)) * d;
+      value =
+          l.zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(l.zero)) * d;
     }
     put(l.y, l.y_type, at * l.depth + k, value);
   }
@@ -170,9 +172,9 @@ void embed(const Linear& l, int64_t token, int64_t at) {
 }  // namespace inlay
 
 // These return 0, or 1 if the arguments are invalid or memory is exhausted; inlay_last_error returns the reason.
-INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y, int32_t x_type,
-                                         int32_t y_type, int64_t rows, int64_t features, int64_t depth, int64_t group,
-                                         int32_t bits, int32_t zero, int32_t way) {
+INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, const void* bias, void* y,
+                                         int32_t x_type, int32_t y_type, int64_t rows, int64_t features, int64_t depth,
+                                         int64_t group, int32_t bits, int32_t zero, int32_t way) {
   using namespace inlay;
   return guarded([&] {
     const Linear l{x, weight, bias, y, x_type, y_type, rows, features, depth, group, bits, zero};

@@ -45,9 +45,7 @@ struct Bytes {
 };
 
 // The factor that turns a value into int8. It would overflow below 127 / FLT_MAX, so such values become 0.
-inline float inverse_of(float most) {
-  return most > 127.0f / std::numeric_limits<float>::max() ? 127.0f / most : 0.0f;
-}
+inline float inverse_of(float most) { return most > 127.0f / std::numeric_limits<float>::max() ? 127.0f / most : 0.0f; }
 
 inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
   float values[kStep], most = 0;
@@ -119,8 +117,7 @@ inline void step_dots(const uint8_t* w, const int8_t* q, int32_t bits, int32_t* 
     for (int64_t side = 0; side < 2; ++side) {
       const uint8_t* at = w + (bits == 4 ? quad % 4 : quad) * 64 + side * 32;
       __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-      if (bits == 4)
-        value = _mm256_and_si256(quad < 4 ? value : _mm256_srli_epi16(value, 4), _mm256_set1_epi8(15));
+      if (bits == 4) value = _mm256_and_si256(quad < 4 ? value : _mm256_srli_epi16(value, 4), _mm256_set1_epi8(15));
       sums[side] = _mm256_add_epi32(sums[side], four_by_eight(value, _mm256_set1_epi32(four), bits));
     }
   }
@@ -180,7 +177,8 @@ inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
   if constexpr (kBits == 4)
     return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
   // Sums of two products of 8-bit values do not fit in 16 bits.
-  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  __m512i even =
+      _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(sums, _mm512_add_epi32(even, odd));
 #endif
@@ -340,8 +338,8 @@ inline void widen(const uint8_t* w, __m512 d, __m512 low, uint8_t* out) {
     return;
   }
   const __m512i mask = _mm512_set1_epi32(kBits == 4 ? 15 : 255);
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     __m512i v = kBits == 8 ? _mm512_loadu_si512(w + i * 64) : _mm512_loadu_si512(w + i % 4 * 64);

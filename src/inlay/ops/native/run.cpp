@@ -57,7 +57,8 @@ using Owned = std::unique_ptr<AtenTensorOpaque, Delete>;
 
 Owned copied(AtenTensorHandle handle) {
   AtenTensorHandle made = nullptr;
-  if (!handle || aoti_torch_new_tensor_handle(handle, &made)) throw std::runtime_error("a value of the plan is missing");
+  if (!handle || aoti_torch_new_tensor_handle(handle, &made))
+    throw std::runtime_error("a value of the plan is missing");
   return Owned(made);
 }
 
@@ -86,7 +87,8 @@ void run_step(const Step& step, Values& values) {
   {
     std::lock_guard<std::mutex> alone(step.piece->entered);
     for (Owned& each : taken) each.release();  // the container takes ownership, even if it fails
-    const bool failed = step.piece->run(step.piece->container, ins.data(), ins.size(), outs.data(), outs.size(), nullptr, nullptr);
+    const bool failed =
+        step.piece->run(step.piece->container, ins.data(), ins.size(), outs.data(), outs.size(), nullptr, nullptr);
     if (failed) {
       for (AtenTensorHandle each : outs)
         if (each) aoti_torch_delete_tensor_object(each);
@@ -100,7 +102,8 @@ void run_step(const Step& step, Values& values) {
 }  // namespace
 
 INLAY_EXPORT Piece* inlay_piece_new(void* run, void* container) {
-  return new (std::nothrow) Piece{reinterpret_cast<Run>(run), static_cast<AOTInductorModelContainerHandle>(container), {}};
+  return new (std::nothrow)
+      Piece{reinterpret_cast<Run>(run), static_cast<AOTInductorModelContainerHandle>(container), {}};
 }
 
 INLAY_EXPORT void inlay_piece_free(Piece* piece) { delete piece; }
@@ -115,6 +118,9 @@ INLAY_EXPORT int32_t inlay_plan_add(Plan* plan, Piece* piece, const int32_t* ins
 }
 
 INLAY_EXPORT void inlay_plan_free(Plan* plan) { delete plan; }
+
+// The version of the functions in this file. A package brings its own kernels, and a later Inlay calls them.
+INLAY_EXPORT int32_t inlay_abi() { return INLAY_ABI; }
 
 INLAY_EXPORT const char* inlay_last_error() { return inlay::last_error(); }
 

@@ -10,8 +10,8 @@
 #include "packed_linear.h"
 
 extern "C" {
-int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t, int64_t,
-                         int64_t, int32_t, int32_t, int32_t);
+int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t,
+                            int64_t, int64_t, int32_t, int32_t, int32_t);
 int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
                                int32_t, int32_t);
 int32_t inlay_cached_attention(const inlay::Attention*);
@@ -73,7 +73,17 @@ constexpr int64_t kMostAxes = 16;
 // Whether a packed weight has the shape for these features and columns.
 bool holds(const Tensor& weight, int64_t features, int64_t depth, int64_t group, int64_t bits, int64_t zero) {
   if (group <= 0 || features < 0) return false;
-  const inlay::Linear l{nullptr, nullptr, nullptr, nullptr, 0, 0, 0, features, depth, group, static_cast<int32_t>(bits),
+  const inlay::Linear l{nullptr,
+                        nullptr,
+                        nullptr,
+                        nullptr,
+                        0,
+                        0,
+                        0,
+                        features,
+                        depth,
+                        group,
+                        static_cast<int32_t>(bits),
                         static_cast<int32_t>(zero)};
   return weight.has_shape({l.blocks(), l.groups(), l.group_bytes()});
 }
@@ -100,9 +110,10 @@ const void* gathered(const Tensor& x, int64_t rows, int64_t depth) {
 
 }  // namespace
 
-INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenTensorHandle weight_, AtenTensorHandle* bias_,
-                                            int64_t features, int64_t bits, int64_t zero, int64_t singly,
-                                            int64_t tiled, AtenTensorHandle* ret0) {
+INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenTensorHandle weight_,
+                                                      AtenTensorHandle* bias_, int64_t features, int64_t bits,
+                                                      int64_t zero, int64_t singly, int64_t tiled,
+                                                      AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
   if (x.type() < 0 || !weight.contiguous() || x.dim < 1 || x.dim > kMostAxes || weight.dim != 3)
     return refused("packed_linear wants x in float32, bfloat16 or float16, and a packed weight that is contiguous");
@@ -124,20 +135,23 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenT
   void* y = Tensor(*ret0).data;
   const void* data = x.data;
   if (!x.contiguous() && inlay::guarded([&] { data = gathered(x, rows, depth); })) return done(1, ret0);
-  const int32_t failed = inlay_packed_linear(
-      data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features, depth,
-      depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
-      rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16);
+  const int32_t failed =
+      inlay_packed_linear(data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
+                          depth, depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
+                          rows <= singly  ? inlay::kDot
+                          : rows <= tiled ? inlay::kTiles8
+                                          : inlay::kTiles16);
   return done(failed, ret0);
 }
 
 INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight_, AtenTensorHandle tokens_,
-                                               int64_t features, int64_t bits, int64_t zero, int64_t group,
-                                               int32_t dtype, AtenTensorHandle* ret0) {
+                                                         int64_t features, int64_t bits, int64_t zero, int64_t group,
+                                                         int32_t dtype, AtenTensorHandle* ret0) {
   Tensor weight(weight_), tokens(tokens_);
   if (!tokens.has_indices() || !weight.contiguous() || tokens.dim >= kMostAxes || weight.dim != 3)
     return refused("packed_embedding wants a packed weight and tokens in int64, both contiguous");
-  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16())
+  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() &&
+      dtype != aoti_torch_dtype_float16())
     return refused("packed_embedding gives float32, bfloat16 or float16");
   if (!holds(weight, features, weight.sizes[1] * group, group, bits, zero))
     return refused("packed_embedding: the weight has not the shape that its features and bits have packed");
@@ -155,10 +169,12 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight
   return done(failed, ret0);
 }
 
-INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_, AtenTensorHandle keys_, AtenTensorHandle values_,
-                                               AtenTensorHandle slots_, AtenTensorHandle lengths_, double scale,
-                                               int64_t window, double softcap, AtenTensorHandle* slopes_,
-                                               AtenTensorHandle* sinks_, int32_t tiled, AtenTensorHandle* ret0) {
+INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_, AtenTensorHandle keys_,
+                                                         AtenTensorHandle values_, AtenTensorHandle slots_,
+                                                         AtenTensorHandle lengths_, double scale, int64_t window,
+                                                         double softcap, AtenTensorHandle* slopes_,
+                                                         AtenTensorHandle* sinks_, int32_t tiled,
+                                                         AtenTensorHandle* ret0) {
   Tensor query(query_), keys(keys_), values(values_), slots(slots_), lengths(lengths_);
   if (query.dim != 4 || keys.dim != 4 || values.dim != 4 || (query.sizes[3] > 1 && query.strides[3] != 1) ||
       !keys.contiguous() || !values.contiguous() || query.type() < 0 || keys.type() < 0 || keys.dtype != values.dtype)
@@ -191,4 +207,3 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(cached_attention)(AtenTensorHandle query_
   a.scale = static_cast<float>(scale), a.window = window, a.softcap = static_cast<float>(softcap), a.tiled = tiled;
   return done(inlay_cached_attention(&a), ret0);
 }
-
