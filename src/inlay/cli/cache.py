@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import Command, error_boundary, out, print_json
 from inlay.cli.sizes import format_bytes, parse_bytes
 from inlay.errors import UsageError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
     """List the entries of the build cache and the packages built by `run`, `chat` and `serve`, recently used first.
 
@@ -65,7 +65,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
             out.print(f"{count}, {format_bytes(total)}, in {packages.folder}", soft_wrap=True)
 
 
-@app.command("clear")
+@app.command("clear", cls=Command)
 def clear(
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="TIME", help="Only entries unused for this long: 30m, 12h, 7d, 4w.")
@@ -88,7 +88,7 @@ def clear(
         out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}{also}, {format_bytes(freed + size)}.")
 
 
-@app.command("limit")
+@app.command("limit", cls=Command)
 def limit(
     size: Annotated[
         str, typer.Argument(metavar="[SIZE]", help="New maximum size, such as 500MB or 8GB.", show_default=False)

@@ -44,7 +44,7 @@ def chat(
     settings: SetOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Talk to a model in the terminal.
+    """Chat with a model in the terminal.
 
     /clear starts a new conversation. /exit or Ctrl-D ends. Ctrl-C stops an answer. Earlier turns stay in the prefix
     cache, so that only the new message is computed.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand
 
 from inlay.errors import ExitCode, InlayError, MachineError, one_line
 
@@ -25,6 +26,22 @@ WIDTH = 120
 
 out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type for flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            if getattr(param, "is_bool_flag", False) and param.metavar is None:
+                param.metavar = ""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option: Any = super().get_help_option(ctx)
+        if option is not None:
+            option.metavar = ""
+        return option
 
 
 class GlobalOptions:

@@ -30,7 +30,7 @@ from inlay.cli import (
     streams,
     verify,
 )
-from inlay.cli.console import global_options
+from inlay.cli.console import Command, global_options
 from inlay.openmp import share_cores
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="inlay",
-    help="Turn a stock PyTorch LLM into a compiled inference package, and see what every graph pass did and why.",
-    epilog="Exit codes: 0 fine, 1 a check said no, 2 wrong usage, 3 bad MODEL, 4 no capture, 5 bad program,"
-    " 6 failed transform, 7 broken contract, 8 bad package, 9 no space or no port, 70 defect.",
+    help="Compile a language model into a package, run and serve it, and inspect every graph pass.",
+    epilog="Exit codes: 0 success, 1 check failed, 2 invalid command line, 3 model not found or unreadable, 4 model"
+    " cannot be captured, 5 invalid program, 6 transform failed, 7 wrong number of matches, 8 invalid package, 9 no"
+    " disk space or port in use, 70 bug in Inlay.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -77,7 +78,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for _group, _commands in GROUPS.items():
     for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_group)(_command)
+        app.command(_name, cls=Command, rich_help_panel=_group)(_command)
 app.add_typer(cache.app, name="cache", rich_help_panel="Maintain")
 
 
@@ -89,12 +90,12 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options that stand before the verb."""
+    """Options that stand before the command."""
     global_options.debug = debug
 
 

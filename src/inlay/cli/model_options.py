@@ -21,7 +21,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Hugging Face folder or id (org/name@revision), GGUF file, package.module:factory, or a dump (.py).",
+        help="Hugging Face folder or id (org/name@revision), GGUF file, package.module:function that returns an"
+        " inlay.Example, or a file written by `inlay show --full -o FILE.py`.",
         show_default=False,
     ),
 ]
@@ -42,7 +43,7 @@ BUILD_STEPS = {**CAPTURE_STEPS, "transforming": 6, "compiling": 15, "writing wei
 
 
 class DType(StrEnum):
-    """Number format to capture the model in."""
+    """dtype to capture a model in."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -70,26 +71,32 @@ class CodeTarget(StrEnum):
 
 
 DTypeOption = Annotated[
-    DType | None, typer.Option("--dtype", help="Number format to capture in; by default the checkpoint's own.")
+    DType | None, typer.Option("--dtype", help="dtype to capture in; by default that of the checkpoint.")
 ]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that a Hugging Face model brings along.")
-]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")]
 MAX_LENGTH, MAX_BATCH = 2048, 8
 MaxLengthOption = Annotated[
     int | None,
-    typer.Option("--max-length", min=1, help=f"Tokens that a sequence can hold; {MAX_LENGTH} by default."),
+    typer.Option(
+        "--max-length",
+        min=1,
+        help=f"Maximum tokens of a sequence, prompt included; {MAX_LENGTH} by default. Only for MODEL.",
+    ),
 ]
 MaxBatchOption = Annotated[
     int | None,
-    typer.Option("--max-batch", min=1, help=f"Sequences that run at the same time; {MAX_BATCH} by default."),
+    typer.Option(
+        "--max-batch",
+        min=1,
+        help=f"Maximum sequences that run at the same time; {MAX_BATCH} by default. Only for MODEL.",
+    ),
 ]
 WeightsOption = Annotated[
     WeightFormat | None,
     typer.Option(
         "--weights",
-        help="Number format of the weights; by default the checkpoint's own. stored: GGUF blocks unchanged;"
-        " int4, int8: quantized; float32: dequantized.",
+        help="Number format of the weights; by default that of the checkpoint. stored: GGUF blocks (Q4_0, Q4_1, Q8_0"
+        " unchanged, others as int8). int4, int8: quantized. Others: converted.",
     ),
 ]
 

@@ -12,16 +12,23 @@ from rich.text import Text
 from inlay.cli.console import err, error_boundary, out, print_json
 
 ConfigOption = Annotated[
-    list[Path] | None, typer.Option("--config", help="YAML file with transform options. May be given several times.")
+    list[Path] | None,
+    typer.Option("--config", metavar="FILE", help="YAML file with transform options. May be given several times."),
 ]
+BUILD_TRANSFORMS = ("insert_kv_cache", "pack_weights")
+"""Transforms that `inlay.flow` enables for language models."""
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="One transform option: TRANSFORM.OPTION=VALUE. May be given several times."),
+    typer.Option(
+        "--set",
+        metavar="TRANSFORM.OPTION=VALUE",
+        help="Set one option of a transform. May be given several times.",
+    ),
 ]
 
 
 def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False) -> None:
-    """List all transforms, in the order in which a build runs them.
+    """List all transforms (Inlay's graph passes), in the order in which a build runs them.
 
     Example: [bold]inlay passes[/]
     """
@@ -48,11 +55,16 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
             )
             return
         table = Table(box=None, pad_edge=False)
-        for column in ("transform", "stage", "", "numerics", "summary"):
+        for column in ("transform", "stage", "default", "numerics", "summary"):
             table.add_column(column, overflow="fold")
         for cls, enabled in rows:
-            table.add_row(cls.name, cls.stage.value, "on" if enabled else "off", cls.numerics.value, cls.summary())
+            default = "on" if enabled else "build" if cls.name in BUILD_TRANSFORMS else "off"
+            table.add_row(cls.name, cls.stage.value, default, cls.numerics.value, cls.summary())
         out.print(table)
+        out.print("\nbuild: off by default; `inlay build` enables it for language models.", markup=False)
+        out.print(
+            "numerics: exact = same bits; rounding = rounding may change; approximate = values change.", markup=False
+        )
 
 
 def config(

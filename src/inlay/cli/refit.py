@@ -16,7 +16,12 @@ def refit(
     package: PackageArgument,
     weights: Annotated[
         str,
-        typer.Option("--weights", metavar="FOLDER", help="Checkpoint with the new weights.", show_default=False),
+        typer.Option(
+            "--weights",
+            metavar="MODEL",
+            help="Hugging Face folder or GGUF file with the new weights.",
+            show_default=False,
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write a new package here instead of changing PACKAGE.")

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 def run(
     target: PackageOrModelArgument,
-    prompt: Annotated[str, typer.Argument(help="The prompt.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)],
     system: Annotated[
         str | None, typer.Option("--system", help="System message; the model needs a chat template.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens to generate.")] = 256,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Stop before this text; can be given several times.")
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Stop before this text; can be given several times."),
     ] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K most likely tokens; 0: from all.")] = 0,
@@ -63,7 +64,8 @@ def run(
     """Answer a prompt with a model or a compiled package.
 
     The text is written to standard output; the speed to standard error. A model is built first and kept in the package
-    cache (`inlay cache ls`), so later runs start at once.
+    cache (`inlay cache ls`), so later starts take about two seconds. --top-k, --top-p, --min-p and --seed need a
+    --temperature above 0.
 
     Example: [bold]inlay run model.gguf "Name the capital of France."[/]
 

@@ -41,10 +41,14 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow other machines to send requests without an API key.")
     ] = False,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Maximum number of requests that wait for a slot.")] = 64,
+    queue: Annotated[
+        int, typer.Option("--queue", min=0, help="Maximum number of completions that wait for a slot.")
+    ] = 64,
     max_concurrent: Annotated[
         int | None,
-        typer.Option("--max-concurrent", min=1, help="Maximum number of in-flight choices; by default slots + queue."),
+        typer.Option(
+            "--max-concurrent", min=1, help="Maximum number of completions in flight; by default slots + queue."
+        ),
     ] = None,
     max_prompt: Annotated[
         int | None, typer.Option("--max-prompt", min=1, help="Maximum prompt tokens; by default the package's limit.")
@@ -53,7 +57,9 @@ def serve(
         int | None,
         typer.Option("--max-tokens", min=1, help="Maximum completion tokens; by default the package's limit."),
     ] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="Maximum size of a request body.")] = "1M",
+    max_body: Annotated[
+        str, typer.Option("--max-body", help="Maximum size of a request body: 500KB, 1M, 2MiB.")
+    ] = "1M",
     cache_memory: Annotated[
         str | None,
         typer.Option("--cache-memory", help="Memory for the prefix cache; by default as much as the slots take."),
@@ -65,7 +71,8 @@ def serve(
         float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
     write_seconds: Annotated[
-        float, typer.Option("--write-seconds", min=0.1, help="Disconnect clients that read nothing for this long.")
+        float,
+        typer.Option("--write-seconds", min=0.1, help="Disconnect clients that read less than 64 KiB in this time."),
     ] = 60.0,
     kv_events: Annotated[
         str | None, typer.Option("--kv-events", help="Publish KV cache events at this address: tcp://127.0.0.1:5557.")
@@ -92,7 +99,8 @@ def serve(
     """Serve a model or a compiled package over HTTP with OpenAI's API.
 
     A model is built first and kept in the package cache (`inlay cache ls`), so the next start takes seconds. Each
-    request is logged as one line of JSON on standard error. SIGTERM stops the server after all requests have finished.
+    request is logged as one line of JSON on standard error. After SIGTERM, accepted requests are completed for up to
+    --drain-seconds, and the rest are aborted.
 
     Example: [bold]inlay serve SmolLM2-135M-Instruct.Q4_1.gguf --max-batch 16[/]
 

@@ -13,7 +13,6 @@ from inlay.cli.console import error_boundary, out, print_json, progress
 from inlay.cli.model_options import (
     CAPTURE_STEPS,
     DTypeOption,
-    PackageOrModelArgument,
     TrustOption,
     read_program,
     resolve_config,
@@ -29,7 +28,12 @@ _STEPS = {**CAPTURE_STEPS, "reference": 6, "package": 6, "layers": 1}
 
 
 def verify(
-    target: PackageOrModelArgument,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PACKAGE", help="A package, or a MODEL, which is captured and not built.", show_default=False
+        ),
+    ],
     text: Annotated[
         Path | None, typer.Option("--text", help="PACKAGE: text file to measure on; by default a built-in sample.")
     ] = None,
@@ -41,7 +45,8 @@ def verify(
         int, typer.Option("--max-tokens", min=2, help="PACKAGE: number of tokens of the text to measure on.")
     ] = 2048,
     source: Annotated[
-        str | None, typer.Option("--source", metavar="MODEL", help="PACKAGE: the model it was built from, if moved.")
+        str | None,
+        typer.Option("--source", metavar="MODEL", help="PACKAGE: the model it was built from, if it was moved."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="MODEL: seed of the random inputs.")] = 0,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="MODEL: number of random inputs.")] = 4,
@@ -58,10 +63,11 @@ def verify(
     """Compare numbers: a package with the model it was built from, or a model before and after each transform.
 
     PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the drift after each layer. The
-    reference is the model in float32. Exit code 1 if the KL divergence is larger than --max-kl.
+    reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl.
 
-    MODEL: the effect of each transform (exact, rounding or wrong) on random inputs. The reference is the captured
-    program in float64. Exit code 1 if a transform is wrong.
+    MODEL: the effect of each transform (no change, rounding or wrong) on random inputs. The reference is the captured
+    program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are those
+    of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package for them.
 
     Example: [bold]inlay verify ./package --text book.txt --max-kl 0.01[/]
 
@@ -71,6 +77,9 @@ def verify(
         from inlay.package_cache import is_package
 
         if is_package(target):
+            given = {"--against": against, "--config": files, "--set": settings, "--dtype": dtype}
+            if wrong := [name for name, value in given.items() if value]:
+                raise UsageError(f"{', '.join(wrong)} needs a model, and {target} is a package.", "Leave it out.")
             _verify_package(target, text, max_kl, max_tokens, source, as_json, trust)
             return
         if text is not None or max_kl is not None or source is not None:
