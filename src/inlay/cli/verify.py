@@ -66,8 +66,8 @@ def verify(
     reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl.
 
     MODEL: the effect of each transform (no change, rounding or wrong) on random inputs. The reference is the captured
-    program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are those
-    of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package for them.
+    program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
+    those of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package.
 
     Example: [bold]inlay verify ./package --text book.txt --max-kl 0.01[/]
 
