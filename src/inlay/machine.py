@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TESTED_TORCH = "2.13"
 """The torch this version of Inlay is tested with."""
 INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
+TESTED_TRANSFORMERS = ("5.20", "5.23")
+"""The oldest and newest transformers this version of Inlay is tested with."""
 _IMPORT_TIME = time.time()
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
@@ -53,7 +55,7 @@ def run_checks() -> Iterator[MachineCheck]:
     yield _cpu()
     yield _threads()
     yield _memory()
-    yield _package("transformers", "hf", "Hugging Face models")
+    yield _transformers()
     yield _package("safetensors", "hf", "weights in safetensors files")
     yield _package("gguf", "gguf", "GGUF files")
     yield _package("tokenizers", "run", "running language models")
@@ -209,6 +211,24 @@ def _memory() -> MachineCheck:
             "memory", CheckStatus.WARN, f"{total:.1f} GiB", "Compilation needs up to 3 GiB in addition to the model."
         )
     return MachineCheck("memory", CheckStatus.OK, f"{total:.1f} GiB")
+
+
+def _transformers() -> MachineCheck:
+    check = _package("transformers", "hf", "Hugging Face models")
+    oldest, newest = TESTED_TRANSFORMERS
+    if check.status is CheckStatus.OK and not _release(oldest) <= _release(check.found) <= _release(newest):
+        remedy = f"Inlay is tested with transformers {oldest} to {newest}: pip install 'transformers=={newest}.*'"
+        return MachineCheck("transformers", CheckStatus.WARN, check.found, remedy)
+    return check
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor version.
+
+    >>> _release("5.23.0.dev1"), _release("5.20")
+    ((5, 23), (5, 20))
+    """
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _package(name: str, extra: str, purpose: str) -> MachineCheck:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
+from inlay import machine
 from inlay.cli.main import app
 from tests.models import config_folder, tiny_gguf
 
@@ -71,6 +72,15 @@ def test_doctor() -> None:
 
 
 @pytest.mark.fast
+def test_doctor_names_the_tested_versions_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for version in ("5.19.4", "5.20.0", "5.23.1", "5.24.0"):
+        monkeypatch.setattr(machine.importlib.metadata, "version", lambda name, version=version: version)
+        found[version] = machine._transformers()
+    assert [each.status for each in found.values()] == ["warn", "ok", "ok", "warn"]
+    assert "tested with transformers 5.20 to 5.23" in found["5.24.0"].remedy
+
+
 def test_doctor_says_what_to_do() -> None:
     run = _inlay("doctor", check=1, CXX="no-such-compiler")
     assert "no-such-compiler not found" in run.stdout

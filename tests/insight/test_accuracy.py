@@ -142,3 +142,45 @@ def test_what_cannot_be_measured(home: Path, tmp_path: Path) -> None:
         api.measure_accuracy(home / "package", text=tmp_path / "empty", source=str(home / "model"))
     with pytest.raises(ModelError, match=r"Pass the model that the package was built from"):
         api.measure_accuracy(home / "package", source="./nowhere")
+
+
+@pytest.mark.nightly
+def test_faults_in_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    """The same faults in a real model with four-bit weights, each in one of 30 layers."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    build(str(smollm2), tmp_path / "package", BuildOptions(max_length=512))
+    right = api.measure_accuracy(tmp_path / "package")
+    limit = 1.5 * right.kl
+    assert right.kl < 0.005, "about the error of eight-bit activations"
+
+    def spoil(name: str, change: Callable[[Any], None]) -> Path:
+        file = shutil.copyfile(smollm2, tmp_path / "spoiled.gguf")
+        tensors = {tensor.name: tensor.data for tensor in GGUFReader(file, "r+").tensors}
+        change(tensors[name])
+        tensors[name].flush()
+        return file
+
+    def scale(blocks: Any) -> None:
+        """Q4_1: a scale and a minimum in float16, then 16 bytes, for 32 weights."""
+        factors = blocks.reshape(-1, 20)[:, :4].copy().view(np.float16)
+        blocks.reshape(-1, 20)[:, :4] = (factors * np.float16(1.1)).view(np.uint8)
+
+    def swap(rows: Any) -> None:
+        """Two neighbouring rows are rotated together in the file; rotate others."""
+        heads = rows.reshape(-1, 2, 32, rows.shape[-1]).copy()
+        rows[:] = heads.transpose(0, 2, 1, 3).reshape(rows.shape)
+
+    def drop_offset(weight: Any) -> None:
+        weight -= 1
+
+    for name, fault in (
+        ("blk.15.ffn_down.weight", scale),
+        ("blk.7.attn_k.weight", swap),
+        ("blk.20.ffn_norm.weight", drop_offset),
+    ):
+        refit(tmp_path / "package", str(spoil(name, fault)))
+        found = api.measure_accuracy(tmp_path / "package", source=str(smollm2))
+        assert found.kl > limit, (name, found.kl, right.kl)
+        print(f"{name}: KL {found.kl:.4f}, limit {limit:.4f}, largest step at layer {found.largest_step}")
