@@ -12,7 +12,9 @@ nothing was tested), or if the fuzzer finds a failure. Without a deletion, both 
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ from collections import Counter, defaultdict
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,11 +33,17 @@ import pytest
 import inlay.lowering.state.in_place_writes
 from inlay.testing.fuzz.__main__ import run
 from inlay.testing.fuzz.templates import Templates
-from inlay.testing.review.mutants import Condition, delete_condition, find_guards
+from inlay.testing.review.mutants import (
+    Condition,
+    StatementDeleter,
+    condition_statements,
+    condition_text,
+    is_refusal,
+)
 from inlay.transforms.base import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
     from types import FrameType
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +92,78 @@ TESTS: dict[str, list[str]] = {
 """File → its tests; the default for a transform in the library is its cases in the harness."""
 FAILED, PASSED = int(pytest.ExitCode.TESTS_FAILED), int(pytest.ExitCode.OK)
 ENDLESS = 124
+
+
+def find_guards(file: Path) -> list[Condition]:
+    """Return every guard in a file, in order: the conditions of rules, and each `if` that is an early exit.
+
+    An early exit returns a constant, an existing value or a refusal, raises, or continues. A line that ends with
+    `# shortcut` only saves time and is not included.
+    """
+    lines = file.read_text().splitlines()
+    tree = ast.parse("\n".join(lines))
+    found = {each.lineno: each for each in condition_statements(tree)}
+    found |= {each.lineno: each for each in ast.walk(tree) if isinstance(each, ast.If) and _is_early_exit(each)}
+    return [
+        Condition(file, line, condition_text(each) or _test(each))
+        for line, each in sorted(found.items())
+        if not lines[line - 1].endswith("# shortcut")
+    ]
+
+
+def _is_early_exit(statement: ast.If) -> bool:
+    *before, last = statement.body
+    if statement.orelse or not all(isinstance(each, (ast.Expr, ast.Assign)) for each in before):
+        return False
+    match last:
+        case ast.Raise() | ast.Continue() | ast.Return(value=None | ast.Constant() | ast.JoinedStr() | ast.Name()):
+            return True
+        case ast.Return(value=ast.Call(func=ast.Name(id=name))):
+            return name in ("MaskKind", "CopyRequired", "IneligibleState", "Mismatch") or is_refusal(last)
+        case ast.Return(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+            return all(isinstance(part, (ast.Constant, ast.Name)) for part in parts)
+    return False
+
+
+def _test(statement: ast.stmt) -> str:
+    return f"if {ast.unparse(statement.test)}" if isinstance(statement, ast.If) else ""
+
+
+@contextlib.contextmanager
+def delete_condition(condition: Condition) -> Iterator[None]:
+    """Remove a condition from the code of its function, for all callers."""
+    tree = ast.parse(condition.file.read_text())
+    code = compile(ast.fix_missing_locations(StatementDeleter(condition.line).visit(tree)), str(condition.file), "exec")
+    owner = _function(condition)
+    changed = _code(code, owner.__code__)
+    before, owner.__code__ = owner.__code__, changed
+    try:
+        yield
+    finally:
+        owner.__code__ = before
+
+
+def _function(condition: Condition) -> Any:
+    """Return the outermost imported function or method that contains a condition."""
+    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == str(condition.file))
+    for node in ast.parse(condition.file.read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        for each in inside:
+            if isinstance(each, ast.FunctionDef) and each.lineno <= condition.line <= (each.end_lineno or 0):
+                owner = getattr(module, node.name) if isinstance(node, ast.ClassDef) else module
+                found = inspect.getattr_static(owner, each.name)
+                return inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", None) or found))
+    raise LookupError(f"{condition.location} is not in a function")
+
+
+def _code(module: CodeType, like: CodeType) -> CodeType:
+    todo = [module]
+    while todo:
+        each = todo.pop()
+        if each.co_qualname == like.co_qualname:
+            return each
+        todo += [const for const in each.co_consts if isinstance(const, CodeType)]
+    raise LookupError(f"{like.co_qualname} does not exist any more")
 
 
 def tests_of(file: Path) -> list[str]:

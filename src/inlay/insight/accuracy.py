@@ -7,6 +7,7 @@ measured as it is used: token by token (decode), and in chunks (prefill).
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +74,6 @@ class AccuracyReport:
         """The larger mean KL divergence of decode and prefill; infinite if logits are not finite."""
         means = self.decode.kl_mean, self.prefill.kl_mean
         return max(means) if all(map(math.isfinite, means)) else math.inf
-
-    @property
-    def largest_step(self) -> LayerDrift | None:
-        """The layer after which the drift has grown most, relative to the layer before."""
-        if len(self.layers) < 2:
-            return None
-        pairs = zip(self.layers, self.layers[1:], strict=False)
-        return max(pairs, key=lambda pair: pair[1].drift / max(pair[0].drift, 1e-9))[1]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -207,7 +200,7 @@ def _layer_drifts(
     times. A step may return other values beside the hidden state, such as its norm: the output that is nearest over all
     layers is the hidden state.
     """
-    layers = [nodes for _, nodes in _layer_outputs(runner.program)]
+    layers = _layer_outputs(runner.program)
     steps = _layer_steps(package)
     if not layers or len(layers) != len(steps):
         return (
@@ -225,7 +218,7 @@ def _layer_drifts(
             pairs = [(values[outs[output]], kept[nodes[candidate]]) for outs, nodes in zip(steps, layers, strict=True)]
             if all(one.shape == two.shape for one, two in pairs):
                 drifts = [_relative_error(one, two) for one, two in pairs]
-                if not best or _median(drifts) < _median(best):
+                if not best or statistics.median(drifts) < statistics.median(best):
                     best = drifts
     note = (
         "" if best else "No value of the package has the shape of the model's hidden state, so layers are not compared."
@@ -233,18 +226,18 @@ def _layer_drifts(
     return tuple(LayerDrift(number, drift) for number, drift in enumerate(best)), note
 
 
-def _layer_outputs(program: Program) -> list[tuple[int, list[fx.Node]]]:
+def _layer_outputs(program: Program) -> list[list[fx.Node]]:
     """Return the values that each repeated block passes on, in program order."""
     found = fold(program)
     stretches = [(each.start, each.nodes) for _, _, each in found.iter_occurrences()]
     stretches += [(each.start, each.nodes) for each in found.deviations]
     most = max((len(nodes) for _, nodes in stretches), default=0)
     rows = []
-    for start, nodes in sorted(stretches, key=lambda each: each[0]):
+    for _, nodes in sorted(stretches, key=lambda each: each[0]):
         inside = set(nodes)
         passed = [node for node in nodes if any(user not in inside for user in node.users)]
         if len(nodes) * 3 >= most:
-            rows.append((start, [node for node in passed if isinstance(node.meta.get("val"), torch.Tensor)]))
+            rows.append([node for node in passed if isinstance(node.meta.get("val"), torch.Tensor)])
     return rows
 
 
@@ -265,7 +258,3 @@ def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the length of the difference relative to the length of the reference, as a mean over positions."""
     one, two = value.double(), reference.double()
     return float(((one - two).norm(dim=-1) / two.norm(dim=-1).clamp_min(1e-30)).mean())
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

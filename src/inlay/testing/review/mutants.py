@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,22 +60,25 @@ class Condition:
 
 def find_conditions(file: Path) -> list[Condition]:
     """Return the conditions in a file, in order."""
-    return [Condition(file, each.lineno, _reason(each)) for each in _statements(ast.parse(file.read_text()))]
+    return [
+        Condition(file, each.lineno, condition_text(each)) for each in condition_statements(ast.parse(file.read_text()))
+    ]
 
 
-def _statements(tree: ast.AST) -> list[ast.stmt]:
+def condition_statements(tree: ast.AST) -> list[ast.stmt]:
+    """Return the statements that are conditions of a rule, in order."""
     found: list[ast.stmt] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
             if isinstance(function, ast.Attribute) and function.attr == "require":
                 found.append(node)
-        elif isinstance(node, ast.If) and _is_refusal(node.body[-1]):
+        elif isinstance(node, ast.If) and is_refusal(node.body[-1]):
             found.append(node)
     return sorted(found, key=lambda each: each.lineno)
 
 
-def _is_refusal(statement: ast.stmt) -> bool:
+def is_refusal(statement: ast.stmt) -> bool:
     """Return whether a statement refuses a match: `return Refusal(…)`, `raise Refused(…)`, or a helper for one."""
     match statement:
         case ast.Return(value=ast.Call(func=ast.Name(id=name))) | ast.Raise(exc=ast.Call(func=ast.Name(id=name))):
@@ -84,81 +86,8 @@ def _is_refusal(statement: ast.stmt) -> bool:
     return False
 
 
-def find_guards(file: Path) -> list[Condition]:
-    """Return every guard in a file, in order: the conditions of rules, and each `if` that is an early exit.
-
-    An early exit returns a constant, an existing value or a refusal, raises, or continues. A line that ends with
-    `# shortcut` only saves time and is not included.
-    """
-    lines = file.read_text().splitlines()
-    tree = ast.parse("\n".join(lines))
-    found = {each.lineno: each for each in _statements(tree)}
-    found |= {each.lineno: each for each in ast.walk(tree) if isinstance(each, ast.If) and _is_early_exit(each)}
-    return [
-        Condition(file, line, _reason(each) or _test(each))
-        for line, each in sorted(found.items())
-        if not lines[line - 1].endswith("# shortcut")
-    ]
-
-
-def _is_early_exit(statement: ast.If) -> bool:
-    *before, last = statement.body
-    if statement.orelse or not all(isinstance(each, (ast.Expr, ast.Assign)) for each in before):
-        return False
-    match last:
-        case ast.Raise() | ast.Continue() | ast.Return(value=None | ast.Constant() | ast.JoinedStr() | ast.Name()):
-            return True
-        case ast.Return(value=ast.Call(func=ast.Name(id=name))):
-            return name in ("MaskKind", "CopyRequired", "IneligibleState", "Mismatch") or _is_refusal(last)
-        case ast.Return(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
-            return all(isinstance(part, (ast.Constant, ast.Name)) for part in parts)
-    return False
-
-
-def _test(statement: ast.stmt) -> str:
-    return f"if {ast.unparse(statement.test)}" if isinstance(statement, ast.If) else ""
-
-
-@contextmanager
-def delete_condition(condition: Condition) -> Iterator[None]:
-    """Remove a condition from the code of its function, for all callers."""
-    tree = ast.parse(condition.file.read_text())
-    code = compile(
-        ast.fix_missing_locations(_StatementDeleter(condition.line).visit(tree)), str(condition.file), "exec"
-    )
-    owner = _function(condition)
-    changed = _code(code, owner.__code__)
-    before, owner.__code__ = owner.__code__, changed
-    try:
-        yield
-    finally:
-        owner.__code__ = before
-
-
-def _function(condition: Condition) -> Any:
-    """Return the outermost imported function or method that contains a condition."""
-    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == str(condition.file))
-    for node in ast.parse(condition.file.read_text()).body:
-        inside = node.body if isinstance(node, ast.ClassDef) else [node]
-        for each in inside:
-            if isinstance(each, ast.FunctionDef) and each.lineno <= condition.line <= (each.end_lineno or 0):
-                owner = getattr(module, node.name) if isinstance(node, ast.ClassDef) else module
-                found = inspect.getattr_static(owner, each.name)
-                return inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", None) or found))
-    raise LookupError(f"{condition.location} is not in a function")
-
-
-def _code(module: CodeType, like: CodeType) -> CodeType:
-    todo = [module]
-    while todo:
-        each = todo.pop()
-        if each.co_qualname == like.co_qualname:
-            return each
-        todo += [const for const in each.co_consts if isinstance(const, CodeType)]
-    raise LookupError(f"{like.co_qualname} does not exist any more")
-
-
-def _reason(statement: ast.stmt) -> str:
+def condition_text(statement: ast.stmt) -> str:
+    """Return the reason that a condition gives."""
     texts = [
         each.value for each in ast.walk(statement) if isinstance(each, ast.Constant) and isinstance(each.value, str)
     ]
@@ -234,7 +163,7 @@ def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[N
             if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
                 function.end_lineno or 0
             ):
-                _StatementDeleter(condition.line).visit(function)
+                StatementDeleter(condition.line).visit(function)
                 code = compile(ast.fix_missing_locations(ast.Module([function], [])), str(condition.file), "exec")
                 made: dict[str, Any] = {}
                 exec(code, vars(module), made)
@@ -249,7 +178,9 @@ def _methods(tree: ast.Module, cls: type) -> list[ast.stmt]:
     return [each for node in classes for each in node.body]
 
 
-class _StatementDeleter(ast.NodeTransformer):
+class StatementDeleter(ast.NodeTransformer):
+    """Replaces the statement in a line with `pass`."""
+
     def __init__(self, line: int) -> None:
         self.line = line
 
