@@ -15,20 +15,12 @@ if TYPE_CHECKING:
     from inlay.runtime import LanguageModel, Sampling, load
 
 _HOMES = {
-    "BuildOptions": "inlay.flow",
-    "Example": "inlay.frontend",
-    "InlayError": "inlay.errors",
-    "LanguageModel": "inlay.runtime",
-    "Program": "inlay.program",
-    "Sampling": "inlay.runtime",
-    "bisect": "inlay.api",
-    "build": "inlay.flow",
-    "capture": "inlay.frontend",
-    "diff": "inlay.api",
-    "explain": "inlay.api",
-    "load": "inlay.runtime",
-    "measure_accuracy": "inlay.api",
-    "verify": "inlay.api",
+    "inlay.api": ("bisect", "diff", "explain", "measure_accuracy", "verify"),
+    "inlay.errors": ("InlayError",),
+    "inlay.flow": ("BuildOptions", "build"),
+    "inlay.frontend": ("Example", "capture"),
+    "inlay.program": ("Program",),
+    "inlay.runtime": ("LanguageModel", "Sampling", "load"),
 }
 __all__ = [
     "BuildOptions",
@@ -51,11 +43,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that `import inlay` and `inlay --help` do not import torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'inlay' has no attribute {name!r}")
-    from importlib import import_module
+    for module, names in _HOMES.items():
+        if name in names:
+            from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'inlay' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

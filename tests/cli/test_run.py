@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(autouse=True)
 def _loaded(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inlay, "load", lambda path: model, raising=False)
-    monkeypatch.setattr(run_module, "ensure_package", lambda target, *options: target)
+    monkeypatch.setattr(run_module.options, "ensure_package", lambda target, *options: target)
 
 
 def _run(*arguments: str, code: int = 0) -> Result:

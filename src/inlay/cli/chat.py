@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inlay.cli import model_options as options
 from inlay.cli.console import err, error_boundary
-from inlay.cli.model_options import (
-    MaxBatchOption,
-    MaxLengthOption,
-    PackageOrModelArgument,
-    TrustOption,
-    WeightsOption,
-    ensure_package,
-)
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import InlayError, UsageError
 
@@ -28,7 +21,7 @@ _HELP = "/clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an
 
 
 def chat(
-    target: PackageOrModelArgument,
+    target: options.PackageOrModelArgument,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")] = 1024,
     temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.7,
@@ -38,11 +31,11 @@ def chat(
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")
     ] = None,
-    max_length: MaxLengthOption = None,
-    max_batch: MaxBatchOption = None,
-    weights: WeightsOption = None,
+    max_length: options.MaxLengthOption = None,
+    max_batch: options.MaxBatchOption = None,
+    weights: options.WeightsOption = None,
     settings: SetOption = None,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Chat with a model in the terminal.
 
@@ -56,7 +49,7 @@ def chat(
         from inlay.runtime.sampling import Sampling
 
         sampling = Sampling(temperature, top_p=top_p if temperature else 1.0, seed=seed)
-        package = ensure_package(target, max_length, max_batch, weights, settings, trust)
+        package = options.ensure_package(target, max_length, max_batch, weights, settings, trust)
         engine = Engine.open(package, EngineSettings(slots=1))
         if engine.text.chat is None:
             raise UsageError(f"{target} has no chat template.", f'Use `inlay run {target} "…" --raw`.')

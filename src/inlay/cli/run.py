@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inlay.cli import model_options as options
 from inlay.cli.console import err, error_boundary, print_json
-from inlay.cli.model_options import (
-    MaxBatchOption,
-    MaxLengthOption,
-    PackageOrModelArgument,
-    TrustOption,
-    WeightsOption,
-    ensure_package,
-)
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError
 
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    target: PackageOrModelArgument,
+    target: options.PackageOrModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)],
     system: Annotated[
         str | None, typer.Option("--system", help="System message; the model needs a chat template.")
@@ -55,11 +48,11 @@ def run(
     ] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they are generated.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON; not streamed.")] = False,
-    max_length: MaxLengthOption = None,
-    max_batch: MaxBatchOption = None,
-    weights: WeightsOption = None,
+    max_length: options.MaxLengthOption = None,
+    max_batch: options.MaxBatchOption = None,
+    weights: options.WeightsOption = None,
     settings: SetOption = None,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Answer a prompt with a model or a compiled package.
 
@@ -86,7 +79,7 @@ def run(
         asked: str | Messages = prompt
         if system is not None:
             asked = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        model = inlay.load(ensure_package(target, max_length, max_batch, weights, settings, trust))
+        model = inlay.load(options.ensure_package(target, max_length, max_batch, weights, settings, trust))
         pieces = model.generate(asked, sampling=sampling, max_tokens=max_tokens, stop=stop or (), raw=raw, stream=True)
         if as_json:
             made = collect(pieces)

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inlay.cli import model_options as options
 from inlay.cli.console import err, error_boundary, out
-from inlay.cli.model_options import (
-    MaxBatchOption,
-    MaxLengthOption,
-    PackageOrModelArgument,
-    TrustOption,
-    WeightsOption,
-    ensure_package,
-)
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import parse_bytes
 from inlay.errors import UsageError
@@ -26,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    target: PackageOrModelArgument,
+    target: options.PackageOrModelArgument,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 selects a free one.")] = 8000,
     name: Annotated[
@@ -90,11 +83,11 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", min=0, help="Time limit for running requests after SIGTERM.")
     ] = 30.0,
-    max_length: MaxLengthOption = None,
-    max_batch: MaxBatchOption = None,
-    weights: WeightsOption = None,
+    max_length: options.MaxLengthOption = None,
+    max_batch: options.MaxBatchOption = None,
+    weights: options.WeightsOption = None,
     build_settings: SetOption = None,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Serve a model or a compiled package over HTTP with OpenAI's API.
 
@@ -139,7 +132,7 @@ def serve(
         except ImportError as error:
             raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
         at = server.bind(host, port)
-        package = ensure_package(target, max_length, max_batch, weights, build_settings, trust)
+        package = options.ensure_package(target, max_length, max_batch, weights, build_settings, trust)
         from inlay.runtime.engine import Engine, EngineSettings
 
         version = server.fingerprint(package)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from inlay.errors import UsageError
@@ -154,12 +156,8 @@ class _Sums:
     def agreement(self) -> Agreement:
         """Return the means."""
         count = max(self.count, 1)
-        perplexities = (_exp(self.loss / count), _exp(self.reference_loss / count))
+        perplexities = (float(np.exp(loss / count)) for loss in (self.loss, self.reference_loss))
         return Agreement(self.count, self.kl / count, self.kl_max, self.same / count, *perplexities)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _add_decode(package: LoadedPackage, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
@@ -210,16 +208,12 @@ def _layer_drifts(
     kept: dict[fx.Node, Any] = dict.fromkeys(node for nodes in layers for node in nodes)
     runner.logits(window, kept)
     values = _step_values(package, [name for outs in steps for name in outs], window)
-    best: list[float] = []
-    outputs = min(len(outs) for outs in steps)
-    candidates = min(len(nodes) for nodes in layers)
-    for output in range(outputs):
-        for candidate in range(candidates):
-            pairs = [(values[outs[output]], kept[nodes[candidate]]) for outs, nodes in zip(steps, layers, strict=True)]
-            if all(one.shape == two.shape for one, two in pairs):
-                drifts = [_relative_error(one, two) for one, two in pairs]
-                if not best or statistics.median(drifts) < statistics.median(best):
-                    best = drifts
+    found = []
+    for output, candidate in product(range(min(map(len, steps))), range(min(map(len, layers)))):
+        pairs = [(values[outs[output]], kept[nodes[candidate]]) for outs, nodes in zip(steps, layers, strict=True)]
+        if all(one.shape == two.shape for one, two in pairs):
+            found.append([_relative_error(one, two) for one, two in pairs])
+    best = min(found, key=statistics.median, default=[])
     note = (
         "" if best else "No value of the package has the shape of the model's hidden state, so layers are not compared."
     )

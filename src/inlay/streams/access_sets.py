@@ -91,10 +91,6 @@ class AccessSets:
             self._note(node)
         self._finish()
 
-    def value_storages(self, node: fx.Node) -> tuple[str, ...]:
-        """Return the storages that may contain a value, and the 0-byte storages that it depends on."""
-        return self._value_storages[node]
-
     def storage_name(self, node: fx.Node) -> str:
         """Return the name of the storage that contains a value."""
         if node not in self._names:

@@ -73,18 +73,9 @@ constexpr int64_t kMostAxes = 16;
 // Whether a packed weight has the shape for these features and columns.
 bool holds(const Tensor& weight, int64_t features, int64_t depth, int64_t group, int64_t bits, int64_t zero) {
   if (group <= 0 || features < 0) return false;
-  const inlay::Linear l{nullptr,
-                        nullptr,
-                        nullptr,
-                        nullptr,
-                        0,
-                        0,
-                        0,
-                        features,
-                        depth,
-                        group,
-                        static_cast<int32_t>(bits),
-                        static_cast<int32_t>(zero)};
+  inlay::Linear l{};
+  l.features = features, l.depth = depth, l.group = group;
+  l.bits = static_cast<int32_t>(bits), l.zero = static_cast<int32_t>(zero);
   return weight.has_shape({l.blocks(), l.groups(), l.group_bytes()});
 }
 
