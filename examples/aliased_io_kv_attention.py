@@ -50,14 +50,16 @@ class Attention(nn.Module):
         grouped = q.view(BATCH, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         filled = (torch.arange(MAX_LEN) <= at)[None, None, None]
         attended = functional.scaled_dot_product_attention(grouped, k_cache, v_cache, attn_mask=filled)
-        return self.out(attended.reshape(BATCH, 1, WIDTH))
+        result: Tensor = self.out(attended.reshape(BATCH, 1, WIDTH))
+        return result
 
     def full_attention(self, x: Tensor) -> Tensor:
         """Return attention over the whole sequence, without a cache."""
         q, k, v = self.split(x)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).reshape(x.shape))
+        result: Tensor = self.out(attended.transpose(1, 2).reshape(x.shape))
+        return result
 
 
 def check_decode(name: str) -> bool:
@@ -76,7 +78,8 @@ def check_decode(name: str) -> bool:
     kept = all(torch.allclose(cache[:, :, :STEPS], rows, atol=1e-5) for cache, rows in ((keys, k), (values, v)))
 
     def last() -> Tensor:
-        return step(tokens[:, -1:], keys, values, torch.tensor([STEPS - 1]))
+        result: Tensor = step(tokens[:, -1:], keys, values, torch.tensor([STEPS - 1]))
+        return result
 
     moved = [measure("k_cache", last, keys), measure("v_cache", last, values)]
     few = BATCH * KV_HEADS * PAGE_SIZE

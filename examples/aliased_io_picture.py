@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,10 +98,7 @@ def measure(shape: CacheShape, length: int, backend: str, rounds: int) -> list[M
         "copied": compile_program(program, backend),
     }
     check_results(steps, x, caches)
-    moved = {
-        kind: profile_memory(lambda step=step: step(x, torch.tensor([1]), caches), whole)
-        for kind, step in steps.items()
-    }
+    moved = {kind: profile_memory(partial(step, x, torch.tensor([1]), caches), whole) for kind, step in steps.items()}
     times = time_interleaved(steps, x, caches, rounds)
     return [
         Measurement(
@@ -134,7 +132,7 @@ def time_interleaved(
     places = [torch.tensor([each]) for each in range(FILLED_ROWS)]
     for _ in range(rounds):
         for kind, step in steps.items():
-            held, taken = caches, []
+            held, taken = caches, list[float]()
             while len(taken) < 4 or (len(taken) < 30 and sum(taken) < ROUND_SECONDS):
                 begin = time.perf_counter()
                 _, held = step(x, places[len(taken)], held)

@@ -63,7 +63,7 @@ def check_stream(form: type[ShiftState], name: str, weight: Tensor, sound: Tenso
 
     state, made = allocate_paged((1, form.frames, CHANNELS)), []
     place = state.data_ptr()
-    for index, chunk in enumerate(sound.split(CHUNK, 1)):
+    for index, chunk in enumerate(torch.split(sound, CHUNK, 1)):
         at = torch.tensor(index * CHUNK)
         made.append(step(state, chunk, at))
     apart = (torch.cat(made, 1) - wanted).abs().max().item()

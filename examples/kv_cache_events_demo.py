@@ -176,8 +176,8 @@ def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -
     try:
         slow.read()
         gap = ""
-    except Gap as told:
-        gap = str(told)
+    except Gap as error:
+        gap = str(error)
     printer.print_text(f"The slow subscriber has read nothing so far, and the log keeps {LOG_SIZE} events: {gap}.")
     replica = CacheMirror(slow.catch_up().blocks)
     told, same = "was dropped" in gap, replica_levels(replica) == cache_levels(cache)

@@ -24,7 +24,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = nn.functional.conv1d(x.transpose(1, 2), self.taps, padding=2, groups=x.shape[-1])[..., : x.shape[1]]
-        return x + self.out(torch.tanh(mixed).transpose(1, 2) * torch.sigmoid(self.gate(x)))
+        result: torch.Tensor = x + self.out(torch.tanh(mixed).transpose(1, 2) * torch.sigmoid(self.gate(x)))
+        return result
 
 
 def mixer(layers: int = 3, channels: int = 32) -> Example:

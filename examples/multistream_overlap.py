@@ -47,7 +47,8 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.branches[0](x) * self.branches[1](x)
-        return x + self.branches[2](x) * self.branches[3](x)
+        result: Tensor = x + self.branches[2](x) * self.branches[3](x)
+        return result
 
 
 def branches(width: int, tokens: int) -> Example:
@@ -94,7 +95,8 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])[None]
         made = self.layer(x, attention_mask=None, position_ids=places, position_embeddings=self.rotary(x, places))
-        return made[0] if isinstance(made, tuple) else made
+        result: Tensor = made[0] if isinstance(made, tuple) else made
+        return result
 
 
 def parallel(width: int, tokens: int) -> Example:

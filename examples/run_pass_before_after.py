@@ -76,7 +76,8 @@ class Block(nn.Module):
         attended = self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, length, WIDTH)
         x = x + self.out(attended)
         normed = self.before_gate(x)
-        return x + self.down(self.activate(self.gate(normed)) * self.up(normed))
+        result: Tensor = x + self.down(self.activate(self.gate(normed)) * self.up(normed))
+        return result
 
 
 class OlderBlock(Block):
@@ -111,7 +112,8 @@ class Decoder(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
-        return self.head(self.norm(x))
+        result: Tensor = self.head(self.norm(x))
+        return result
 
 
 def decoder() -> Example:

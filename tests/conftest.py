@@ -163,14 +163,14 @@ def package(model_folder: Path) -> Path:
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every library that anybody asks torch to load, which it still does."""
-    from inlay.lowering import aoti_runtime
+    from torch._C import _aoti
 
     asked: list[str] = []
-    real = aoti_runtime._aoti.AOTIModelContainerRunnerCpu
+    real = _aoti.AOTIModelContainerRunnerCpu
 
     def noted(file: str, *rest: Any) -> Any:
         asked.append(file)
         return real(file, *rest)
 
-    monkeypatch.setattr(aoti_runtime._aoti, "AOTIModelContainerRunnerCpu", noted)
+    monkeypatch.setattr(_aoti, "AOTIModelContainerRunnerCpu", noted)
     return asked

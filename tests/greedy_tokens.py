@@ -24,7 +24,7 @@ START = torch.tensor([[5], [9]])
 def stock_model(model_type: str, **changes: Any) -> Any:
     """A small stock model of two layers whose words depend on what came before: weights are large and not tied."""
     found = next(each for each in ARCHITECTURES if each.model_type == model_type)
-    config = {"num_hidden_layers": 2, "initializer_range": 0.2, "tie_word_embeddings": False}
+    config: dict[str, Any] = {"num_hidden_layers": 2, "initializer_range": 0.2, "tie_word_embeddings": False}
     if model_type == "gemma3_text":
         config["layer_types"] = ["sliding_attention", "full_attention"]
     return random_model(found.full_config() | {"model_type": model_type} | config | changes)

@@ -38,7 +38,7 @@ class Build:
     def buffer(self) -> fx.Node:
         self.root.register_buffer("held", torch.arange(8).reshape(2, 4))
         node = self.graph.get_attr("held")
-        node.meta["val"] = self.root.held.clone()
+        node.meta["val"] = self.root.get_buffer("held").clone()
         return node
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Branch(torch.nn.Module):
     """State written in place, a branch with nested graphs, constants, keyword arguments, several outputs."""
 
+    count: torch.Tensor
+    offset: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
@@ -91,7 +94,7 @@ def data_dependent() -> Example:
     return Example(DataDependent(), (torch.ones(3),))
 
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,

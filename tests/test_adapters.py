@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -259,7 +259,7 @@ def test_wrappers_of_functionalization() -> None:
     from inlay.analysis.auto_functionalized import _view
 
     base = torch.arange(12).reshape(3, 4).clone()
-    types = [argument.type for argument in torch.ops.inlay_fuzz.put.default._schema.arguments[:1]]
+    types: list[Any] = [argument.type for argument in torch.ops.inlay_fuzz.put.default._schema.arguments[:1]]
     for given in (base, base[:], base[1:3], base[:, 1:3], base.t()[1], base.view(-1)):
         told: dict[str, object] = {"x": given}
         write_view_information_to_args(["x"], types, told, {"x": 0})

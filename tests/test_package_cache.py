@@ -104,7 +104,9 @@ def test_a_model_that_changes_during_its_build_is_built_again(
 
 
 def test_threads_that_want_the_same_model_build_it_once(folder: Path, builds: list[str], tmp_path: Path) -> None:
-    cache, found, said = PackageCache(tmp_path / "packages"), set(), []
+    cache = PackageCache(tmp_path / "packages")
+    found: set[Path] = set()
+    said: list[str] = []
     threads = [
         threading.Thread(target=lambda: found.add(cache.ensure(str(folder), OPTIONS, said.append))) for _ in range(3)
     ]

@@ -40,6 +40,9 @@ STATE = {"b_keys", "b_count", "values"}
 class Decoder(torch.nn.Module):
     """A step of attention over caches written in place: one a buffer, one an input; and a counter."""
 
+    keys: torch.Tensor
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -99,6 +99,8 @@ def _mutations(tree: ast.AST) -> list[int]:
     """Lines that change a graph: methods that do, called or handed on, and what is assigned to or deleted of nodes."""
     found = []
     for node in ast.walk(tree):
+        if not isinstance(node, ast.expr):
+            continue
         inner = node.value if isinstance(node, ast.Subscript) else node
         is_written = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
         is_own = isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self"

@@ -119,7 +119,7 @@ def record_programs(recorder: Recorder, models: tuple[str, ...]) -> None:
         folders.append(str(folder))
         dumps = recorder.work / "dumps" / each.model_type
         settings = [word for setting in LAST for word in ("--set", setting)]
-        shown = ("show", folder, "--pass", "pack_weights", *settings, "--dump", dumps, "--json")
+        shown: tuple[str | Path, ...] = ("show", folder, "--pass", "pack_weights", *settings, "--dump", dumps, "--json")
         recorder.command(f"programs/{each.model_type}/records.txt", *shown)
         for file in sorted(dumps.iterdir()):
             if file.suffix in (".py", ".json"):
@@ -360,7 +360,7 @@ def differences(before: Path, after: Path, *, common: bool = False) -> Iterator[
             if str(name) in changed:
                 print(f"changed on purpose: {name}: {changed[str(name)]}")
             else:
-                yield from difflib.unified_diff(*sides, f"before/{name}", f"after/{name}", lineterm="", n=1)
+                yield from difflib.unified_diff(sides[0], sides[1], f"before/{name}", f"after/{name}", lineterm="", n=1)
 
 
 def main() -> int:

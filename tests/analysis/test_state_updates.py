@@ -57,7 +57,7 @@ class Given(torch.nn.Module):
 
     # torch.export wants a name for each argument whose size may change
     forward.__signature__ = Signature(  # type: ignore[attr-defined]
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "rows", "at", *FORMS)
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "rows", "at", *FORMS)]
     )
 
 
@@ -87,8 +87,8 @@ def _written(backend: str, owner: str, batch: int, length: str) -> dict[str, int
         sums = _write(expected, rows, at)
         actual = compiled(rows, at, **caches)
         for form in FORMS:
-            torch.testing.assert_close(caches[form], expected[form], msg=lambda text, form=form: f"{form}: {text}")
-            torch.testing.assert_close(actual[form], sums[form], msg=lambda text, form=form: f"{form}: {text}")
+            torch.testing.assert_close(caches[form], expected[form], msg=f"{form}: {{}}".format)
+            torch.testing.assert_close(actual[form], sums[form], msg=f"{form}: {{}}".format)
     written = {}
     for form, value in caches.items():
         moved = profile_memory(lambda: compiled(rows, at, **caches), value)

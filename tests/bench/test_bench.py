@@ -25,7 +25,7 @@ from inlay.ops.weight_layout import Packing
 from inlay.package.loader import load_package
 
 if TYPE_CHECKING:
-    from click.testing import Result
+    from typer.testing import Result
 
     from inlay.bench.worker import Contestant
 
@@ -70,7 +70,7 @@ def test_figures_of_a_package(package: Path) -> None:
 def test_table_picture_and_a_peer(package: Path, tmp_path: Path) -> None:
     scripts, peers = _peers(tmp_path, slow="pass")
     picture = tmp_path / "speed.svg"
-    options = ["--rounds", "1", "--batch", "4", "--scripts", scripts, "--against", peers, "--picture", picture]
+    options = ("--rounds", "1", "--batch", "4", "--scripts", scripts, "--against", peers, "--picture", picture)
     shown = _bench(package, *options)
     assert "slow" in shown.stdout
     assert "batch4 of bare" in shown.stdout

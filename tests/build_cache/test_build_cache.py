@@ -31,19 +31,16 @@ from tests.build_cache.tiny_builds import example, is_right
 from tests.small_packages import ROOM, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from inlay.program.program import Program
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
-def compiled_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the cache, in which compiling takes most of the time."""
-    monkeypatch.setattr(writer, "build_library", writer.build_library)
+    monkeypatch.setattr(writer, "build_library", vars(writer)["build_library"])
     tiny_builds.compile_once()
-    return
 
 
 @pytest.fixture
@@ -143,7 +140,7 @@ class TestFactors:
         assert _differing(plain, _factors(capture(example(variant=1)))) == {"program"}
         assert _differing(plain, _factors(capture(example(seed=1)))) == {"weights in memory"}
         other = example()
-        other.module.seen.fill_(3.0)
+        other.module.get_buffer("seen").fill_(3.0)
         assert _differing(plain, _factors(capture(other))) == {"program", "values in the program"}
 
     @pytest.mark.parametrize(
@@ -319,7 +316,7 @@ class TestMiss:
         code = (
             "class Typed(Transform):\n    'Nothing.'\n    def apply(self, program):\n        return Applied(program, 0)"
         )
-        names = {"Transform": Transform, "Applied": TransformResult, "__name__": __name__}
+        names: dict[str, Any] = {"Transform": Transform, "Applied": TransformResult, "__name__": __name__}
         exec(compile(code, "<typed>", "exec"), names)
         transform("of_this_test_too", stage=Stage.FUSE, numerics=Numerics.EXACT)(names["Typed"])
         config.write_text("transforms: {of_this_test_too: {}}")

@@ -26,7 +26,11 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def _keep(cache: BuildCache, key: str, size: int = 1000) -> bool:
     about = {"model": "tiny", "seconds": 1.0, "factors": {}, "manifest": {}, "records": []}
-    return cache.store(key, about, lambda folder: (folder / "file").write_bytes(os.urandom(size)) and None)
+
+    def write(folder: Path) -> None:
+        (folder / "file").write_bytes(os.urandom(size))
+
+    return cache.store(key, about, write)
 
 
 @pytest.mark.fast

@@ -18,7 +18,7 @@ from inlay.cli.main import app
 from tests.models import config_folder, tiny_gguf
 
 if TYPE_CHECKING:
-    from click.testing import Result
+    from typer.testing import Result
 
 TESTS = Path(__file__).parents[1]
 

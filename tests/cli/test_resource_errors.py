@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_full_disk(said: list[str]) -> None:
     assert _fail(_full()) == 9
     assert said == [
         "[bold red]error:[/] There is no space left for the output, here or in "
-        f"{console.tempfile.gettempdir()}. Free some space, or write to another disk."
+        f"{tempfile.gettempdir()}. Free some space, or write to another disk."
     ]
 
 

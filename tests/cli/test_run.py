@@ -18,7 +18,7 @@ from tests.text_models import EagerStepper, byte_tokenizer, small_model, text_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from click.testing import Result
+    from typer.testing import Result
 
 pytestmark = pytest.mark.fast
 

@@ -30,11 +30,12 @@ from inlay.streams import (
     overlap_comparison,
     plan_overlap,
 )
+from inlay.streams.bound_work import bind_program
 from inlay.testing import program_of
 from tests.models import config_folder, llama_folder
 
 if TYPE_CHECKING:
-    from click.testing import Result
+    from typer.testing import Result
 
     from inlay.program import Program
     from inlay.streams import BoundWork
@@ -54,6 +55,9 @@ def _inlay(*arguments: str, check: int = 0) -> Result:
 
 class Filling(torch.nn.Module):
     """Two branches and a cache that is full after two calls: the next one fails."""
+
+    cache: torch.Tensor
+    filled: torch.Tensor
 
     def __init__(self, rows: int = 4, width: int = 256) -> None:
         super().__init__()
@@ -162,7 +166,7 @@ def test_random_numbers_are_the_same_in_every_way() -> None:
 
 
 def test_other_numbers_are_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = overlap_comparison.bind_program, count()
+    whole, calls = bind_program, count()
 
     def drifting(program: Program, work: WorkGraph) -> BoundWork:
         bound, last = whole(program, work), work.tasks[-1].name

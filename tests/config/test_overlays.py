@@ -112,15 +112,13 @@ def test_the_real_model(smollm2: Path) -> None:
 @pytest.mark.fast
 def test_overlays_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may be a pattern; a file that matches nothing stays out."""
-    from inlay.config import layers
-
     (tmp_path / "models").mkdir()
     source = Path(str(resources.files("inlay.config")))
     (tmp_path / "default.yaml").write_text((source / "default.yaml").read_text())
     (tmp_path / "models" / "mine.yaml").write_text(
         "match: {model: ['org/mine*']}\ntransforms: {match_rope: {expect: 7}}"
     )
-    monkeypatch.setattr(layers.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(resources, "files", lambda _: tmp_path)
     for model, expected in (("org/mine@0123", "models/mine.yaml"), ("org/other", "default.yaml")):
         entries = {entry.key: entry.options for entry in resolve_config(model=model).entries}
         assert entries["match_rope"]["expect"].origin == expected

@@ -11,6 +11,7 @@ import pytest
 
 from inlay.lowering.executable import BoundStep
 from inlay.streams import BoundWork, Timeline, overlap_comparison
+from inlay.streams.bound_work import bind_program
 from tests.examples.test_examples import load
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_stock_layers(example: Any, layer: str, tmp_path: Path, capsys: pytest.C
 def test_other_numbers_are_noticed(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, calls = overlap_comparison.bind_program, count()
+    whole, calls = bind_program, count()
 
     def drifting(program: Any, work: Any) -> BoundWork:
         bound = whole(program, work)

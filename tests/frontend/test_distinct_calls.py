@@ -107,6 +107,8 @@ def test_architecture(model_type: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Function(torch.nn.Module):
+    count: torch.Tensor
+
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
@@ -239,15 +241,15 @@ def test_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_add_no_kinds_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes through torch is the same for 2 layers and for 9."""
     from inlay.frontend import call_kinds
+    from inlay.program.functionalization import functionalize_to_exported
     from tests.architectures import without_weights
 
     counts: list[int] = []
 
     def counting(module: Any, fakes: Any) -> Any:
         counts.append(len(module.graph.nodes))
-        return functional_exported(module, fakes)
+        return functionalize_to_exported(module, fakes)
 
-    functional_exported = call_kinds.functionalize_to_exported
     monkeypatch.setattr(call_kinds, "functionalize_to_exported", counting)
     for layers in (2, 9):
         capture(without_weights(tmp_path / str(layers), "llama", layers))

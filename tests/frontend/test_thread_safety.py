@@ -61,7 +61,7 @@ def test_captures_take_turns(tmp_path: Path) -> None:
 def test_patterns_are_traced_beside_captures(tmp_path: Path) -> None:
     """Both use parts of Dynamo that know one user at a time."""
     path = str(tiny_gguf(tmp_path / "one.gguf", layers=1))
-    rules = [find_transform(name)() for name in ("match_rms_norm", "match_swiglu")]
+    rules: list[Any] = [find_transform(name)() for name in ("match_rms_norm", "match_swiglu")]
     patterns = [(each.function, each.example) for rule in rules for each in rule.alternatives({torch.float32})]
 
     def traced() -> list[int]:

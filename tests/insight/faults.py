@@ -89,8 +89,9 @@ def _is_float(node: fx.Node) -> bool:
 
 def _same(one: fx.Node, two: fx.Node) -> bool:
     left, right = one.meta.get("val"), two.meta.get("val")
-    alike = isinstance(left, Tensor) and isinstance(right, Tensor) and left.dtype == right.dtype
-    return alike and str(left.shape) == str(right.shape)
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
+    return left.dtype == right.dtype and str(left.shape) == str(right.shape)
 
 
 def wrong_constant(spot: Spot) -> None:

@@ -227,9 +227,9 @@ def lacking_node(place: Place) -> Right:
     inside = set(place.calls.values())
     choices = []
     for node in inside:
-        first, *rest = operands(node) or [None]
-        if first is not None and not any(each in inside for each in rest) and len(node.users) == 1:
-            choices.append((node, first))
+        read = operands(node)
+        if read and not any(each in inside for each in read[1:]) and len(node.users) == 1:
+            choices.append((node, read[0]))
     node, first = _pick(place.rng, sorted(choices))
     if first not in inside and node is place.output:
         raise Impossible("nothing of the place would be left")
@@ -280,7 +280,8 @@ def swapped_operands(place: Place) -> Right:
     """The operands of a call that is not commutative stand the other way round."""
     choices = [node for node in place.calls.values() if node.target in (aten.sub.Tensor, aten.div.Tensor)]
     choices = [node for node in choices if len(operands(node)) == 2]
-    choices += [node for node in place.calls.values() if node.target is aten.cat.default and len(node.args[0]) == 2]
+    joined = [node for node in place.calls.values() if node.target is aten.cat.default]
+    choices += [node for node in joined if isinstance(node.args[0], (list, tuple)) and len(node.args[0]) == 2]
     node = _pick(place.rng, choices)
     if node.target is aten.cat.default:
         node.args = (list(reversed(node.args[0])), *node.args[1:])

@@ -200,6 +200,8 @@ class Attention(Block):
 class Cache(Block):
     """Writes to a cache that is a buffer or an input, and reads it before or after."""
 
+    rows: Tensor
+
     def draw(self, rng: random.Random) -> None:
         self.own, self.early = rng.random() < 0.5, rng.random() < 0.3
         self.register_buffer("rows", torch.zeros(4, ROOM, WIDTH))
@@ -240,6 +242,9 @@ class Cache(Block):
 
 
 class Counter(Block):
+    count: Tensor
+    total: Tensor
+
     def draw(self, rng: random.Random) -> None:
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("total", torch.zeros(WIDTH))

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.fast
 class Net(torch.nn.Module):
     """A parameter, a buffer that is written, an input that is not read, two outputs, dynamic sizes."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))

@@ -27,7 +27,7 @@ def _check(seed: int, below: str) -> list[CompiledGraph]:
     try:
         check_model(
             drawn.model,
-            drawn.sets,
+            [*drawn.sets],
             backend=inlay,
             dtypes=(drawn.dtype,),
             gradients=drawn.trained,

@@ -327,7 +327,7 @@ def test_the_cache_keeps_code_with_and_without_the_pass_apart() -> None:
         fuzz.put(k, y + salt)
         return k.clone()
 
-    passes = {"post_grad_custom_post_pass": added}
+    passes: dict[str, Any] = {"post_grad_custom_post_pass": added}
     for options, reports, shared in (({}, 0, True), (passes, 1, False), (passes, 1, False), ({}, 1, True)):
         torch._dynamo.reset()
         k, _, y = _inputs()
@@ -348,6 +348,8 @@ def test_nothing_is_done_where_calls_are_moved_about() -> None:
 
 class _Caches(torch.nn.Module):
     """A cache that the module holds and one that it is given."""
+
+    held: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +388,7 @@ def test_ahead_of_time(tmp_path: Path) -> None:
 def test_symbolic_sizes(run: Callable[..., Any], in_place: int) -> None:
     added, inputs = FixFunctionalization(), _inputs()
     torch._dynamo.reset()
-    options = {"post_grad_custom_post_pass": added, "fx_graph_cache": False}
+    options: dict[str, Any] = {"post_grad_custom_post_pass": added, "fx_graph_cache": False}
     compiled = torch.compile(run, dynamic=True, options=options)
     assert _same(run, compiled(*inputs), inputs)
     (fixed,) = added.reports

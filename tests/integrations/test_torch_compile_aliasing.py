@@ -22,6 +22,8 @@ F = torch.nn.functional
 class Cached(torch.nn.Module):
     """A cache that is a buffer and one that is an argument, both written in place, and read after."""
 
+    own: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("own", torch.zeros(6, 4))
@@ -94,6 +96,8 @@ def test_a_written_input_that_is_returned(below: str) -> None:
     """It is the input itself, not a copy: whoever writes to it later writes to both."""
 
     class Counts(torch.nn.Module):
+        count: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("count", torch.zeros(3))

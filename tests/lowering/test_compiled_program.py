@@ -55,6 +55,9 @@ def test_small_weights_under_aot() -> None:
     """AOTInductor makes weights of a few values part of its code, and keeps those that are state."""
 
     class Small(torch.nn.Module):
+        scale: torch.Tensor
+        count: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.arange(4.0), persistent=False)

@@ -19,6 +19,7 @@ from inlay.errors import PackageError
 from inlay.flow import BuildOptions
 from inlay.lowering import kernel_choice
 from inlay.lowering.aoti_runtime import Container
+from inlay.lowering.executable import PlanExecutor
 from inlay.ops.weight_layout import Packing
 from inlay.package.loader import load_package, read_manifest
 from inlay.runtime.session import Session
@@ -99,6 +100,7 @@ def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
 def test_steps_run_without_python(packages: dict[str, Path]) -> None:
     package = load_package(packages["native"])
     for _, execution in package.buckets:
+        assert isinstance(execution, PlanExecutor)
         assert len(execution.steps) == 1
         chain = execution.steps[0][0]
         assert len(chain.steps) > 2

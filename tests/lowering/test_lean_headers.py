@@ -47,8 +47,12 @@ DEVICES = (
     ":1",
     "cp",
     "cpu:1:2",
+    "CPU",
+    "cpuu",
+    " cpu",
+    "cuda:-1",
+    "cpu: 1",
 )
-DEVICES += ("CPU", "cpuu", " cpu", "cuda:-1", "cpu: 1")
 
 
 def _compile(folder: Path, pattern: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.optests import OpCheckError
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.ops.registration import DECOMPOSITIONS

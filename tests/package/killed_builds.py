@@ -54,7 +54,8 @@ class Builder:
 
     def build(self, path: Path) -> None:
         libraries = iter(self.libraries)
-        writer.build_library = lambda program, states, level: next(libraries)
+        patched: Any = writer
+        patched.build_library = lambda program, states, level: next(libraries)
         writer.pack(self.lowered, path, self.contents)
 
 
@@ -228,4 +229,5 @@ def main(model: str, package: Path, other: Path, folder: Path, count: int, calls
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:5]), int(sys.argv[5]), sys.argv[6:])
+    package, other, folder = map(Path, sys.argv[2:5])
+    main(sys.argv[1], package, other, folder, int(sys.argv[5]), sys.argv[6:])

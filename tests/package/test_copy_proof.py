@@ -30,6 +30,8 @@ SHAPE = (512, 64)
 class Cache(torch.nn.Module):
     """Rows of a cache, written at given places."""
 
+    cache: torch.Tensor
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.register_buffer("cache", torch.zeros(SHAPE, dtype=dtype))
@@ -149,7 +151,8 @@ def adds_a_clone() -> str:
                 with program.graph.inserting_after(copy):
                     back = program.graph.call_function(torch.ops.aten.transpose.int, (copy, 0, 1))
                 for node in (turned, copy, back):
-                    node.meta["val"] = node.target(*fx.map_arg(node.args, lambda each: each.meta["val"]), **node.kwargs)
+                    target: Any = node.target
+                    node.meta["val"] = target(*fx.map_arg(node.args, lambda each: each.meta["val"]), **node.kwargs)
                 for reader in readers:
                     reader.replace_input_with(put, back)
             return TransformResult(program, len(puts))

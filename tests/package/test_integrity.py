@@ -7,7 +7,7 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from inlay.package.refit import refit
 from tests.models import random_model
 from tests.package.corruptions import LEAST, Copy, damages, kind_of
 from tests.small_packages import FIELDS, greedy
+
+if TYPE_CHECKING:
+    from inlay.package.manifest import Manifest
 
 DAMAGES = 2000
 
@@ -95,7 +98,7 @@ def test_a_build_while_somebody_loads(package: Path, tmp_path: Path, monkeypatch
     """The old version goes away under the hands of who loads it: the new one is loaded."""
     random_model(FIELDS, seed=5).save_pretrained(tmp_path / "model")
     copy = Copy(package, tmp_path / "copy")
-    made = []
+    made: list[Manifest] = []
 
     def check_late(*args: Any, **kwargs: Any) -> None:
         if not made:

@@ -115,7 +115,7 @@ def test_manifests_that_are_wrong_in_themselves(
     assert not libraries
 
 
-STRANGE = (None, 0, -1, 1 << 70, 3.5, "", "x", "../x", [], {}, [1], {"a": 1}, True)
+STRANGE: tuple[Any, ...] = (None, 0, -1, 1 << 70, 3.5, "", "x", "../x", [], {}, [1], {"a": 1}, True)
 
 
 def places(found: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -12,6 +12,7 @@ import torch
 
 from inlay.errors import PackageError, UsageError
 from inlay.flow import BuildOptions, build
+from inlay.lowering.executable import PlanExecutor
 from inlay.package import manifest as manifests
 from inlay.package.loader import load_package, read_manifest
 from inlay.package.refit import refit
@@ -207,6 +208,8 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
 class Counting(torch.nn.Module):
     """State that the module brings along, and that starts with a value."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.eye(4))
@@ -253,6 +256,7 @@ def test_buckets_are_told_apart(package: Path) -> None:
     loaded = load_package(package)
     used: list[str] = []
     for bucket, execution in loaded.buckets:
+        assert isinstance(execution, PlanExecutor)
         first = execution.steps[0]
         execution.steps[0] = (_noting(first[0], used, bucket.name), *first[1:])
     session = Session(loaded)

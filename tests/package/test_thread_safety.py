@@ -74,7 +74,7 @@ class Waiting:
 
 
 def test_one_session_on_two_threads_is_refused(package: Path) -> None:
-    waiting = Waiting(load_package(package))
+    waiting: Any = Waiting(load_package(package))
     session, found = Session(waiting), []
     other = threading.Thread(target=lambda: found.append(session.advance([[1, 2, 3]])))
     other.start()
@@ -115,7 +115,7 @@ def test_indices_outside_are_refused(package: Path, changed: dict[str, Any], sen
 @pytest.fixture
 def slow_operator() -> Iterator[Any]:
     """An operator in Python, which a compiled library leaves to torch; others get a turn while it runs."""
-    library: Any = torch.library.Library("inlay_test_threads", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("inlay_test_threads", "FRAGMENT")
     library.define("slow(Tensor x) -> Tensor")
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_libraries_that_call_python(slow_operator: Any) -> None:
             return result
 
     compiled = compile_program(capture(Example(Slow(), (torch.ones(4),))), "aot")
-    wrong = []
+    wrong: list[int] = []
 
     def is_wrong(value: int) -> bool:
         return not torch.equal(compiled(torch.full((4,), float(value))), torch.full((4,), 2.0 * value + 1))

@@ -97,6 +97,8 @@ class Kept(nn.Module):
 
 
 class SameName(nn.Module):
+    cache: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("cache", torch.zeros(3))

@@ -43,6 +43,7 @@ def test_as_a_module(name: str, route: str) -> None:
         if name not in ("Fours", "Positions"):  # one type is simplified differently with what export knew of the size
             assert dump(program) == text
     run = program.module()
+    assert isinstance(run, torch.nn.Module)
     _, mine = fresh(EXAMPLES[name])
     before = dump(program)
     for _ in range(2):
@@ -100,6 +101,8 @@ def test_a_buffer_and_an_argument_of_one_name() -> None:
 
 
 class Scaled(torch.nn.Module):
+    scale: torch.Tensor
+
     def __init__(self, value: float, count: int) -> None:
         super().__init__()
         self.register_buffer("scale", torch.full((count,), value), persistent=False)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.lowering.executable import Executable
+    from inlay.runtime.request import RequestHandle
 
 ANSWER = 12
 
@@ -84,7 +85,7 @@ def test_engine(package: Executable, chunk: int, served_package: Path) -> None:
         for seed in range(16)
     ]
     requests += requests[::3]
-    answers = []
+    answers: list[RequestHandle] = []
     while len(answers) < len(requests) or engine._running or engine._waiting:
         answers += [engine.submit(each) for each in requests[len(answers) :][: rng.randrange(3)]]
         engine.step()

@@ -12,7 +12,7 @@ from tests.text_models import byte_tokenizer
 
 pytestmark = pytest.mark.fast
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": 'Say "<b>ä</b>" & go\n'},
     {"role": "assistant", "content": "ok", "extra": [1, None]},
 ]

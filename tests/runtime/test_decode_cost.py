@@ -82,7 +82,7 @@ def test_allocations(package: Path) -> None:
         session.advance([[1]])
     made = [
         event for event in found.profiler.kineto_results.events() if event.name() == "[memory]" and event.nbytes() > 0
-    ]  # type: ignore[union-attr]
+    ]
     assert 0 < len(made) <= LAYERS * 14 + 30
 
 

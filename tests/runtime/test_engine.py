@@ -89,7 +89,8 @@ def _mixed(count: int, seed: int) -> list[Request]:
 def test_many_at_once_get_what_each_gets_alone(opened: Open) -> None:
     """Requests of all lengths, drawn and greedy, with and without a common beginning, some cancelled on the way."""
     engine = opened(cache_bytes=300_000, host_bytes=100_000)
-    requests, rng, answers = _mixed(80, 1), random.Random(2), []
+    requests, rng = _mixed(80, 1), random.Random(2)
+    answers: list[RequestHandle] = []
     while len(answers) < len(requests) or engine._running or engine._waiting:
         for request in requests[len(answers) :][: rng.randrange(3)]:
             answers.append(engine.submit(request))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.runtime import LanguageModel, TokenOutput
+    from inlay.runtime.chat_template import Messages
 
 PROMPTS = [f"{'the quick ' * (n % 7)}fox number {n}" for n in range(80)]
 """More than slots and queue hold together."""
@@ -42,12 +43,14 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(model: LanguageModel, sa
 
 def test_conversations_and_raw_prompts(model: LanguageModel) -> None:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fox"}]
-    assert model.generate([talk, talk], max_tokens=4)[1].tokens == model.generate(talk, max_tokens=4).tokens
+    talks: list[Messages] = [talk, talk]
+    assert model.generate(talks, max_tokens=4)[1].tokens == model.generate(talk, max_tokens=4).tokens
     raw = model.generate(["fox", "dog"], max_tokens=4, raw=True)
     assert [each.tokens for each in raw] == [
         model.generate(each, max_tokens=4, raw=True).tokens for each in ("fox", "dog")
     ]
-    assert model.generate([]) == []
+    nothing: list[str] = []
+    assert model.generate(nothing) == []
 
 
 def test_what_cannot_be_answered_is_found_before_anything_runs(model: LanguageModel) -> None:
@@ -99,7 +102,7 @@ def test_leaving_an_asynchronous_stream_cancels_it(model: LanguageModel) -> None
     before = model.engine.counts()["finished.cancelled"]
 
     async def main() -> None:
-        stream = model.astream("fox", max_tokens=200)
+        stream: Any = model.astream("fox", max_tokens=200)
         await anext(stream)
         await stream.aclose()
         while model.engine.counts()["finished.cancelled"] == before:

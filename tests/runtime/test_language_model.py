@@ -103,7 +103,9 @@ def test_end_tokens(text: TextCodec, stock: Any, special: bool) -> None:
     prompt = text.encode(PROMPT)
     endless = collect(generate(EagerStepper(stock), text, prompt, Sampling(), max_tokens=20)).tokens
     end = endless[9]
-    ends = {end} if not special else {end, text.tokenizer.token_to_id("<end>")}
+    named = text.tokenizer.token_to_id("<end>")
+    assert named is not None
+    ends = {end} if not special else {end, named}
     ending = TextCodec(text.tokenizer, TextConfig(eos=frozenset(ends), special_tokens={}))
     made = collect(generate(EagerStepper(stock), ending, prompt, Sampling(), max_tokens=20))
     assert made.finish_reason is FinishReason.EOS
@@ -232,4 +234,5 @@ def test_an_answer_that_is_not_read_to_the_end_is_not_collected(model: LanguageM
 def test_a_list_needs_an_engine(model: LanguageModel) -> None:
     with pytest.raises(UsageError, match=r"This model has no engine. Load it from a package with inlay\.load\."):
         model.generate(["fox"])
-    assert model.generate([]) == []
+    nothing: list[str] = []
+    assert model.generate(nothing) == []

@@ -26,6 +26,9 @@ def caller_owned(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnCache(torch.nn.Module):
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("keys", torch.zeros(CACHE))

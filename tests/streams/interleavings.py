@@ -42,5 +42,6 @@ def run_calls(program: Program, given: Mapping[str, Any], calls: Iterable[str]) 
     for name in calls:
         node = nodes[name]
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return [values[each] for each in program.graph.output_node().args[0]]  # type: ignore[union-attr]
+        values[node] = node.target(*args, **kwargs)
+    returned: Any = program.graph.output_node().args[0]
+    return [values[each] for each in returned]

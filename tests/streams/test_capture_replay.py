@@ -236,7 +236,8 @@ def test_state_at_another_address_is_refused() -> None:
         replays({**given, "state": state.clone()})
     with pytest.raises(UsageError, match="address, shape or strides of state have changed"):
         replays({**given, "state": state.view(3, 2)})
-    state.set_(torch.zeros(2, 3))
+    elsewhere: Any = torch.zeros(2, 3)
+    state.set_(elsewhere)
     with pytest.raises(UsageError, match="address, shape or strides of state have changed"):
         replays(given)
 

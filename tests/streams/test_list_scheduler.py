@@ -107,8 +107,8 @@ def test_no_event_is_too_many() -> None:
             assert races(truth, made.lanes, left, made.recorded_storages)
             tried += 1
         for storage in made.recorded_storages:
-            left = tuple(each for each in made.recorded_storages if each != storage)
-            assert races(truth, made.lanes, tuple(events), left)
+            others = tuple(each for each in made.recorded_storages if each != storage)
+            assert races(truth, made.lanes, tuple(events), others)
     assert tried > 150
 
 

@@ -310,7 +310,10 @@ def test_mistakes_are_sentences() -> None:
         def nested(values: list[Any]) -> list[Any]:
             return ScheduledExecution(bound, Schedule((("a", "b"),)), lanes)({"x": 2})
 
-        for call, says in ((nested, "Use other lanes"), (lambda values: lanes.close(), "cannot close the lanes")):
+        def closing(values: list[Any]) -> Any:
+            lanes.close()
+
+        for call, says in ((nested, "Use other lanes"), (closing, "cannot close the lanes")):
             within = bound_of({"a": ()}, {"a": call}, ("a",))
             with pytest.raises(UsageError, match=says):
                 ScheduledExecution(within, Schedule((("a",),)), lanes)({})

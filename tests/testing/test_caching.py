@@ -50,6 +50,8 @@ def test_misses_then_hits() -> None:
 class Counts(torch.nn.Module):
     """A model with state: what it gives depends on how often it was called."""
 
+    total: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(3, 3, dtype=torch.int64))

@@ -15,6 +15,8 @@ from tests.models import LLAMA, random_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from inlay.testing.inputs import Inputs
+
 pytestmark = pytest.mark.fast
 
 
@@ -27,6 +29,8 @@ def _fresh() -> Iterator[None]:
 
 class Model(torch.nn.Module):
     """A linear layer, a transposed output, a counter."""
+
+    steps: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +119,8 @@ def test_a_state_that_is_replaced() -> None:
     """Whoever holds the buffer, or its address, would not see the update."""
 
     class Counts(torch.nn.Module):
+        steps: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("steps", torch.zeros(1))
@@ -271,7 +277,7 @@ def test_objects_are_compared_by_their_attributes() -> None:
 
 def test_a_stock_model() -> None:
     model = random_model(LLAMA)
-    lengths = [{"input_ids": torch.arange(2 * length).reshape(2, length)} for length in (7, 10)]
+    lengths: list[Inputs] = [{"input_ids": torch.arange(2 * length).reshape(2, length)} for length in (7, 10)]
     made = check_model(model, lengths, backend="inlay", dtypes=(torch.float32,))
     assert made.values > 2 * 2 * 2, "the caches of two layers are among the outputs"
 
@@ -290,7 +296,7 @@ def test_an_error_says_in_which_run() -> None:
 def test_nothing_compiled_is_nothing_checked() -> None:
     with torch.compiler.set_stance("force_eager"), pytest.raises(AssertionError, match="Nothing was compiled"):
         check_model(Model(), inputs()[:1])
-    sizes = [(torch.ones(size),) for size in range(1, 14)]
+    sizes: list[Inputs] = [(torch.ones(size),) for size in range(1, 14)]
     with pytest.raises(AssertionError, match="recompile limit was reached, so that the last input sets ran eagerly"):
         check_model(lambda x: x + 1, sizes, backend="eager", dynamic=False, dtypes=(None,))
 

@@ -13,6 +13,8 @@ from inlay.testing import check_model, generated_code
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from inlay.testing.inputs import Inputs
+
 pytestmark = pytest.mark.fast
 F = torch.nn.functional
 
@@ -55,7 +57,7 @@ def test_without_inductor_there_is_none() -> None:
 
 def test_a_tail_of_a_vector_is_right() -> None:
     """Sizes around the width of a vector register, in two dtypes, and a sum along a strided axis."""
-    sizes = [(torch.randn(size, 3),) for size in (2, 15, 17)]
+    sizes: list[Inputs] = [(torch.randn(size, 3),) for size in (2, 15, 17)]
     assert check_model(lambda x: (x.exp() / x.exp().sum(0)).t(), sizes, dynamic=True).runs == 6
 
 

@@ -43,6 +43,8 @@ def scattered(cache: torch.Tensor, row: torch.Tensor, at: torch.Tensor) -> None:
 class Holds(torch.nn.Module):
     """A module that owns its cache."""
 
+    layer: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Module()

@@ -13,6 +13,8 @@ from inlay.testing import CompileCounts, assert_no_recompiles
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from inlay.testing.inputs import Inputs
+
 pytestmark = pytest.mark.fast
 
 
@@ -55,10 +57,10 @@ def test_a_size_is_known_to_change_after_the_second() -> None:
 
 
 def test_a_number_that_changes_is_named() -> None:
-    inputs = [(torch.ones(2), factor) for factor in (1, 2)]
+    inputs: list[Inputs] = [(torch.ones(2), factor) for factor in (1, 2)]
     with pytest.raises(AssertionError, match=r"factor == 1"):
         assert_no_recompiles(scaled, inputs, backend="eager", dynamic=False)
-    tensors = [(torch.ones(2), torch.tensor(factor)) for factor in (1, 2)]
+    tensors: list[Inputs] = [(torch.ones(2), torch.tensor(factor)) for factor in (1, 2)]
     assert_no_recompiles(scaled, tensors, backend="eager", dynamic=False)
 
 
@@ -78,7 +80,7 @@ def test_other_errors_are_not_taken_for_a_recompile() -> None:
 
 def test_what_runs_eagerly_for_being_compiled_too_often_is_not_taken_for_good() -> None:
     """Dynamo gives up after eight recompiles and says so in a log: no later call is compiled, or counted."""
-    inputs = [(torch.ones(2), factor) for factor in range(12)]
+    inputs: list[Inputs] = [(torch.ones(2), factor) for factor in range(12)]
     with pytest.raises(AssertionError, match="reaches the recompile limit"):
         assert_no_recompiles(scaled, inputs, backend="eager", dynamic=False, warmup=10)
 
@@ -91,7 +93,7 @@ def test_a_branch_that_the_warmup_does_not_reach() -> None:
         torch._dynamo.graph_break()
         return inner(x) if deep else x
 
-    inputs = [(torch.ones(2), False), (torch.ones(2), True)]
+    inputs: list[Inputs] = [(torch.ones(2), False), (torch.ones(2), True)]
     with pytest.raises(AssertionError, match="after the warm-up"):
         assert_no_recompiles(outer, inputs, backend="eager")
 

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,6 +53,7 @@ class Fused(PatternTransform):
 
     stage, numerics = Stage.CLEAN, Numerics.ROUNDING
     shapes: ClassVar[Mapping[str, str]]
+    pattern: Callable[..., Tensor]
     operator: ClassVar[Any]
     swapped: ClassVar[bool] = False
     cast: ClassVar[torch.dtype | None] = None
@@ -254,7 +256,7 @@ def _shapes(made: Tensor) -> Iterator[tuple[str, Change]]:
 
 def _dtypes(made: Tensor) -> Iterator[tuple[str, Change]]:
     for dtype in (torch.float64, *DTYPES):
-        yield str(dtype).removeprefix("torch."), lambda made, dtype=dtype: made.to(dtype)
+        yield str(dtype).removeprefix("torch."), methodcaller("to", dtype)
 
 
 def _strides(made: Tensor) -> Iterator[tuple[str, Change]]:
@@ -309,7 +311,8 @@ def draw(generator: random.Random, kind: str) -> Fault:
             detail, change = generator.choice(list(WAYS[what](result)))
             if type_mismatch(change(result), result, TypeFormatter({})) == ("", ""):
                 continue
-            rule = sound(place, operator=_operator(place, **{which: change}))
+            changes: dict[str, Any] = {which: change}
+            rule = sound(place, operator=_operator(place, **changes))
         transform = by_hand(rule, place) if generator.random() < 0.3 else rule
         return Fault(kind, place, transform, detail)
 

@@ -102,7 +102,8 @@ def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch,
 class DoubleTanh(PatternTransform):
     """Somebody's own transform."""
 
-    name, stage, numerics = "double_tanh", Stage.FUSE, Numerics.ROUNDING
+    name = "double_tanh"  # type: ignore[misc]
+    stage, numerics = Stage.FUSE, Numerics.ROUNDING
 
     def examples(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"x": torch.ones(3, 5, dtype=dtype)}
@@ -212,7 +213,7 @@ def _divided(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """LlamaRMSNorm as somebody else would write it."""
     wide = hidden_states.to(torch.float32)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * normed.to(hidden_states.dtype)  # type: ignore[no-any-return]
+    return self.weight * normed.to(hidden_states.dtype)
 
 
 def test_a_stock_model_after_an_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,9 @@ def main() -> None:
         asyncio.run(busy(port, 4, 16, 16, 1, rng))
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
         cases = [(batch, size) for batch in (1, 4, slots // 2, slots) for size in (32, 1024)]
-        timed = [(case[0], *asyncio.run(step_seconds(port, *case, rng))) for case in cases * given.rounds]
+        timed = [
+            (batch, *asyncio.run(step_seconds(port, batch, size, rng))) for batch, size in cases * int(given.rounds)
+        ]
         seconds = np.array([each[1] for each in timed])
         rows = np.array([[1, batch, batch * held] for batch, _, held in timed])
         fit, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(rows)), rcond=None)  # minimizes relative errors

@@ -38,7 +38,7 @@ def ways(
     """Return the three variants of a layer, its inputs, and a description of the plan."""
     program, given = capture_layer(LAYERS[layer](WIDTH, tokens))
     plan = plan_overlap(program, given)
-    found = {
+    found: dict[str, Way] = {
         ONE: ScheduledExecution(plan.bound_work, serial_schedule(plan.work), lanes),
         TWO: ScheduledExecution(plan.bound_work, plan.schedule, lanes),
         THREADS: lambda values: on_two(plan.bound_work, values),
@@ -67,7 +67,7 @@ def main() -> None:
         for layer in LAYERS:
             for tokens in TOKENS:
                 found, given, plans = ways(layer, tokens, lanes, on_two)
-                times = time_rounds(found, lambda values=given: values, ROUNDS)
+                times = time_rounds(found, given.copy, ROUNDS)
                 cells = [against(times, *pair) for pair in ((TWO, ONE), (TWO, THREADS))]
                 first = f"{1e3 * median(times[ONE]):.2f} ms"
                 print(f"| {layer} | {tokens} | {plans} | {first} | {' | '.join(cells)} |", flush=True)

@@ -88,7 +88,7 @@ async def interrupted(port: int, text: TextCodec, clients: int, seconds: float) 
     stop = time.perf_counter() + seconds
 
     async def talk(number: int) -> list[ClientResult]:
-        told = []
+        told: list[ClientResult] = []
         while time.perf_counter() < stop:
             body = {
                 "prompt": prompt(20, number + len(told) * 100),

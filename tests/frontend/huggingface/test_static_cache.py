@@ -201,6 +201,7 @@ def test_without_weights_in_memory(tmp_path: Path) -> None:
     found = with_static_cache(open_model(str(folder)), max_length=32)
     program = capture(found)
     assert all(row.name in program.tensors for row in program.bindings.with_role(Role.PARAMETER))
+    assert program.facts.heads is not None
     assert program.facts.heads.value == 4
     step = compile_program(program, "eager")
     tokens, _ = without_cache(random_model(LLAMA), START[:1], 8)

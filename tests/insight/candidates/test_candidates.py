@@ -210,7 +210,7 @@ def test_entries_of_the_catalog(entry: Any) -> None:
 def test_operators_of_installed_packages_are_found() -> None:
     name = "squashed_pairs"
     assert not lookup([name])
-    library = torch.library.Library("somebody", "DEF")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("somebody", "DEF")
     library.define(f"{name}(Tensor x) -> Tensor")
     (entry,) = lookup([name])
     assert (entry.source, entry.is_available, entry.evidence) == ("somebody", True, f"torch.ops.somebody.{name}")

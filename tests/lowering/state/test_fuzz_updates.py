@@ -264,7 +264,7 @@ def _check_backend(backend: str, seeds: Sequence[int]) -> int:
     for left, right in zip(model(x, at, *expected), compiled(x, at, *held.caches), strict=True):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
     for seed, one, two in zip(seeds, expected, held.caches, strict=True):
-        torch.testing.assert_close(two, one, msg=lambda text, seed=seed: f"seed {seed}: {text}")
+        torch.testing.assert_close(two, one, msg=f"seed {seed}: {{}}".format)
     held.fill(1)
     needed = held.pages(lambda: model(x, at, *held.caches))
     held.fill(1)

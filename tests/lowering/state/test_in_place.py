@@ -76,7 +76,7 @@ def test_a_reader_of_the_old_value_is_a_reason() -> None:
         late = graph.call_function(torch.ops.aten.neg.default, (base,))
         late.meta["val"] = base.meta["val"]
     output = graph.output_node()
-    values = list(output.args[0])
+    values: Any = output.args[0]
     output.args = ((values[0], late),)
     (state,) = find_state_updates(program)
     assert state.reason == "read after the write: neg_default reads the old value of values_0"
@@ -365,6 +365,9 @@ def test_an_input_replaces_a_state() -> None:
 
 
 class Counter(torch.nn.Module):
+    rows: torch.Tensor
+    steps: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(4, 4))
@@ -392,7 +395,7 @@ def test_introspect_construct_run() -> None:
     program = capture(Example(model, (torch.ones(1, 4),)))
     compiled = compile_program(program, "eager", lift_mutable_buffers=True)
     state = {
-        row.target.replace(".", "_"): torch.zeros(row.shape, dtype=getattr(torch, row.dtype))
+        row.target.replace(".", "_"): torch.zeros([int(size) for size in row.shape], dtype=getattr(torch, row.dtype))
         for row in compiled.bindings.state
     }
     assert set(state) == {"counter_rows", "counter_steps"}
@@ -412,6 +415,8 @@ def test_there_and_back() -> None:
     again = inline_lifted_buffers(lifted)
     assert {row.name: row.role for row in again.bindings} == {row.name: row.role for row in program.bindings}
     one, two = program.module(), again.module()
+    assert isinstance(one, torch.nn.Module)
+    assert isinstance(two, torch.nn.Module)
     assert dict(two.named_buffers()).keys() == dict(one.named_buffers()).keys()
     for _ in range(3):
         x = torch.randn(1, 4)

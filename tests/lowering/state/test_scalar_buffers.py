@@ -13,6 +13,8 @@ from inlay.lowering.compiled_program import compile_program
 class Counter(torch.nn.Module):
     """How often it was called."""
 
+    count: torch.Tensor
+
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(shape, dtype=torch.int64))

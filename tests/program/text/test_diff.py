@@ -22,7 +22,7 @@ def _changed(program: Program, old: object, new: object, every: int = 1) -> Prog
     copied = program.copy()
     for count, node in enumerate(node for node in copied.graph.nodes if node.target is old):
         if count % every == 0:
-            node.target = new  # type: ignore[assignment]
+            node.target = new
     return copied
 
 

@@ -104,6 +104,8 @@ def test_large_constants_go_beside(tmp_path: Path) -> None:
     table = torch.randn(100, 100)
 
     class Table(torch.nn.Module):
+        table: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", table, persistent=False)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_one_who_stalls_costs_nothing_and_delays_nobody() -> None:
     """Two read from threads of their own, one of which stops. The other gets all, and the log does not grow."""
     log = EventLog(most=500)
     manager = BlockManager([50, 50], 4, log.add)
-    stalled, seen = log.subscribe(0), []
+    stalled, seen = log.subscribe(0), list[int]()
     ready = threading.Event()
 
     def follow() -> None:
@@ -177,12 +178,17 @@ def test_a_quiet_log_is_told_of() -> None:
 
 
 def test_a_loop_is_told_once_however_much_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, told = EventLog(), []
+    log, told = EventLog(), list[int]()
 
     async def main() -> int:
         loop = asyncio.get_running_loop()
         call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: told.append(1) or call(*args))
+
+        def tell(*args: Any) -> Any:
+            told.append(1)
+            return call(*args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", tell)
         async with aclosing(log.subscribe().stream()) as stream:
             waiting = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
@@ -198,7 +204,7 @@ def test_a_loop_that_is_gone_does_not_hurt_the_cache() -> None:
 
     async def begin() -> object:
         stream = log.subscribe().stream()
-        waiting = asyncio.ensure_future(anext(stream))
+        waiting: Any = asyncio.ensure_future(anext(stream))
         waiting._log_destroy_pending = False  # it is meant to be left over
         await asyncio.sleep(0)
         return stream, waiting

@@ -38,7 +38,7 @@ def call(
 
     async def send() -> httpx.Response:
         serving = ServerContext(engine, settings or ServerSettings(NAME), "fp_test", LogWriter(io.StringIO()))
-        transport = httpx.ASGITransport(create_app(serving), raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(create_app(serving), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             response = await client.request(method, path, **given)
         assert serving.admission.active == 0
@@ -299,8 +299,11 @@ def test_spelling(tmp_path: Path) -> None:
     assert spelled(1) == ("<end>", tuple(b"<end>"))
     pieces = text_of(fallback_tokenizer(), tmp_path / "pieces")
     spelled = TokenText(pieces)
-    assert spelled(pieces.tokenizer.token_to_id("▁a")) == (" a", tuple(b" a"))
-    assert spelled(pieces.tokenizer.token_to_id("<0xE4>")) == ("bytes:\\xe4", (0xE4,))
+    letter, byte = pieces.tokenizer.token_to_id("▁a"), pieces.tokenizer.token_to_id("<0xE4>")
+    assert letter is not None
+    assert byte is not None
+    assert spelled(letter) == (" a", tuple(b" a"))
+    assert spelled(byte) == ("bytes:\\xe4", (0xE4,))
 
 
 def _readable(raw: tuple[int, ...] | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 import threading
 from contextlib import ExitStack
@@ -112,7 +113,7 @@ def test_connections_that_come_all_at_once() -> None:
 
     async def burst() -> list[int]:
         state = ServerState()
-        config = uvicorn.Config(lambda *_: None, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        config = uvicorn.Config(lambda *_: None, lifespan="off", log_config=None)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Small(config, state, {}), "127.0.0.1", 0)
         port, lines, counts = server.sockets[0].getsockname()[1], [], []
@@ -226,6 +227,6 @@ def test_cache_routes_can_be_off(package: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fast
 def test_how_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    for allowed, most in ((1 << 20, 1024), (256, 192), (10, 1), (connection.resource.RLIM_INFINITY, 1024)):
-        monkeypatch.setattr(connection.resource, "getrlimit", lambda _, allowed=allowed: (allowed, allowed))
+    for allowed, most in ((1 << 20, 1024), (256, 192), (10, 1), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, allowed=allowed: (allowed, allowed))
         assert connection.max_connections() == most

@@ -209,7 +209,8 @@ def test_what_is_returned_lies_in_memory_as_before(more: float) -> None:
         return out + more if more else out
 
     before, after = _cached(returned)
-    strides = [program.graph.output_node().args[0][-1].meta["val"].stride() for program in (before, after)]
+    results: list[Any] = [program.graph.output_node().args[0] for program in (before, after)]
+    strides = [returned[-1].meta["val"].stride() for returned in results]
     assert str(strides[0]) == str(strides[1])
 
 

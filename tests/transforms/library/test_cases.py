@@ -150,4 +150,5 @@ def _also_return(program: Program, name: str, target: Any) -> None:
             value = node.meta["val"] = value[0]
         more = program.graph.call_function(target, (node,))
     more.meta["val"] = target(value)
-    output.args = ((*output.args[0], more),)
+    returned: Any = output.args[0]
+    output.args = ((*returned, more),)

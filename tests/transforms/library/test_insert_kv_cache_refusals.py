@@ -322,6 +322,8 @@ def test_captured_for_less(decoder: Any, reason: str) -> None:
 
 
 class _Counts(torch.nn.Module):
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(1))
@@ -396,7 +398,12 @@ def test_attention_with_more_axes() -> None:
 @pytest.mark.fast
 def test_attention_on_inputs_themselves() -> None:
     """Nothing in the program asks for the length."""
-    program = captured(lambda x, w: functional.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3, is_causal=True))
+
+    def attended(x: Tensor, w: Tensor) -> Tensor:
+        heads = x.unsqueeze(1)
+        return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    program = captured(attended)
     assert not program.op_counts()["aten.sym_size.int"]
     applied = with_cache(program)
     assert applied.sites == 1
@@ -413,7 +420,9 @@ def test_the_table_of_bindings() -> None:
         ["x", "w", "slots", "lengths", "keys_0", "values_0", "keys_1", "values_1"]
     )
     assert bindings["keys_1"].type_text == "f32[4, 2, 16, 4]"
-    assert bindings["keys_1.out"].alias.kind == "kv_cache_update"
+    alias = bindings["keys_1.out"].alias
+    assert alias is not None
+    assert alias.kind == "kv_cache_update"
     assert {symbol.name: symbol.high for symbol in applied.program.symbols.values()} == {"batch": 4, "length": 16}
 
 

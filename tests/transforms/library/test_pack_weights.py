@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from inlay.program.program import Program
 
-KINDS = {"attn_v": "Q4_0", "attn_output": "Q4_0", "ffn_down": "Q6_K"}
+KINDS: dict[str, Any] = {"attn_v": "Q4_0", "attn_output": "Q4_0", "ffn_down": "Q6_K"}
 """Beside Q4_1 and a tied Q8_0 embedding; queries and keys are Q4_1, so values are not fused with them."""
 TIED = {
     "model_type": "llama",

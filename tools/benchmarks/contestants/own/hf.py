@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 VARIANTS = ("eager-fp32", "eager-bf16", "compiled-fp32", "compiled-bf16")
-OPTIONS = {"freezing": True, "cpp_wrapper": True}
+OPTIONS: dict[str, Any] = {"freezing": True, "cpp_wrapper": True}
 """Inductor options for the fastest code on a CPU."""
 SINGLE = "Only decode of one sequence is compiled, because each size takes minutes to compile."
 

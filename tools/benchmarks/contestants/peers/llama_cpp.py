@@ -78,9 +78,7 @@ class Contestant:
         return seconds
 
 
-@lib.llama_log_callback
-def _silent(level: int, text: bytes, data: Any) -> None:
-    pass
+_silent = lib.llama_log_callback(lambda level, text, data: None)
 
 
 def open_contestant(arguments: dict[str, Any]) -> Contestant:
