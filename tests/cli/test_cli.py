@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -75,7 +76,7 @@ def test_doctor() -> None:
 def test_doctor_names_the_tested_versions_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for version in ("5.19.4", "5.20.0", "5.23.1", "5.24.0"):
-        monkeypatch.setattr(machine.importlib.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
         found[version] = machine._transformers()
     assert [each.status for each in found.values()] == ["warn", "ok", "ok", "warn"]
     assert "tested with transformers 5.20 to 5.23" in found["5.24.0"].remedy

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import inlay
-from inlay.cli import run as run_module
+from inlay.cli import model_options
 from inlay.cli.run import run
 from inlay.runtime import LanguageModel, Sampling
 from tests.text_models import EagerStepper, byte_tokenizer, small_model, text_of
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(autouse=True)
 def _loaded(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inlay, "load", lambda path: model, raising=False)
-    monkeypatch.setattr(run_module.options, "ensure_package", lambda target, *options: target)
+    monkeypatch.setattr(model_options, "ensure_package", lambda target, *options: target)
 
 
 def _run(*arguments: str, code: int = 0) -> Result:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.fast
 
 
 class ReluTanh(PatternTransform):
-    name = "relu_tanh"  # type: ignore[misc]
+    name = "relu_tanh"
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         return {"x": torch.ones(5, dtype=dtype)}
@@ -110,7 +110,7 @@ def test_mutation_in_between_is_refused() -> None:
 
 
 class TwoProducts(PatternTransform):
-    name = "two_products"  # type: ignore[misc]
+    name = "two_products"
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         return {name: torch.ones(5, 5, dtype=dtype) for name in "xvw"}
@@ -124,7 +124,7 @@ class TwoProducts(PatternTransform):
 
 def test_one_call_where_the_pattern_has_two() -> None:
     class Gates(PatternTransform):
-        name = "gates"  # type: ignore[misc]
+        name = "gates"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
@@ -204,7 +204,7 @@ def test_a_pattern_that_gives_another_type_is_refused() -> None:
     """The walker compares calls, not types: the pattern is computed on the site's own inputs to be sure."""
 
     class Product(PatternTransform):
-        name = "product"  # type: ignore[misc]
+        name = "product"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(3, 5, dtype=dtype), "y": torch.ones(3, 5, dtype=dtype)}
@@ -227,7 +227,7 @@ def test_a_pattern_that_gives_another_type_is_refused() -> None:
 
 def test_operands_of_commutative_operators_may_change_places() -> None:
     class Sum(PatternTransform):
-        name = "sum"  # type: ignore[misc]
+        name = "sum"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
@@ -248,7 +248,7 @@ def test_operands_of_commutative_operators_may_change_places() -> None:
 
 def test_a_site_that_reads_another_site() -> None:
     class Gate(PatternTransform):
-        name = "gate"  # type: ignore[misc]
+        name = "gate"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
@@ -269,7 +269,7 @@ def test_one_value_for_two_arguments() -> None:
     """The trace of a replacement is kept for sites of the same types: it must not remember that two were one."""
 
     class Product(PatternTransform):
-        name = "product"  # type: ignore[misc]
+        name = "product"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
@@ -292,7 +292,7 @@ def test_one_value_for_two_arguments() -> None:
 
 def test_a_value_inside_the_pattern_is_no_argument() -> None:
     class Square(PatternTransform):
-        name = "square"  # type: ignore[misc]
+        name = "square"
 
         def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
             return {"x": torch.ones(5, dtype=dtype), "y": torch.ones(5, dtype=dtype)}
@@ -311,7 +311,7 @@ def test_a_value_inside_the_pattern_is_no_argument() -> None:
 class Turned(PatternTransform):
     """The same values, column by column in memory."""
 
-    name = "turned"  # type: ignore[misc]
+    name = "turned"
 
     def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
         return {"x": torch.ones(3, 5, dtype=dtype)}
@@ -389,7 +389,7 @@ def test_sizes_that_data_decide_are_each_their_own() -> None:
 
 
 class OneTooMany(ReluTanh):
-    name = "one_too_many"  # type: ignore[misc]
+    name = "one_too_many"
 
     def replacement(self, x: torch.Tensor) -> Any:  # type: ignore[override]
         return x.relu().tanh(), x
@@ -404,7 +404,7 @@ def test_a_replacement_that_gives_another_number_of_values() -> None:
 
 
 class RowByRow(Turned):
-    name = "row_by_row"  # type: ignore[misc]
+    name = "row_by_row"
 
     def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return x.relu().tanh().contiguous()

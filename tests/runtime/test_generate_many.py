@@ -102,7 +102,7 @@ def test_leaving_an_asynchronous_stream_cancels_it(model: LanguageModel) -> None
     before = model.engine.counts()["finished.cancelled"]
 
     async def main() -> None:
-        stream: Any = model.astream("fox", max_tokens=200)
+        stream = model.astream("fox", max_tokens=200)
         await anext(stream)
         await stream.aclose()
         while model.engine.counts()["finished.cancelled"] == before:

@@ -102,7 +102,7 @@ def test_a_norm_written_differently(lock: Path, monkeypatch: pytest.MonkeyPatch,
 class DoubleTanh(PatternTransform):
     """Somebody's own transform."""
 
-    name = "double_tanh"  # type: ignore[misc]
+    name = "double_tanh"
     stage, numerics = Stage.FUSE, Numerics.ROUNDING
 
     def examples(self, dtype: torch.dtype) -> dict[str, Any]:

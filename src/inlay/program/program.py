@@ -10,7 +10,7 @@ from inlay.program.graphs import TypeFormatter, all_nodes, copy_graph, op_counts
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import torch
     from torch import fx
@@ -108,7 +108,7 @@ class Program:
 
         return to_exported(self)
 
-    def module(self) -> Callable[..., Any]:
+    def module(self) -> torch.nn.Module:
         """Return a callable that runs this program eagerly, with the signature of the captured model."""
         module: torch.nn.Module = self.to_exported().module(check_guards=False)
         return module

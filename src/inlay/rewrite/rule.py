@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -123,7 +123,7 @@ class Rule:
     the fuzzer replaces them by other sizes.
     """
 
-    name = ""
+    name: ClassVar[str] = ""
     ignored_args: frozenset[str] = frozenset()
     """Arguments that are not compared, such as the `size` of views; `check` must verify them."""
 

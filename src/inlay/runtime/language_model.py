@@ -18,7 +18,7 @@ from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import SequenceSession
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     import torch
 
@@ -109,7 +109,7 @@ class LanguageModel:
     @overload
     def generate(
         self,
-        prompt: list[str] | list[Messages],
+        prompt: list[str] | Sequence[Messages],
         *,
         sampling: Sampling = ...,
         max_tokens: int = ...,
@@ -133,7 +133,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompt: str | Messages | list[str] | list[Messages],
+        prompt: str | Messages | list[str] | Sequence[Messages],
         *,
         sampling: Sampling = GREEDY,
         max_tokens: int = MAX_TOKENS,
@@ -172,7 +172,7 @@ class LanguageModel:
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
         raw: bool = False,
-    ) -> AsyncIterator[TokenOutput]:
+    ) -> AsyncGenerator[TokenOutput, None]:
         """Answer a prompt or a conversation token by token in an event loop.
 
         All streams of a model are batched. Ending the iteration early cancels the request.
