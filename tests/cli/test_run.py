@@ -103,4 +103,4 @@ def test_a_folder_that_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     result = CliRunner().invoke(app, [str(tmp_path), "fox"], env={"COLUMNS": "200"})
     assert result.exit_code == 3
-    assert "is neither a package nor a model" in result.stderr
+    assert "has no config.json" in result.stderr
