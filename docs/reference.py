@@ -278,7 +278,7 @@ def attribute_notes(cls: type) -> dict[str, str]:
 
     >>> from inlay.runtime import Completion
     >>> attribute_notes(Completion)["tokens: tuple[int, ...]"]
-    'All tokens that were drawn, an end token included.'
+    'All generated tokens, including an end token.'
     >>> attribute_notes(type("Made", (), {}))
     {}
     """

@@ -38,6 +38,8 @@ class Architecture:
         return SMALL | self.config
 
 
+NOT_BUILT = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2"})
+"""Experts sort their tokens, convolutions read earlier positions: no KV cache can be inserted."""
 ARCHITECTURES = (
     Architecture("llama"),
     Architecture("mistral", {"sliding_window": 16}),

@@ -17,7 +17,7 @@ from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.parser import parse
 from inlay.program.text.printer import dump
 from inlay.transforms import configure, run
-from tests.architectures import ARCHITECTURES, Architecture
+from tests.architectures import ARCHITECTURES, NOT_BUILT, Architecture
 from tests.models import random_model
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
     assert dump(reloaded) == text
     row = {
         "captured": "yes",
+        "builds": "no" if architecture.model_type in NOT_BUILT else "yes",
         "kinds of layers": ", ".join(f"× {len(kind)}" for kind in folds.kinds),
         "largest difference to eager": _difference(eager, _run(program)),
         "after dump and reload": _difference(eager, _run(reloaded)),

@@ -12,16 +12,14 @@ from inlay.flow import BuildOptions, build, compile_model
 from inlay.package.copy_proof import prove
 from inlay.package.loader import load_package
 from inlay.runtime import Session
-from tests.architectures import ARCHITECTURES, Architecture
+from tests.architectures import ARCHITECTURES, NOT_BUILT, Architecture
 from tests.models import random_model
 from tests.small_packages import ROOM, eager_greedy, greedy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MIXED = {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2"}
-"""Experts sort their tokens, convolutions look back: positions are not kept apart, and no cache is inserted."""
-DENSE = [each for each in ARCHITECTURES if each.model_type not in MIXED]
+DENSE = [each for each in ARCHITECTURES if each.model_type not in NOT_BUILT]
 IN_CI = {"mistral", "gemma2"}
 """A window; a soft cap, a norm after attention and two kinds of layers. The others take too long for every change."""
 
@@ -54,7 +52,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
     "name",
     [
         pytest.param(each, marks=() if each in ("mixtral", "lfm2") else pytest.mark.nightly, id=each)
-        for each in sorted(MIXED)
+        for each in sorted(NOT_BUILT)
     ],
 )
 def test_what_mixes_positions_is_refused(name: str, tmp_path: Path) -> None:
