@@ -39,8 +39,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    /clear starts a new conversation. /exit or Ctrl-D ends. Ctrl-C stops an answer. Earlier turns stay in the prefix
-    cache, so that only the new message is computed.
+    /clear starts a new conversation. /exit or Ctrl-D ends. Ctrl-C stops an answer.
 
     Example: [bold]inlay chat model.gguf --system "Answer in one sentence."[/]
     """
