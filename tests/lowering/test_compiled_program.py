@@ -70,3 +70,21 @@ def test_small_weights_under_aot() -> None:
     compiled = compile_program(capture(Example(Small(), (torch.ones(4),))), "aot")
     for step in (1, 2):
         assert torch.equal(compiled(torch.ones(4)), torch.arange(4.0) + step)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_sizes_outside_the_captured_range_are_refused(backend: str) -> None:
+    """Tracing took one branch, and torch recorded for which sizes it is right."""
+
+    class Branch(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (x + 1 if x.shape[0] < 10 else x - 1) + y
+
+    axes = {"x": {0: "rows"}, "y": {0: "rows"}}
+    model = Branch()
+    step = compile_program(capture(Example(model, (torch.ones(4), torch.ones(4)), axes=axes)), backend)
+    assert torch.equal(step(torch.ones(7), torch.ones(7)), model(torch.ones(7), torch.ones(7)))
+    with pytest.raises(UsageError, match=r"rows is 20; the program takes one size, \d … 9\."):
+        step(torch.ones(20), torch.ones(20))
+    with pytest.raises(UsageError, match=r"rows is 1 and 5; the program takes one size"):
+        step(torch.ones(5), torch.ones(1))

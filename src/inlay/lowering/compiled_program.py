@@ -149,12 +149,20 @@ class InputValidator:
         captured = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
         self.rows = [row for row in program.bindings.with_role(Role.INPUT) if row.is_tensor]
         self.state = {row.name for row in program.bindings.state}
+        self.symbols = {symbol.name: symbol for symbol in program.symbols.values()}
         self.contiguous_inputs = {
             row.name for row in self.rows if (value := captured[row.name]) is not None and value.is_contiguous()
         }
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return all values, made contiguous where required."""
+        sizes: dict[int | str, int] = {}
+        for row in self.rows:
+            for name, size in zip(row.shape, getattr(values[row.name], "shape", ()), strict=False):
+                symbol = self.symbols.get(str(name))
+                if symbol is not None and (size != sizes.setdefault(name, size) or not symbol.allows(size)):
+                    other = f" and {sizes[name]}" if size != sizes[name] else ""
+                    raise UsageError(f"{name} is {size}{other}; the program takes one size, {symbol.range_text}.")
         return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
 
     def _validate(self, row: Binding, value: Any) -> Any:
