@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING
 
 from inlay.config import resolve_config
 from inlay.errors import ModelError, UsageError
-from inlay.frontend import Example, SourceModel
-from inlay.frontend import capture as capture_model
-from inlay.insight.accuracy import AccuracyReport
-from inlay.insight.accuracy import measure_accuracy as compare_logits
+from inlay.frontend import Example, SourceModel, capture
+from inlay.insight import accuracy, explanation
 from inlay.insight.bisect import Bisection, Culprit
-from inlay.insight.explanation import Explanation
-from inlay.insight.explanation import explain as explain_steps
 from inlay.insight.oracles import make_oracle
 from inlay.insight.verify import NumericsCheck, NumericsVerdict
 from inlay.package.loader import load_package
 from inlay.program import Program
-from inlay.program.text.diff import Diff
-from inlay.program.text.diff import diff as diff_programs
+from inlay.program.text import diff as differ
 from inlay.transforms import configure, run, steps_through
 from inlay.transforms.lock import read_lock
 
@@ -35,22 +30,22 @@ SAMPLE_TEXT = Path(__file__).parent / "insight" / "sample_text.txt"
 
 def explain(
     model: Model, transform: str = "", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
-) -> list[Explanation]:
+) -> list[explanation.Explanation]:
     """Explain what each transform matched and almost matched, or one transform.
 
     >>> import torch
     >>> class Gated(torch.nn.Module):
     ...     def forward(self, x):
     ...         return torch.nn.functional.silu(x).neg() * (x + 1)
-    >>> (explanation,) = explain(Example(Gated(), (torch.ones(3),)), "match_swiglu")
-    >>> explanation.sites, explanation.findings[0].reason
+    >>> (found,) = explain(Example(Gated(), (torch.ones(3),)), "match_swiglu")
+    >>> found.sites, found.findings[0].reason
     (0, 'extra node: neg (aten.neg.default) stands in between')
     """
     program = as_program(model)
     steps = _steps(program, settings, config)
     if transform:
         steps = steps_through(transform, steps)
-    return explain_steps(program, steps, steps[-1].key if transform else "")
+    return explanation.explain(program, steps, steps[-1].key if transform else "")
 
 
 def verify(
@@ -78,17 +73,17 @@ def bisect(
     return Bisection(program, _steps(program, settings, config), make_oracle(oracle, program)).find()
 
 
-def diff(left: Model, right: Model) -> Diff:
+def diff(left: Model, right: Model) -> differ.Diff:
     """Compare two programs by structure.
 
     >>> import torch
     >>> linear = Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
-    >>> diff(linear, Example(torch.nn.Linear(4, 4), (torch.ones(2, 4),))).is_equal
+    >>> diff(linear, linear).is_equal
     True
     >>> dict(diff(linear, Example(torch.nn.Softmax(-1), (torch.ones(2, 4),))).operator_deltas)
     {'aten.linear.default': -1, 'aten.softmax.int': 1}
     """
-    return diff_programs(as_program(left), as_program(right))
+    return differ.diff(as_program(left), as_program(right))
 
 
 def measure_accuracy(
@@ -99,7 +94,7 @@ def measure_accuracy(
     source: Model | None = None,
     trust_remote_code: bool = False,
     on_step: Callable[[str], None] = lambda step: None,
-) -> AccuracyReport:
+) -> accuracy.AccuracyReport:
     """Compare the next-token distributions of a package with those of the model it was built from, in float32.
 
     `text` is a text file; by default a built-in sample is used. `source` is the model, if it is not where it was.
@@ -117,17 +112,17 @@ def measure_accuracy(
     model = source if source is not None else read_lock(loaded.folder / "matches.lock").models[0].model
     if isinstance(model, str):
         try:
-            reference = capture_model(model, HFOptions(None, trust_remote_code), on_step=on_step)
+            reference = capture(model, HFOptions(None, trust_remote_code), on_step=on_step)
         except ModelError as error:
             raise ModelError(error.problem, "Pass the model that the package was built from as --source.") from error
     else:
         reference = as_program(model)
-    return compare_logits(loaded, reference, tokens, on_step)
+    return accuracy.measure_accuracy(loaded, reference, tokens, on_step)
 
 
 def as_program(model: Model) -> Program:
     """Return a program as it is, or capture the model."""
-    return model if isinstance(model, Program) else capture_model(model)
+    return model if isinstance(model, Program) else capture(model)
 
 
 def _steps(program: Program, settings: Sequence[str], config: Sequence[Path]) -> list[TransformStep]:

@@ -60,9 +60,8 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
                 table.add_row(each.model, format_bytes(each.size), f"{format_duration(now - each.last_used)} ago")
             out.print()
             out.print(table, markup=False)
-            total = sum(each.size for each in built)
-            count = "1 package" if len(built) == 1 else f"{len(built)} packages"
-            out.print(f"{count}, {format_bytes(total)}, in {packages.folder}", soft_wrap=True)
+            total = format_bytes(sum(each.size for each in built))
+            out.print(f"{total} of packages in {packages.folder}", soft_wrap=True)
 
 
 @app.command("clear", cls=Command)

@@ -120,8 +120,7 @@ def _verify_package(
     else:
         _print_accuracy(report)
         if max_kl is not None:
-            verdict = "above" if failed else "within"
-            out.print(f"KL divergence {report.kl:.2g} is {verdict} the limit of {max_kl:g}.")
+            out.print(f"KL divergence {report.kl:.2g} is {'above' if failed else 'within'} the limit of {max_kl:g}.")
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
 

@@ -159,10 +159,10 @@ class InputValidator:
         sizes: dict[int | str, int] = {}
         for row in self.rows:
             for name, size in zip(row.shape, getattr(values[row.name], "shape", ()), strict=False):
-                symbol = self.symbols.get(str(name))
-                if symbol is not None and (size != sizes.setdefault(name, size) or not symbol.allows(size)):
+                known = self.symbols.get(str(name))
+                if known is not None and not known.low <= size == sizes.setdefault(name, size) <= (known.high or size):
                     other = f" and {sizes[name]}" if size != sizes[name] else ""
-                    raise UsageError(f"{name} is {size}{other}; the program takes one size, {symbol.range_text}.")
+                    raise UsageError(f"{name} is {size}{other}; the program takes one size, {known.range_text}.")
         return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
 
     def _validate(self, row: Binding, value: Any) -> Any:

@@ -30,10 +30,6 @@ class Symbol:
     example: int = 2
     """The size at capture, which is used again to compute types when a dump is read."""
 
-    def allows(self, size: int) -> bool:
-        """Whether a size is in the range."""
-        return self.low <= size and (self.high is None or size <= self.high)
-
     @property
     def range_text(self) -> str:
         """The range as text.
