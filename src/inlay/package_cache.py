@@ -115,10 +115,13 @@ def model_name(text: str) -> str:
 
 
 def _entry_name(model: str, options: Mapping[str, Any]) -> str:
-    path = Path(model).expanduser()
-    where = str(path.resolve()) if path.exists() else model
-    digest = hashlib.sha256(json.dumps([where, _plain(options)]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([_location(model), _plain(options)]).encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model_name(model)).strip('.-')[:80]}-{digest}"
+
+
+def _location(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
 
 def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return {
-        "model": model,
+        "model": _location(model),
         "files": _model_files(model),
         "options": _plain(options),
         "libraries": installed,

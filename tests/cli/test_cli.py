@@ -62,7 +62,9 @@ def test_help_is_quick_and_has_examples() -> None:
 @pytest.mark.fast
 def test_several_sequences_at_a_time_by_default() -> None:
     for verb in ("build", "report"):
-        assert "Maximum sequences per batch. [default: 8]" in " ".join(_inlay(verb, "--help").stdout.split())
+        assert "Maximum sequences that run at the same time; 8 by default." in " ".join(
+            _inlay(verb, "--help").stdout.split()
+        )
 
 
 @pytest.mark.fast

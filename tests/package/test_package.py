@@ -130,7 +130,7 @@ class TestSession:
     def test_room_ends(self, package: Path) -> None:
         session = Session(load_package(package))
         session.advance([[5] * ROOM])
-        with pytest.raises(UsageError, match=f"room for {ROOM}"):
+        with pytest.raises(UsageError, match=f"the limit is {ROOM}"):
             session.advance([[5]])
         with pytest.raises(UsageError, match="4 slots"):
             Session(load_package(package), 5)

@@ -37,7 +37,7 @@ def collect_sources(modules: Iterable[str], without_imports: Iterable[str] = ())
     """Return the files of modules and of all their imports; for `without_imports`, only the files of the modules.
 
     >>> sorted(collect_sources(["inlay.errors"]).files)
-    ['inlay/__init__.py', 'inlay/errors.py']
+    ['inlay/__init__.py', 'inlay/_version.py', 'inlay/errors.py']
     """
     found, todo = SourceFiles(), list(modules)
     own = {"inlay", *(name.partition(".")[0] for name in todo)}
