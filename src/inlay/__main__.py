@@ -2,5 +2,4 @@
 
 from inlay.cli.main import main
 
-if __name__ == "__main__":
-    main()
+main()

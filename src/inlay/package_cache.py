@@ -37,7 +37,6 @@ class CachedPackage:
     folder: Path
     size: int
     last_used: float
-    """Seconds since 1970."""
 
 
 class PackageCache:
