@@ -66,7 +66,8 @@ class RequestHandle:
         self.is_cancelled = False
         self.error: BaseException | None = None
         self._outputs: deque[TokenOutput] = deque()
-        self._is_finished = False
+        self.is_finished = False
+        """Whether the last token or an error has arrived."""
         self._new = threading.Condition()
         self._wake_event: asyncio.Event | None = None
 
@@ -74,11 +75,6 @@ class RequestHandle:
     def deadline(self) -> float | None:
         """The time at which the request times out, on the monotonic clock."""
         return None if self.request.timeout is None else self.arrival_time + self.request.timeout
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last token has arrived, or an error."""
-        return self._is_finished
 
     def cancel(self) -> None:
         """Cancel the request before the engine's next step. Any thread may call this, any number of times."""
@@ -89,7 +85,7 @@ class RequestHandle:
         with self._new:
             self._outputs.extend(outputs)
             self.error = error or self.error
-            self._is_finished = error is not None or bool(outputs and outputs[-1].finish_reason)
+            self.is_finished = error is not None or bool(outputs and outputs[-1].finish_reason)
             self._new.notify_all()
         if self._wake_event is not None:
             self._wake_event.set()
@@ -97,7 +93,7 @@ class RequestHandle:
     def __iter__(self) -> Iterator[TokenOutput]:
         while True:
             with self._new:
-                self._new.wait_for(lambda: self._outputs or self._is_finished)
+                self._new.wait_for(lambda: self._outputs or self.is_finished)
                 ready, ended = self._take()
             yield from ready
             if ended:
@@ -126,4 +122,4 @@ class RequestHandle:
         self._outputs.clear()
         if self.error is not None and not ready:
             raise self.error
-        return ready, self._is_finished and self.error is None
+        return ready, self.is_finished and self.error is None
