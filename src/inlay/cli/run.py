@@ -57,7 +57,7 @@ def run(
     """Answer a prompt with a model or a compiled package.
 
     The text is written to standard output; the speed to standard error. A model is built first and kept in the package
-    cache (`inlay cache ls`), so later starts take about two seconds. --top-k, --top-p, --min-p and --seed need a
+    cache (`inlay cache ls`), so later starts take a few seconds. --top-k, --top-p, --min-p and --seed need a
     --temperature above 0.
 
     Example: [bold]inlay run model.gguf "Name the capital of France."[/]
