@@ -14,7 +14,8 @@ from inlay.insight.oracles import make_oracle
 from inlay.insight.verify import NumericsCheck, NumericsVerdict
 from inlay.package.loader import load_package
 from inlay.program import Program
-from inlay.program.text import diff as differ
+from inlay.program.text.diff import Diff
+from inlay.program.text.diff import diff as diff_programs
 from inlay.transforms import configure, run, steps_through
 from inlay.transforms.lock import read_lock
 
@@ -73,7 +74,7 @@ def bisect(
     return Bisection(program, _steps(program, settings, config), make_oracle(oracle, program)).find()
 
 
-def diff(left: Model, right: Model) -> differ.Diff:
+def diff(left: Model, right: Model) -> Diff:
     """Compare two programs by structure.
 
     >>> import torch
@@ -83,7 +84,7 @@ def diff(left: Model, right: Model) -> differ.Diff:
     >>> dict(diff(linear, Example(torch.nn.Softmax(-1), (torch.ones(2, 4),))).operator_deltas)
     {'aten.linear.default': -1, 'aten.softmax.int': 1}
     """
-    return differ.diff(as_program(left), as_program(right))
+    return diff_programs(as_program(left), as_program(right))
 
 
 def measure_accuracy(
