@@ -24,13 +24,9 @@ def chat(
     target: options.PackageOrModelArgument,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")] = 1024,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
-    ] = 0.95,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")
-    ] = None,
+    temperature: options.TemperatureOption = 0.7,
+    top_p: options.TopPOption = 0.95,
+    seed: options.SeedOption = None,
     max_length: options.MaxLengthOption = None,
     max_batch: options.MaxBatchOption = None,
     weights: options.WeightsOption = None,

@@ -74,6 +74,11 @@ DTypeOption = Annotated[
     DType | None, typer.Option("--dtype", help="dtype to capture in; by default that of the checkpoint.")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")]
 MAX_LENGTH, MAX_BATCH = 2048, 8
 MaxLengthOption = Annotated[
     int | None,

@@ -32,20 +32,16 @@ def run(
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="Stop before this text; can be given several times."),
     ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")] = 0.0,
+    temperature: options.TemperatureOption = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
-    ] = 1.0,
+    top_p: options.TopPOption = 1.0,
     min_p: Annotated[
         float, typer.Option("--min-p", help="Exclude tokens below this fraction of the highest probability.")
     ] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", help="Values above 1 make repeated tokens less likely.")
     ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")
-    ] = None,
+    seed: options.SeedOption = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they are generated.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON; not streamed.")] = False,
     max_length: options.MaxLengthOption = None,
