@@ -1,4 +1,4 @@
-"""Other people's passes: every kind of callable, what they may return, what they must not change."""
+"""External passes: every kind of callable, what they may return, what they must not change."""
 
 from __future__ import annotations
 

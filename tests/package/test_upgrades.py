@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from inlay.errors import PackageError
+from inlay.lowering.eager_graph import EagerGraph
 from inlay.ops import native
 from inlay.package.loader import load_package
 from tests.small_packages import in_new_process
@@ -70,3 +71,11 @@ def test_a_change_of_the_interface_needs_a_new_version() -> None:
     assert INTERFACES[native.ABI] == found, (
         "the functions of run.cpp changed: increase native.ABI and add its hash here"
     )
+
+
+def test_an_operator_that_is_not_registered_says_what_to_import() -> None:
+    calls = {"ins": ["x"], "calls": [["y", "some_library.scale.default", [{"value": "x"}], {}]], "outs": []}
+    with pytest.raises(
+        PackageError, match=r"some_library\.scale\.default, which is not registered\. Import the module"
+    ):
+        EagerGraph(calls)

@@ -222,12 +222,10 @@ def _layer_drifts(
 
 def _layer_outputs(program: Program) -> list[list[fx.Node]]:
     """Return the values that each repeated block passes on, in program order."""
-    found = fold(program)
-    stretches = [(each.start, each.nodes) for _, _, each in found.iter_occurrences()]
-    stretches += [(each.start, each.nodes) for each in found.deviations]
-    most = max((len(nodes) for _, nodes in stretches), default=0)
+    blocks = fold(program).blocks
+    most = max(map(len, blocks), default=0)
     rows = []
-    for _, nodes in sorted(stretches, key=lambda each: each[0]):
+    for nodes in blocks:
         inside = set(nodes)
         passed = [node for node in nodes if any(user not in inside for user in node.users)]
         if len(nodes) * 3 >= most:

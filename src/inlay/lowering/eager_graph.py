@@ -109,8 +109,9 @@ def _target(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
     except AttributeError as error:
-        text = f"The package calls {name}, which this version of torch does not have."
-        raise PackageError(text, "Build the package again.") from error
+        text = f"The package calls {name}, which is not registered."
+        remedy = "Import the module that registers it first. If it is torch's own, build the package with this torch."
+        raise PackageError(text, remedy) from error
 
 
 def _decode_value(value: Any) -> Any:

@@ -134,12 +134,16 @@ class Folds:
         found = [(kind, index, each) for kind in self.kinds for index, each in enumerate(kind.occurrences)]
         yield from sorted(found, key=lambda item: item[2].start)
 
+    @property
+    def blocks(self) -> list[tuple[fx.Node, ...]]:
+        """The nodes of every block of all kinds, including deviating ones, in program order."""
+        found = [*(each for kind in self.kinds for each in kind.occurrences), *self.deviations]
+        return [each.nodes for each in sorted(found, key=lambda each: each.start)]
+
     @cached_property
     def layer_of(self) -> dict[fx.Node, int]:
-        """Node → number of its block, counted over all kinds and deviations in program order."""
-        stretches = [(each.start, each.nodes) for _, _, each in self.iter_occurrences()]
-        stretches += [(each.start, each.nodes) for each in self.deviations]
-        return {node: number for number, (_, nodes) in enumerate(sorted(stretches)) for node in nodes}
+        """Node → index of its block in `blocks`."""
+        return {node: index for index, nodes in enumerate(self.blocks) for node in nodes}
 
 
 def fold(program: Program, *, maximize_blocks: bool = False) -> Folds:
