@@ -137,7 +137,8 @@ class Folds:
     @property
     def blocks(self) -> list[tuple[fx.Node, ...]]:
         """The nodes of every block of all kinds, including deviating ones, in program order."""
-        found = [*(each for kind in self.kinds for each in kind.occurrences), *self.deviations]
+        found: list[Occurrence | BlockDeviation] = [each for _, _, each in self.iter_occurrences()]
+        found += self.deviations
         return [each.nodes for each in sorted(found, key=lambda each: each.start)]
 
     @cached_property
