@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.models import tiny_gguf
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.fast
 
@@ -340,6 +339,40 @@ def test_what_packages_ask_of_inductor() -> None:
     assert any(access.writes == "32" for access in built.accesses), "two rows of four numbers"
     assert not any(access.copies or access.unknown for access in built.accesses)
     assert "AOTInductorModel::run_impl" in built.source, "the proof reads this function"
+
+
+def test_parallel_reductions_do_not_run_with_more_threads_than_they_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """lowering/aoti.py: the name of the array of partial sums, and the option that fixes the number of threads."""
+    import torch._inductor as inductor
+
+    from inlay.lowering.aoti import build_library
+    from inlay.testing import program_of
+
+    kernels: list[str] = []
+    real = inductor.aot_compile
+
+    def aot_compile(*arguments: Any, options: dict[str, Any]) -> Any:
+        made = real(*arguments, options=options)
+        folder = Path(options["aot_inductor.output_path"]).parent
+        kernels.append("".join(file.read_text() for file in folder.glob("*.kernel.cpp")))
+        return made
+
+    monkeypatch.setattr(inductor, "aot_compile", aot_compile)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        build_library(program_of(lambda x: (x * x).sum(), [torch.ones(1 << 16)]))
+    finally:
+        torch.set_num_threads(threads)
+    loose, fixed = kernels
+    assert "_arr[2]" in loose
+    assert "#pragma omp parallel\n" in loose, "torch fixes the number itself: build_library need not compile twice"
+    assert "_arr[tid]" in fixed
+    assert "#pragma omp parallel num_threads(2)\n" in fixed
+    assert "#pragma omp parallel\n" not in fixed
 
 
 def test_registered_operators() -> None:

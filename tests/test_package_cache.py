@@ -12,32 +12,38 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from inlay import flow, package_cache
+from inlay import flow, machine, package_cache
 from inlay.cli.main import app
+from inlay.errors import MachineError
+from inlay.package import store
+from inlay.package.files import lock_file
 from inlay.package_cache import PackageCache, is_package, model_name
 from tests.small_packages import ROOM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 OPTIONS: dict[str, Any] = {"max_length": ROOM, "max_batch": 4}
 
 
 @pytest.fixture
-def folder(model_folder: Path, package: Path, tmp_path: Path) -> Path:
-    """A model folder that a test may change. Its compiled code is in the build cache."""
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A model folder that a test may change."""
     return shutil.copytree(model_folder, tmp_path / "tiny")
 
 
 @pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that were built."""
+def builds(package: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were built. A build copies a package: these tests are about when one is made."""
     found: list[str] = []
-    real = flow.build
 
-    def build(model: str, *arguments: Any, **keywords: Any) -> Any:
+    def build(model: str, out: Path, options: flow.BuildOptions, on_step: Callable[[str], None]) -> None:
         found.append(model)
-        return real(model, *arguments, **keywords)
+        on_step("transforming")
+        store.check_free(out)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(package, out, symlinks=True)
 
     monkeypatch.setattr(flow, "build", build)
     return found
@@ -61,12 +67,70 @@ def test_a_model_is_built_once_and_again_when_something_changed(
     config.write_text(config.read_text() + " ")
     assert cache.ensure(str(folder), OPTIONS) == package, "it replaces the old one"
     assert len(builds) == 2
-    libraries = package_cache.LIBRARIES
-    monkeypatch.setattr(package_cache, "LIBRARIES", (*libraries, "pytest"))
+    monkeypatch.setenv("CXXFLAGS", "-g")
     cache.ensure(str(folder), OPTIONS)
-    assert len(builds) == 3, "another version of a library"
-    monkeypatch.setattr(package_cache, "LIBRARIES", libraries)
+    assert len(builds) == 3, "another setting of the compiler"
     assert len(cache.entries()) == 1
+
+
+def test_other_weights_of_the_same_size_and_time_are_built(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    """Images and archives give all files the same time."""
+    cache = PackageCache(tmp_path / "packages")
+    cache.ensure(str(folder), OPTIONS)
+    weights = next(folder.glob("*.safetensors"))
+    before, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2
+
+
+def test_installations_do_not_replace_each_others_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {package_cache._entry_name("org/name", {})}
+    with monkeypatch.context() as patched:
+        patched.setattr(machine, "__file__", str(tmp_path / "other" / "machine.py"))
+        names.add(package_cache._entry_name("org/name", {}))
+    with monkeypatch.context() as patched:
+        patched.setattr(machine, "cpu_name", lambda: "another")
+        names.add(package_cache._entry_name("org/name", {}))
+    names.add(package_cache._entry_name("models:make", {}))
+    monkeypatch.chdir(tmp_path)
+    names.add(package_cache._entry_name("models:make", {}))
+    assert len(names) == 5
+
+
+def test_a_folder_of_another_user_is_refused(
+    folder: Path, tmp_path: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has the package: its libraries would be loaded as code."""
+    cache = PackageCache(tmp_path / "packages")
+    cache.ensure(str(folder), OPTIONS)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(MachineError, match=r"belongs to another user, .* Set XDG_CACHE_HOME"):
+        cache.ensure(str(folder), OPTIONS)
+
+
+def test_what_an_interrupted_build_left_is_listed_and_cleared(tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    staged = cache.folder / "tiny-0" / "package" / "versions" / ".building-x"
+    staged.mkdir(parents=True)
+    (staged / "weights").write_bytes(b"x" * 1000)
+    (entry,) = cache.entries()
+    assert (entry.model, entry.size) == ("", 1000)
+    with lock_file(cache.folder / ".lock-tiny-0", lambda: None):
+        assert cache.clear(float("inf")) == (0, 0), "another process builds it"
+    assert cache.clear(float("inf")) == (1, 1000)
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_an_entry_that_was_removed_by_half_is_built_again(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages")
+    package = cache.ensure(str(folder), OPTIONS)
+    shutil.rmtree(package / "versions")
+    assert cache.ensure(str(folder), OPTIONS) == package
+    assert (package / "current" / "manifest.json").is_file()
+    assert len(builds) == 2
 
 
 def test_a_damaged_package_is_built_again(folder: Path, builds: list[str], tmp_path: Path) -> None:
@@ -142,6 +206,9 @@ def test_names(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert model_name(f"{tmp_path}/folder/") == "folder"
     assert not is_package(str(tmp_path / "folder"))
+    for strange in ("~nobody-of-that-name/m", "x" * 300, "a\x00b"):
+        assert not is_package(strange)
+        assert package_cache._model_files(strange + ":f") is None
     hostile = package_cache._entry_name("../../etc/pass wd\x00", {})
     assert "/" not in hostile
     assert not hostile.startswith(".")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inlay.config import resolve_config
 from inlay.errors import ModelError, UsageError
 from inlay.frontend import Example, SourceModel, capture
+from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight import accuracy, explanation
 from inlay.insight.bisect import Bisection, Culprit
 from inlay.insight.oracles import make_oracle
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
     from inlay.transforms.pass_manager import TransformStep
 
-    Model = str | SourceModel | Example | Program
-
+Model = str | SourceModel | Example | Program
 SAMPLE_TEXT = Path(__file__).parent / "insight" / "sample_text.txt"
 
 
@@ -100,7 +100,6 @@ def measure_accuracy(
 
     `text` is a text file; by default a built-in sample is used. `source` is the model, if it is not where it was.
     """
-    from inlay.frontend.huggingface.causal_lm import HFOptions
     from inlay.runtime.text_codec import TextCodec
 
     loaded = load_package(package)
@@ -111,19 +110,22 @@ def measure_accuracy(
         raise UsageError(f"The text {file} cannot be read: {error}.", "Pass a text file in UTF-8.") from error
     tokens = TextCodec.load(loaded.folder / "tokenizer").encode(content)[:max_tokens]
     model = source if source is not None else read_lock(loaded.folder / "matches.lock").models[0].model
-    if isinstance(model, str):
+
+    def reference() -> Program:
         try:
-            reference = capture(model, HFOptions(None, trust_remote_code), on_step=on_step)
+            return as_program(model, HFOptions(None, trust_remote_code), on_step)
         except ModelError as error:
-            raise ModelError(error.problem, "Pass the model that the package was built from as --source.") from error
-    else:
-        reference = as_program(model)
+            moved = "" if source is not None else " If the model was moved, pass it as --source."
+            raise ModelError(error.problem, error.remedy + moved) from error
+
     return accuracy.measure_accuracy(loaded, reference, tokens, on_step)
 
 
-def as_program(model: Model) -> Program:
+def as_program(
+    model: Model, options: HFOptions | None = None, on_step: Callable[[str], None] = lambda step: None
+) -> Program:
     """Return a program as it is, or capture the model."""
-    return model if isinstance(model, Program) else capture(model)
+    return model if isinstance(model, Program) else capture(model, options, on_step=on_step)
 
 
 def _steps(program: Program, settings: Sequence[str], config: Sequence[Path]) -> list[TransformStep]:

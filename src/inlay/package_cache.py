@@ -1,14 +1,14 @@
 """Packages that are built on demand: `inlay serve MODEL` and `inlay run MODEL` build once and start at once afterwards.
 
-There is one package for each model and set of build options. It is replaced when the model's files, Inlay, torch or the
-CPU have changed since it was built.
+There is one package for each model, set of build options, installation of Inlay, CPU and number of threads. It is
+replaced when the model's files, libraries, the compiler or its settings have changed since it was built.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay import machine
-from inlay.errors import PackageError
+from inlay.errors import MachineError, PackageError, one_line
 from inlay.package import store
-from inlay.package.files import lock_file
+from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_file, stamp, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LIBRARIES = ("inlay", "torch", "transformers", "tokenizers", "gguf")
-"""Libraries whose version the result of a build depends on."""
 _KEY, _PACKAGE, _LOCK = "key.json", "package", ".lock-"
 
 
@@ -53,9 +51,13 @@ class PackageCache:
         `package.module:factory` is captured every time, because its result may depend on anything; the build cache then
         supplies the compiled code.
         """
+        try:
+            machine.make_private_folder(self.folder)
+        except OSError as error:
+            problem = f"The package cache cannot be used: {one_line(error)}."
+            raise MachineError(problem, "Set XDG_CACHE_HOME to a folder of your own.") from error
         home = self.folder / _entry_name(model, options)
         if not _is_current(home, _compute_key(model, options)):
-            machine.make_private_folder(self.folder)
             with lock_file(self.folder / f"{_LOCK}{home.name}", lambda: on_step("waiting for the same build")):
                 key = _compute_key(model, options)
                 if not _is_current(home, key):
@@ -65,22 +67,39 @@ class PackageCache:
         return home / _PACKAGE
 
     def entries(self) -> list[CachedPackage]:
-        """Return all packages, the most recently used first."""
+        """Return all packages, the most recently used first. A build that died is an entry without a model."""
         found = []
         for home in self.folder.iterdir() if self.folder.is_dir() else ():
-            key = _read_key(home)
-            if key is not None:
-                with suppress(OSError):
+            with suppress(OSError):
+                if home.is_dir():
                     size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
-                    found.append(CachedPackage(key["model"], home / _PACKAGE, size, (home / _KEY).stat().st_mtime))
+                    used = max(home.stat().st_mtime, *(file.stat().st_mtime for file in home.glob(_KEY)), 0.0)
+                    key = _read_key(home) or {"model": ""}
+                    found.append(CachedPackage(key["model"], home / _PACKAGE, size, used))
         return sorted(found, key=lambda each: each.last_used, reverse=True)
 
     def clear(self, used_before: float) -> tuple[int, int]:
-        """Remove packages that were last used before a point in time. Return how many, and their bytes."""
-        removed = [each for each in self.entries() if each.last_used <= used_before]
-        for each in removed:
-            shutil.rmtree(each.folder.parent, ignore_errors=True)
+        """Remove packages that were last used before a point in time. Return how many, and their bytes.
+
+        Packages that another process is building are left.
+        """
+        removed = [
+            each for each in self.entries() if each.last_used <= used_before and self._remove(each.folder.parent)
+        ]
         return len(removed), sum(each.size for each in removed)
+
+    def _remove(self, home: Path) -> bool:
+        file = self.folder / f"{_LOCK}{home.name}"
+        handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            if not lock(handle, EXCLUSIVE | NON_BLOCKING):
+                return False
+            (home / _KEY).unlink(missing_ok=True)
+            shutil.rmtree(home, ignore_errors=True)
+            file.unlink(missing_ok=True)
+            return not home.exists()
+        finally:
+            unlock(handle)
 
     def _build(
         self, model: str, options: Mapping[str, Any], home: Path, key: Mapping[str, Any], on_step: Callable[[str], None]
@@ -88,7 +107,9 @@ class PackageCache:
         from inlay.flow import BuildOptions, build
 
         (home / _KEY).unlink(missing_ok=True)
-        build(model, home / _PACKAGE, BuildOptions(**options), on_step=on_step)
+        if not (home / _PACKAGE / store.VERSIONS).is_dir():  # what is left of a removal that was interrupted
+            shutil.rmtree(home, ignore_errors=True)
+        build(_location(model), home / _PACKAGE, BuildOptions(**options), on_step=on_step)
         built = _compute_key(model, options)
         if key["files"] in (None, built["files"]):  # files that changed during the build are captured again next time
             staged = home / f".{_KEY}"
@@ -98,7 +119,10 @@ class PackageCache:
 
 def is_package(text: str) -> bool:
     """Whether a command-line argument names a package instead of a model."""
-    return (Path(text).expanduser() / store.LINK).exists() or store.is_package(Path(text).expanduser())
+    try:
+        return os.path.lexists(Path(text).expanduser() / store.LINK)
+    except (OSError, RuntimeError, ValueError):  # too long a name, or the home of an unknown user
+        return False
 
 
 def model_name(text: str) -> str:
@@ -107,45 +131,49 @@ def model_name(text: str) -> str:
     >>> model_name("models/SmolLM2.Q4_1.gguf"), model_name("org/name@main"), model_name("package.module:factory")
     ('SmolLM2.Q4_1', 'org/name', 'package.module:factory')
     """
-    path = Path(text).expanduser()
+    path = Path(_location(text))
     if path.suffix == ".gguf":
         return path.stem
-    return path.resolve().name if path.is_dir() else text.partition("@")[0]
+    return path.name if os.path.isdir(path) else text.partition("@")[0]
 
 
 def _entry_name(model: str, options: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps([_location(model), _plain(options)]).encode()).hexdigest()[:12]
+    import torch
+
+    where = [_location(model), str(Path.cwd()) if ":" in model else "", str(Path(machine.__file__).parent)]
+    what = [*where, _plain(options), machine.cpu_name(), machine.cpu_features(), torch.get_num_threads()]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model_name(model)).strip('.-')[:80]}-{digest}"
 
 
 def _location(model: str) -> str:
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
+    with suppress(OSError, RuntimeError, ValueError):
+        path = Path(model).expanduser()
+        return str(path.resolve()) if path.exists() else model
+    return model
 
 
 def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that the package depends on. `files` is None if it cannot be known without building."""
+    from inlay.build_cache.key import machine_factors
+
     root = Path(machine.__file__).parent
-    installed = {}
-    for name in LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
+    sources = [file for kind in ("py", "cpp", "h", "yaml") for file in root.rglob(f"*.{kind}")]
     return {
         "model": _location(model),
         "files": _model_files(model),
         "options": _plain(options),
-        "libraries": installed,
-        "source": _digest(root, [*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]),
-        "cpu": [machine.cpu_name(), *machine.cpu_features()],
+        "machine": machine_factors("native"),
+        "source": _digest(root, sources),
     }
 
 
 def _model_files(model: str) -> str | None:
-    """Return a digest of the names, sizes and times of the model's files. Their content is not read."""
-    path = Path(model).expanduser()
-    if path.is_file():
+    """Return a digest of the names and stamps of the model's files."""
+    path = Path(_location(model))
+    if os.path.isfile(path):  # unlike Path.is_file, it accepts too long a name
         return _digest(path.parent, [path])
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if ":" in model:
             return None
         from inlay.frontend.model_spec import find_snapshot
@@ -160,8 +188,8 @@ def _model_files(model: str) -> str | None:
 def _digest(root: Path, files: list[Path]) -> str:
     rows = []
     for file in sorted(files):
-        found = file.stat()
-        rows.append((file.relative_to(root).as_posix(), found.st_size, found.st_mtime_ns))
+        with suppress(FileNotFoundError):  # a download in progress
+            rows.append((file.relative_to(root).as_posix(), stamp(file)))
     return hashlib.sha256(json.dumps([str(root.resolve()), rows]).encode()).hexdigest()
 
 

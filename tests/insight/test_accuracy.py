@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +18,7 @@ from inlay import api
 from inlay.cli.main import app
 from inlay.errors import ModelError, UsageError
 from inlay.flow import BuildOptions, build
+from inlay.insight import accuracy
 from inlay.package.refit import refit
 from inlay.runtime.text_codec import TextCodec
 from tests.models import random_model
@@ -127,9 +131,9 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     assert "within the limit of 0.0001" in shown.output
     assert "relative error of the hidden state after each layer" in shown.output
     assert CliRunner().invoke(app, ["verify", str(home / "model"), "--max-kl", "1"]).exit_code == 2
-    gone = CliRunner().invoke(app, [*arguments[:2], "--source", str(tmp_path / "gone")])
+    gone = CliRunner().invoke(app, arguments[:2])
     assert gone.exit_code == 3
-    assert "--source" in gone.stderr
+    assert "If the model was moved, pass it as --source." in " ".join(gone.stderr.split())
 
 
 def test_what_cannot_be_measured(home: Path, tmp_path: Path) -> None:
@@ -138,10 +142,66 @@ def test_what_cannot_be_measured(home: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"cannot be read.* Pass a text file in UTF-8\."):
             api.measure_accuracy(home / "package", text=text)
     (tmp_path / "empty").write_text("")
-    with pytest.raises(UsageError, match="at least 2 are needed"):
-        api.measure_accuracy(home / "package", text=tmp_path / "empty", source=str(home / "model"))
-    with pytest.raises(ModelError, match=r"Pass the model that the package was built from"):
+    with pytest.raises(UsageError, match=r"has 0 tokens, .* at least 2 tokens"):
+        api.measure_accuracy(home / "package", text=tmp_path / "empty", source="./never captured")
+    with pytest.raises(ModelError, match="nowhere") as wrong:
         api.measure_accuracy(home / "package", source="./nowhere")
+    assert "--source" not in str(wrong.value)
+    random_model({**FIELDS, "vocab_size": 352}).save_pretrained(tmp_path / "larger")
+    with pytest.raises(UsageError, match=r"352 tokens in its vocabulary, and the package 320"):
+        api.measure_accuracy(home / "package", source=str(tmp_path / "larger"), max_tokens=9)
+
+
+def test_a_package_with_room_for_one_token_cannot_be_measured() -> None:
+    """Zero positions would agree with anything."""
+    package: Any = SimpleNamespace(
+        manifest=SimpleNamespace(kind="decoder"), cache=SimpleNamespace(max_seq_len=2, slots=1, vocab_size=9)
+    )
+    with pytest.raises(UsageError, match="in sequences of 1"):
+        accuracy.measure_accuracy(package, lambda: pytest.fail("captured"), [1, 2, 3])
+
+
+def _agreement(logits: torch.Tensor, reference: torch.Tensor) -> accuracy.Agreement:
+    sums = accuracy._Sums()
+    for row in range(len(logits)):
+        sums.add(logits[row : row + 1], reference[row : row + 1], torch.tensor([0]))
+    return sums.agreement()
+
+
+def test_values_that_are_not_finite_are_not_agreement() -> None:
+    reference = torch.randn(3, 8)
+    wrong = reference.clone()
+    wrong[1, 2] = float("nan")
+    found = _agreement(wrong, reference)
+    assert math.isnan(found.kl_mean)
+    assert math.isnan(found.kl_max)
+    report = accuracy.AccuracyReport(3, found, _agreement(reference, reference), ())
+    assert report.kl == math.inf
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["decode"]["kl_max"] is None
+    reference[:, 5] = float("-inf")
+    same = _agreement(reference, reference)
+    assert (same.kl_mean, same.kl_max) == (0, 0), "tokens that both exclude"
+    more = reference.clone()
+    more[0, 1] = float("-inf")
+    assert _agreement(more, reference).kl_max == math.inf, "a token that only the package excludes"
+
+
+def test_kl_is_what_torch_computes() -> None:
+    one, two = torch.randn(2, 5, 40, dtype=torch.float64)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=two), torch.distributions.Categorical(logits=one)
+    )
+    assert _agreement(one, two).kl_mean == pytest.approx(float(expected.mean()))
+
+
+def test_logits_that_are_not_finite_fail_without_a_limit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finite = api.measure_accuracy(home / "package", source=str(home / "model"), max_tokens=9)
+    bad = replace(finite, decode=replace(finite.decode, kl_mean=math.nan), layers=(accuracy.LayerDrift(0, math.nan),))
+    monkeypatch.setattr(api, "measure_accuracy", lambda *args, **kwargs: bad)
+    shown = CliRunner().invoke(app, ["verify", str(home / "package")])
+    assert shown.exit_code == 1, shown.output
+    assert "The logits of the package are not finite." in shown.output
+    assert CliRunner().invoke(app, ["verify", str(home / "package"), "--max-kl", "inf"]).exit_code == 1
 
 
 @pytest.mark.nightly

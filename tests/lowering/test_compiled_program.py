@@ -88,3 +88,5 @@ def test_sizes_outside_the_captured_range_are_refused(backend: str) -> None:
         step(torch.ones(20), torch.ones(20))
     with pytest.raises(UsageError, match=r"rows is 1 and 5; the program takes one size"):
         step(torch.ones(5), torch.ones(1))
+    with pytest.raises(UsageError, match=r"rows is 0; the program takes one size, \d … 9\."):
+        step(torch.ones(0), torch.ones(0))

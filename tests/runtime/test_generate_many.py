@@ -10,7 +10,9 @@ import pytest
 
 import inlay
 from inlay.errors import UsageError
+from inlay.runtime.engine import Engine
 from inlay.runtime.outputs import FinishReason, collect
+from inlay.runtime.request import EngineClosedError, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +118,66 @@ def test_closing_ends_what_runs_and_a_later_call_starts_again(served_package: Pa
     model.close()
     handle = model.engine.submit(inlay.runtime.request.Request((5, 6, 7), max_tokens=240, ignore_eos=True))
     model.close()
-    assert collect(handle).finish_reason is FinishReason.CANCELLED
+    ended = collect(handle)
+    assert ended.finish_reason is FinishReason.CANCELLED
+    assert len(ended.tokens) < 240
     assert len(model.generate(["fox", "dog"], max_tokens=2)) == 2
     model.close()
+
+
+def test_an_aborted_request_has_only_the_tokens_that_were_generated(served_package: Path) -> None:
+    engine = Engine.open(served_package)  # not started: nothing is generated
+    handle = engine.submit(Request((5, 6, 7), max_tokens=9))
+    engine.close()
+    ended = collect(handle)
+    assert (ended.tokens, ended.text, ended.tokens_per_second) == ((), "", None)
+
+
+def test_a_list_is_answered_by_one_engine(served_package: Path) -> None:
+    """`close` in between does not start a second engine that nobody closes."""
+    model = inlay.load(served_package)
+    opened: list[Engine] = []
+    start = model._open_engine
+    assert start is not None
+
+    def open_engine() -> Engine:
+        opened.append(start())
+        return opened[-1]
+
+    model._open_engine = open_engine
+    closing = {3: model.close}
+    with pytest.raises(EngineClosedError):
+        model.generate(PROMPTS, max_tokens=2, on_progress=lambda done: closing.get(done, lambda: None)())
+    assert len(opened) == 1
+
+
+def test_streams_that_wait_are_not_counted_as_rejected(model: LanguageModel) -> None:
+    before = model.engine.counts()["rejected"]
+
+    async def read(prompt: str) -> None:
+        async for _ in model.astream(prompt, max_tokens=2):
+            pass
+
+    async def main() -> None:
+        await asyncio.gather(*map(read, PROMPTS * 2))
+
+    asyncio.run(main())
+    assert model.engine.counts()["rejected"] == before
+
+
+def test_a_loop_that_closes_does_not_harm_other_requests(model: LanguageModel) -> None:
+    """`asyncio.run` may end between a step and the delivery of its tokens."""
+    expected = model.generate("fox", max_tokens=20).tokens
+    loop = asyncio.new_event_loop()
+    tokens = tuple(model._encode("fox", raw=False))
+    gone = model.engine.submit(Request(tokens, max_tokens=20), loop)
+    loop.close()
+    other = model.engine.submit(Request(tokens, max_tokens=20))
+    assert collect(other).tokens == expected
+    assert gone.id != other.id
+
+
+@pytest.mark.parametrize("prompt", [(text for text in ("fox",)), {"role": "user", "content": "fox"}, 7, None])
+def test_what_is_not_a_prompt(model: LanguageModel, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="A prompt cannot be a "):
+        model.generate(prompt)

@@ -17,6 +17,7 @@ import torch
 from inlay import lowering, machine
 from inlay.build_cache.module_files import SITE_FOLDERS, collect_sources, source_file
 from inlay.ops import native
+from inlay.package.files import stamp
 from inlay.package.weights_file import raw_bytes
 from inlay.program.bindings import Role
 from inlay.program.graphs import all_nodes
@@ -65,7 +66,7 @@ def collect_factors(request: BuildRequest) -> dict[str, str]:
         for name, setting in entry.options.items():
             found[f"setting {entry.key}.{name}"] = _short(json.dumps(setting.value, default=str))
     found |= _source_factors([*COMPILER, *_modules(request.steps), *_operator_modules(request.program)])
-    return found | _machine_factors(request.level)
+    return found | machine_factors(request.level) | {"settings of Inductor": _inductor()}
 
 
 def compute_key(factors: Mapping[str, str]) -> str:
@@ -90,7 +91,7 @@ def _program_factors(program: Program) -> dict[str, str]:
             continue
         files = set(_files(ref))
         for file in files:
-            found[f"weights {file}"] = _stamp(file)
+            found[f"weights {file}"] = stamp(file)
         if not files:
             kind = "weights in memory" if row.role is Role.PARAMETER else "values in the program"
             memory[kind].append(f"{row.target} {_tensor_hash(row.target, ref)}")
@@ -107,12 +108,6 @@ def _files(ref: Any) -> Iterator[Path]:
                 yield from (part for item in (each if isinstance(each, tuple) else (each,)) for part in _files(item))
         else:
             yield from _files(value)
-
-
-def _stamp(file: Path) -> str:
-    """Return a text that changes when a file is written. Weights are not hashed: they may be hundreds of gigabytes."""
-    found = file.stat()
-    return f"{found.st_size} bytes, written at {found.st_mtime_ns}"
 
 
 def _tensor_hash(name: str, ref: Any) -> str:
@@ -174,7 +169,8 @@ def _source_factors(modules: Iterable[str]) -> dict[str, str]:
     return found | {f"package {name}": value for name, value in read.packages.items()}
 
 
-def _machine_factors(level: str) -> dict[str, str]:
+def machine_factors(level: str) -> dict[str, str]:
+    """Return the factors that are not properties of the model: libraries, compiler, CPU and settings."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -182,10 +178,9 @@ def _machine_factors(level: str) -> dict[str, str]:
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
         "default dtype": str(torch.get_default_dtype()),
-        "settings of Inductor": _inductor(),
         **{
             f"package {name}": machine.package_version(name)
-            for name in ("inlay", "transformers")
+            for name in ("inlay", "transformers", "tokenizers", "gguf")
             if machine.package_version(name)
         },
     }

@@ -15,6 +15,7 @@ from inlay.errors import InlayError, UsageError
 if TYPE_CHECKING:
     from inlay.runtime.engine import Engine
     from inlay.runtime.outputs import TokenOutput
+    from inlay.runtime.request import RequestHandle
     from inlay.runtime.sampling import Sampling
 
 _HELP = "/clear starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -87,20 +88,19 @@ def _answer(engine: Engine, messages: list[dict[str, str]], sampling: Sampling, 
     """Print the answer to a conversation as it is generated, and return it."""
     from inlay.runtime.request import Request
 
-    handle = engine.submit(Request(tuple(engine.text.encode_chat(messages)), sampling, max_tokens))
+    handle: RequestHandle | None = None
     pieces: list[TokenOutput] = []
-    stream = iter(handle)
     while True:
         try:
-            piece = next(stream, None)
-        except KeyboardInterrupt:
-            handle.cancel()
-            stream = iter(handle)
-            continue
-        if piece is None:
+            handle = handle or engine.submit(Request(tuple(engine.text.encode_chat(messages)), sampling, max_tokens))
+            for piece in handle:
+                pieces.append(piece)
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
             break
-        pieces.append(piece)
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
+        except KeyboardInterrupt:
+            if handle is None:
+                break
+            handle.cancel()
     sys.stdout.write("\n")
     return "".join(piece.text for piece in pieces)

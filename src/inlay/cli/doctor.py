@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from inlay.cli.console import error_boundary, out, print_json
@@ -31,7 +32,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
             for column in ("", "check", "found", "remedy"):
                 table.add_column(column, overflow="fold")
             for check in checks:
-                table.add_row(_MARKS[check.status], check.name, check.found, check.remedy)
+                table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
             out.print(table)
         if any(check.status is CheckStatus.FAIL for check in checks):
             raise typer.Exit(int(ExitCode.FAILED))

@@ -6,6 +6,7 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from inlay.cli import model_options as options
 from inlay.cli.console import err, error_boundary, out
@@ -159,7 +160,7 @@ def _welcome(serving: ServerContext, url: str) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if serving.keys else ""
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     out.print(
-        f"Serving [bold]{name}[/] at [bold]{url}/v1[/]: {engine.slots} slots of {engine.max_seq_len} tokens,"
+        f"Serving [bold]{escape(name)}[/] at [bold]{url}/v1[/]: {engine.slots} slots of {engine.max_seq_len} tokens,"
         f" {engine.memory_bytes / 1e6:.0f} MB for keys and values, {peak_memory() / 1e6:.0f} MB of memory in all.",
         soft_wrap=True,
     )

@@ -63,7 +63,8 @@ def verify(
     """Compare numbers: a package with the model it was built from, or a model before and after each transform.
 
     PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the drift after each layer. The
-    reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl.
+    reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl, or
+    if logits are not finite.
 
     MODEL: the effect of each transform (no change, rounding or wrong) on random inputs. The reference is the captured
     program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
@@ -114,12 +115,14 @@ def _verify_package(
         report = measure_accuracy(
             package, text=text, max_tokens=max_tokens, source=source, trust_remote_code=trust, on_step=step
         )
-    failed = max_kl is not None and not report.kl <= max_kl
+    failed = not math.isfinite(report.kl) or (max_kl is not None and report.kl > max_kl)
     if as_json:
         print_json({**report.to_json(), "max_kl": max_kl, "ok": not failed})
     else:
         _print_accuracy(report)
-        if max_kl is not None:
+        if not math.isfinite(report.kl):
+            out.print("The logits of the package are not finite.")
+        elif max_kl is not None:
             out.print(f"KL divergence {report.kl:.2g} is {'above' if failed else 'within'} the limit of {max_kl:g}.")
     if failed:
         raise typer.Exit(int(ExitCode.FAILED))
@@ -137,7 +140,7 @@ def _print_accuracy(report: AccuracyReport) -> None:
         out.print(report.note)
         return
     out.print("\nrelative error of the hidden state after each layer")
-    most = max((each.drift for each in report.layers), default=0.0) or 1.0
+    most = max((each.drift for each in report.layers if math.isfinite(each.drift)), default=0.0) or 1.0
     for each in report.layers:
         bar = "█" * round(30 * each.drift / most) if math.isfinite(each.drift) else "not finite"
         out.print(f"{each.layer:5}  {each.drift:.4f}  {bar}", markup=False)

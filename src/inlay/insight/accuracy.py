@@ -36,6 +36,8 @@ WINDOW = 256
 CHUNK = 32
 """Tokens of a prefill call."""
 _MIN_TOKENS = 2
+_MAX_LOGITS = 1 << 28
+"""Logits of the reference that are kept at once."""
 
 
 @dataclass(frozen=True)
@@ -78,32 +80,37 @@ class AccuracyReport:
         return max(means) if all(map(math.isfinite, means)) else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        return {**asdict(self), "kl": self.kl}
+        """Return the report as plain values. Numbers that are not finite are None."""
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in items}
+
+        return plain([*asdict(self, dict_factory=plain).items(), ("kl", self.kl)])
 
 
 def measure_accuracy(
     package: LoadedPackage,
-    reference: Program,
+    reference: Callable[[], Program],
     tokens: Sequence[int],
     on_step: Callable[[str], None] = lambda step: None,
 ) -> AccuracyReport:
-    """Compare a package with the captured program of its model, on the tokens of a text."""
+    """Compare a package with the program that `reference` captures from its model, on the tokens of a text."""
     cache = package.cache
     if package.manifest.kind != "decoder" or cache is None:
         raise UsageError("Accuracy is measured on language models, and this package is not one.", "Pass a decoder.")
-    if len(tokens) < _MIN_TOKENS:
-        raise UsageError(
-            f"The text has {len(tokens)} tokens, and at least {_MIN_TOKENS} are needed.", "Pass more text."
-        )
+    count = math.ceil(len(tokens) / min(WINDOW, cache.max_seq_len))
+    length = len(tokens) // count if count else 0
+    if length < _MIN_TOKENS:
+        problem = f"The text has {len(tokens)} tokens, which the package reads in sequences of {length}."
+        raise UsageError(problem, f"Pass more text; a package needs room for at least {_MIN_TOKENS} tokens.")
     if max(tokens) >= cache.vocab_size:
         raise UsageError("The text has tokens that the package does not have.", "Pass the model it was built from.")
-    runner = _Reference(reference)
-    count = math.ceil(len(tokens) / min(WINDOW, cache.max_seq_len))
-    windows = torch.tensor(tokens[: len(tokens) // count * count]).reshape(count, -1)
+    runner = _Reference(reference(), cache.vocab_size)
+    windows = torch.tensor(tokens[: length * count]).reshape(count, length)
     decode, prefill = _Sums(), _Sums()
-    for start in range(0, len(windows), cache.slots):
-        batch = windows[start : start + cache.slots]
+    rows = min(cache.slots, max(1, _MAX_LOGITS // (length * cache.vocab_size)))
+    for start in range(0, len(windows), rows):
+        batch = windows[start : start + rows]
         on_step(f"reference {start + len(batch)} of {len(windows)}")
         logits = torch.cat([runner.logits(batch[row : row + 1]) for row in range(len(batch))])
         on_step(f"package {start + len(batch)} of {len(windows)}")
@@ -117,8 +124,8 @@ def measure_accuracy(
 class _Reference:
     """The captured program in float32. Its weights are read once."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self._run = program, ProgramInterpreter()
+    def __init__(self, program: Program, vocab_size: int) -> None:
+        self.program, self.vocab_size, self._run = program, vocab_size, ProgramInterpreter()
         inputs = [row for row in program.bindings.with_role(Role.INPUT) if row.is_tensor]
         if len(inputs) != 1:
             raise UsageError(f"{program.name} has {len(inputs)} inputs, and a language model has one.", "")
@@ -133,6 +140,9 @@ class _Reference:
 
         results = self._run(self.program, {self._input: tokens}, compute_dtype=torch.float32, on_value=store)
         logits: torch.Tensor = results[0]
+        if logits.shape[-1] != self.vocab_size:
+            problem = f"The model has {logits.shape[-1]} tokens in its vocabulary, and the package {self.vocab_size}."
+            raise UsageError(problem, "Pass the model that the package was built from as --source.")
         return logits.float()
 
 
@@ -145,11 +155,11 @@ class _Sums:
     def add(self, logits: torch.Tensor, reference: torch.Tensor, following: torch.Tensor) -> None:
         """Add positions: logits of both as `[positions, vocabulary]`, and the token that follows each."""
         ours, theirs = logits.double().log_softmax(-1), reference.double().log_softmax(-1)
-        kl = torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+        kl = (theirs.exp() * (theirs - ours)).masked_fill(theirs.isneginf(), 0.0).sum(-1)
         self.count += len(kl)
         self.same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self.kl += float(kl.sum())
-        self.kl_max = max(self.kl_max, float(kl.max()))
+        self.kl_max = float(np.maximum(self.kl_max, float(kl.max())))  # NaN stays NaN
         self.loss -= float(ours.gather(-1, following[:, None]).sum())
         self.reference_loss -= float(theirs.gather(-1, following[:, None]).sum())
 
@@ -213,7 +223,7 @@ def _layer_drifts(
         pairs = [(values[outs[output]], kept[nodes[candidate]]) for outs, nodes in zip(steps, layers, strict=True)]
         if all(one.shape == two.shape for one, two in pairs):
             found.append([_relative_error(one, two) for one, two in pairs])
-    best = min(found, key=statistics.median, default=[])
+    best = min(found, key=lambda row: (not all(map(math.isfinite, row)), statistics.median(row)), default=[])
     note = (
         "" if best else "No value of the package has the shape of the model's hidden state, so layers are not compared."
     )

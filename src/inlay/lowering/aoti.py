@@ -79,11 +79,14 @@ class CompiledLibrary:
     accesses: tuple[StateAccess, ...]
 
 
-def build_library(program: Program, states: Sequence[str] = (), level: str = "native") -> CompiledLibrary:
+def build_library(
+    program: Program, states: Sequence[str] = (), level: str = "native", threads: int = -1
+) -> CompiledLibrary:
     """Compile a program for processors of a level. Weights are bound later, one set per container.
 
-    `states` are the inputs whose accesses are recorded.
+    `states` are the inputs whose accesses are recorded. `threads` fixes the number of threads of parallel loops.
     """
+    import torch
     import torch._inductor as inductor
 
     program = canonicalize_updates(program)[0]
@@ -104,6 +107,7 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
             "always_keep_tensor_constants": True,
             "joint_graph_constant_folding": False,
             "_post_fusion_custom_pass": watching,
+            "cpp.threads": threads,
             **_LEVELS[level],
             "aot_inductor.custom_ops_to_c_shims": {
                 op: [native.declaration(op._opname, arguments, level)] for op, arguments in SHIMS.items() if op in used
@@ -113,6 +117,10 @@ def build_library(program: Program, states: Sequence[str] = (), level: str = "na
         with _lean_headers():
             inductor.aot_compile(module, args, kwargs, options=options)
         found = Path(folder)
+        if threads < 0 and any("_arr[tid]" in file.read_text() for file in found.glob("*.kernel.cpp")):
+            # torch 2.13 allocates partial sums of a parallel reduction for the threads of the build, but any number of
+            # threads may run it: more would write out of bounds.
+            return build_library(program, states, level, torch.get_num_threads())
         library = (found / "piece.so").read_bytes()
         source = next(found.glob("*.wrapper.cpp")).read_text()
         calls = next(iter(found.glob("*.wrapper.json")), None)

@@ -87,7 +87,8 @@ class Library:
         try:
             container: Any = _aoti.AOTIModelContainerRunnerCpu(str(self.file), 1)
         except RuntimeError as error:
-            raise PackageError(f"{self.file.name} cannot be loaded: {one_line(error)}.", _REMEDY) from error
+            remedy = "If it calls a custom operator, import its module first. Otherwise build the package again."
+            raise PackageError(f"{self.file.name} cannot be loaded: {one_line(error)}.", remedy) from error
         self._types = container.get_constant_names_to_dtypes()
         for known, spec in zip((self.num_inputs, self.num_outputs), container.get_call_spec(), strict=True):
             if known is not None and spec.count('"type": null') != known:

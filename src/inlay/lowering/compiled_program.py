@@ -159,9 +159,9 @@ class InputValidator:
         sizes: dict[int | str, int] = {}
         for row in self.rows:
             for name, size in zip(row.shape, getattr(values[row.name], "shape", ()), strict=False):
-                known = self.symbols.get(str(name))
-                if known is not None and not known.low <= size == sizes.setdefault(name, size) <= (known.high or size):
-                    other = f" and {sizes[name]}" if size != sizes[name] else ""
+                known, first = self.symbols.get(str(name)), sizes.setdefault(name, size)
+                if known is not None and not known.low <= size == first <= (known.high or size):
+                    other = f" and {first}" if size != first else ""
                     raise UsageError(f"{name} is {size}{other}; the program takes one size, {known.range_text}.")
         return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXCLUSIVE, SHARED, NON_BLOCKING = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 """Modes of a lock: one owner, several readers, and fail instead of waiting."""
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def lock(handle: int, mode: int = EXCLUSIVE) -> bool:
@@ -82,6 +83,19 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def stamp(file: Path) -> str:
+    """Return a text that changes when a file is written or replaced: size, time and a hash of samples of its content.
+
+    A file of up to 1 MB is hashed as a whole. Weights are not: they may be hundreds of gigabytes.
+    """
+    found, digest = file.stat(), hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        for index in range(_SAMPLES):
+            opened.seek(index * max(found.st_size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+            digest.update(opened.read(_SAMPLE_BYTES))
+    return f"{found.st_size} bytes, written at {found.st_mtime_ns}, {digest.hexdigest()[:12]}"
 
 
 def sha256(file: Path) -> str:

@@ -44,6 +44,8 @@ def import_graph(graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str) 
 def find_attribute(module: Any, path: str) -> Any:
     """Return the attribute of a module that a dotted path names."""
     for part in path.split("."):
+        if not hasattr(module, part):
+            raise TransformError(f"The graph reads {path}, which its module does not have.", "Pass a GraphModule.")
         module = getattr(module, part)
     return module
 

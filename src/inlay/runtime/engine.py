@@ -11,6 +11,7 @@ import math
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -142,10 +143,10 @@ class Engine:
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._closing or not self._is_full)
+                self._changed.wait_for(lambda: self._closing or not self.is_full)
             if self._closing:
                 raise EngineClosedError
-            if self._is_full:
+            if self.is_full:
                 self._counts["rejected"] += 1
                 raise QueueFullError(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
             answer = RequestHandle(self._next, request, loop)
@@ -156,7 +157,8 @@ class Engine:
         return answer
 
     @property
-    def _is_full(self) -> bool:
+    def is_full(self) -> bool:
+        """Whether `submit` would raise QueueFullError."""
         return len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -399,12 +401,13 @@ class Engine:
 
     def _deliver(self) -> None:
         """Deliver all outputs: directly to threads, and by one call to each event loop."""
-        for loop, made in self._outputs.items():
+        outputs = [(loop, self._outputs.pop(loop)) for loop in list(self._outputs)]
+        for loop, made in outputs:
             if loop is None:
                 _put(made)
-            elif not loop.is_closed():
-                loop.call_soon_threadsafe(_put, made)
-        self._outputs.clear()
+            else:
+                with suppress(RuntimeError):  # the loop was closed, so nobody reads
+                    loop.call_soon_threadsafe(_put, made)
 
     def _observe(self, name: str, value: float) -> None:
         for observer in self._observers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast, overload
@@ -18,7 +19,7 @@ from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import SequenceSession
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     import torch
 
@@ -73,12 +74,16 @@ class LanguageModel:
             if self._engine is None:
                 if self._open_engine is None:
                     raise UsageError("This model has no engine.", "Load it from a package with inlay.load.")
-                self._engine = self._open_engine()
-                self._engine.start()
+                engine = self._open_engine()
+                engine.start()
+                self._engine = engine
             return self._engine
 
     def close(self) -> None:
-        """Stop the engine and free its memory. Unfinished requests end with the finish reason `cancelled`."""
+        """Stop the engine and free its memory. Unfinished requests end with the finish reason `cancelled`.
+
+        A call that has requests left to submit raises EngineClosedError.
+        """
         with self._engine_lock:
             engine, self._engine = self._engine, None
         if engine is not None:
@@ -154,15 +159,15 @@ class LanguageModel:
             return pieces if stream else collect(pieces)
         if stream:
             raise UsageError("A list of prompts cannot be streamed.", "Use `astream` for each prompt.")
-        requests = []
+        engine, requests = self.engine, []
         for place, each in enumerate(prompts):
             try:
                 request = Request(tuple(self._encode(each, raw)), sampling, max_tokens, stop)
-                GenerationState(request, self.text, self.engine.max_seq_len)
+                GenerationState(request, self.text, engine.max_seq_len)
             except UsageError as error:
                 raise UsageError(f"Prompt {place}: {error.problem}", error.remedy) from error
             requests.append(request)
-        return self._generate_all(requests, on_progress or (lambda done: None))
+        return _generate_all(engine, requests, on_progress or (lambda done: None))
 
     async def astream(
         self,
@@ -180,11 +185,11 @@ class LanguageModel:
         engine = await asyncio.to_thread(lambda: self.engine)
         request = Request(tuple(self._encode(prompt, raw)), sampling, max_tokens, stop)
         while True:
-            try:
-                handle = engine.submit(request, asyncio.get_running_loop())
-                break
-            except QueueFullError:
-                await asyncio.sleep(_QUEUE_POLL_SECONDS)
+            with suppress(QueueFullError):  # another thread may submit in between
+                if not engine.is_full:
+                    handle = engine.submit(request, asyncio.get_running_loop())
+                    break
+            await asyncio.sleep(_QUEUE_POLL_SECONDS)
         try:
             async for piece in handle:
                 yield piece
@@ -214,29 +219,32 @@ class LanguageModel:
         finally:
             self._idle.append(stepper)
 
-    def _generate_all(self, requests: Sequence[Request], on_progress: Callable[[int], None]) -> list[Completion]:
-        pending, completed = deque[RequestHandle](), list[Completion]()
 
-        def collect_first() -> None:
-            completed.append(collect(pending[0]))
-            pending.popleft()
-            on_progress(len(completed))
+def _generate_all(engine: Engine, requests: Sequence[Request], on_progress: Callable[[int], None]) -> list[Completion]:
+    pending, completed = deque[RequestHandle](), list[Completion]()
 
-        try:
-            for request in requests:
-                pending.append(self.engine.submit(request, wait=True))
-                while pending and pending[0].is_finished:
-                    collect_first()
-            while pending:
+    def collect_first() -> None:
+        completed.append(collect(pending[0]))
+        pending.popleft()
+        on_progress(len(completed))
+
+    try:
+        for request in requests:
+            pending.append(engine.submit(request, wait=True))
+            while pending and pending[0].is_finished:
                 collect_first()
-        finally:
-            for handle in pending:
-                handle.cancel()
-        return completed
+        while pending:
+            collect_first()
+    finally:
+        for handle in pending:
+            handle.cancel()
+    return completed
 
 
 def _as_many(prompt: Any) -> list[str | Messages] | None:
     """Return a list of prompts, or None if this is one prompt. A list of mappings is one conversation."""
+    if not isinstance(prompt, Sequence):
+        raise UsageError(f"A prompt cannot be a {type(prompt).__name__}.", "Pass a text, messages, or a list of them.")
     if isinstance(prompt, str) or any(isinstance(each, Mapping) for each in prompt):
         return None
     return list(prompt)

@@ -26,6 +26,11 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """The timeout of the request expired."""
 
+    @property
+    def is_abort(self) -> bool:
+        """Whether the request was ended from outside, so that its last output has no new token."""
+        return self in (FinishReason.CANCELLED, FinishReason.TIMEOUT)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -44,6 +49,7 @@ class TokenOutput:
 
     text: str
     token: int
+    """Not a new token in the last output of a request that was cancelled or timed out."""
     seconds: float
     """Seconds since the start of the request, without the time spent by the consumer of the outputs."""
     finish_reason: FinishReason | None = None
@@ -86,11 +92,12 @@ def collect(outputs: Iterable[TokenOutput]) -> Completion:
     finish = made[-1].finish_reason if made else None
     if finish is None:
         raise UsageError("The last output of this generation is missing.", "Read all outputs before collecting them.")
+    tokens = tuple(piece.token for piece in (made[:-1] if finish.is_abort else made))
     first, last = made[0].seconds, made[-1].seconds
     return Completion(
         text="".join(piece.text for piece in made),
-        tokens=tuple(piece.token for piece in made),
+        tokens=tokens,
         finish_reason=finish,
         first_token_s=first,
-        tokens_per_second=(len(made) - 1) / (last - first) if last > first else None,
+        tokens_per_second=(len(tokens) - 1) / (last - first) if last > first and len(tokens) > 1 else None,
     )
