@@ -142,7 +142,7 @@ def test_what_cannot_be_measured(home: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"cannot be read.* Pass a text file in UTF-8\."):
             api.measure_accuracy(home / "package", text=text)
     (tmp_path / "empty").write_text("")
-    with pytest.raises(UsageError, match=r"has 0 tokens, .* at least 2 tokens"):
+    with pytest.raises(UsageError, match=r"has 1 tokens, .* at least 2 tokens"):
         api.measure_accuracy(home / "package", text=tmp_path / "empty", source="./never captured")
     with pytest.raises(ModelError, match="nowhere") as wrong:
         api.measure_accuracy(home / "package", source="./nowhere")
