@@ -23,33 +23,34 @@ def bench(
     peers: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="PEERS", help="Virtual environment of the systems to compare with.", show_default=False
+            "--against", metavar="PEERS", help="Virtual environment of the engines to compare with.", show_default=False
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="GGUF file or folder from which PACKAGE was built, for the other systems."),
+        typer.Option("--model", help="GGUF file or folder from which PACKAGE was built, for the other engines."),
     ] = None,
     contestants: Annotated[
         list[str] | None,
         typer.Option(
             "--contestants",
             metavar="NAME",
-            help="System to compare with the package: NAME or NAME:VARIANT. May be given several times."
+            help="Engine to compare with the package: NAME or NAME:VARIANT. May be given several times."
             " By default all peers run.",
         ),
     ] = None,
     scripts: Annotated[Path, typer.Option("--scripts", help="Folder of the benchmark scripts.")] = SCRIPTS,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each system runs every task.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often each engine runs every task.")] = 5,
     batch: Annotated[int, typer.Option("--batch", min=2, help="Sequences in the batched decode task.")] = 16,
     chart: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="Write a bar chart of the rates and limits.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Measure the speed of a package, relative to its linear layers alone and to other systems.
+    """Measure the speed of a package, relative to its roofline (its linear layers alone) and to other engines.
 
-    All systems take turns in one run. Do not run anything else on the machine at the same time.
+    Comparing with other engines needs a checkout of Inlay's repository. All engines take turns in one run. Do not run
+    anything else on the machine at the same time.
 
     Example: [bold]inlay bench ./smollm2[/]
 

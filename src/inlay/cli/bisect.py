@@ -45,9 +45,9 @@ def bisect(
 ) -> None:
     """Find the transform and the sites that make results wrong, including pairs that are wrong only together.
 
-    Results are compared on random inputs. For one of n sites it takes at most log2(n) + 3 runs. The transforms are
-    those of the default configuration, without `insert_kv_cache` and `pack_weights`. Exit code 0: nothing is wrong.
-    Exit code 1: a faulty site was found.
+    Results are compared on random inputs. If one of n sites is faulty, at most log2(n) + 3 runs are needed. The
+    transforms are those of the default configuration, without `insert_kv_cache` and `pack_weights`. Exit code 0:
+    nothing is wrong. Exit code 1: a faulty site was found.
 
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
     """

@@ -14,10 +14,10 @@ from inlay.cli.model_options import (
     BUILD_STEPS,
     MAX_BATCH,
     MAX_LENGTH,
+    BuildMaxBatchOption,
+    BuildMaxLengthOption,
+    BuildModelArgument,
     CodeTarget,
-    MaxBatchOption,
-    MaxLengthOption,
-    ModelArgument,
     TrustOption,
     WeightsOption,
 )
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def build(
-    model: ModelArgument,
+    model: BuildModelArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the package to.", show_default=False)],
-    max_length: MaxLengthOption = None,
-    max_batch: MaxBatchOption = None,
+    max_length: BuildMaxLengthOption = None,
+    max_batch: BuildMaxBatchOption = None,
     buckets: Annotated[
         list[str] | None,
         typer.Option(

@@ -24,7 +24,9 @@ PackageArgument = Annotated[
 
 def inspect(
     package: PackageArgument,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the hash of every file, including weights.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check torch version, machine, CPU and the hash of every file.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output the manifest as JSON.")] = False,
 ) -> None:
     """Describe a package: model, sizes, pieces, state and target machine. Loads no code.

@@ -30,7 +30,7 @@ def lock(
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
-    """Record how often every transform matches in a lock file, to check after an upgrade. Prints changes to the file.
+    """Record how often every transform matches in a lock file, to check after an upgrade. Prints how the file changed.
 
     Example: [bold]inlay lock ./my-model -o matches.lock[/]
     """
@@ -56,11 +56,10 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """Compare the models of a lock file with their recorded matches. Exit code 1: sites changed.
+    """Run the transforms on the models of a lock file and compare the matches.
 
-    Configuration, settings and dtype are taken from the lock file unless they are given.
-
-    On GitHub Actions the differences are printed as annotations of the lock file.
+    Exit code 1: a number of sites or a configuration file differs. Configuration, settings and dtype are taken from the
+    lock file unless they are given. On GitHub Actions the differences are printed as annotations of the lock file.
 
     Example: [bold]inlay check --lock matches.lock[/]
     """

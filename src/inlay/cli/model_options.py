@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from inlay.config import ConfigFile, ResolvedConfig
     from inlay.program.program import Program
 
+_FORMS = "Hugging Face folder or id (org/name@revision), GGUF file, or package.module:function (returns inlay.Example)"
+BuildModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=f"{_FORMS}.", show_default=False)]
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        help="Hugging Face folder or id (org/name@revision), GGUF file, package.module:function that returns an"
-        " inlay.Example, or a file written by `inlay show --full -o FILE.py`.",
-        show_default=False,
+        metavar="MODEL", help=f"{_FORMS}, or a file written by `inlay show --full -o FILE.py`.", show_default=False
     ),
 ]
 
@@ -31,8 +30,7 @@ PackageOrModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|PACKAGE",
-        help="A package that `inlay build` wrote, or any MODEL that `inlay build` takes."
-        " A model is built on first use and cached.",
+        help=f"A package that `inlay build` wrote, or a model: {_FORMS}. A model is built on first use and cached.",
         show_default=False,
     ),
 ]
@@ -80,22 +78,14 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed for sampling; the same seed repeats a result.")]
 MAX_LENGTH, MAX_BATCH = 2048, 8
+_LENGTH = f"Maximum tokens of a sequence, prompt included; {MAX_LENGTH} by default."
+_BATCH = f"Maximum sequences that run at the same time; {MAX_BATCH} by default."
+BuildMaxLengthOption = Annotated[int | None, typer.Option("--max-length", min=1, help=_LENGTH)]
+BuildMaxBatchOption = Annotated[int | None, typer.Option("--max-batch", min=1, help=_BATCH)]
 MaxLengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-length",
-        min=1,
-        help=f"Maximum tokens of a sequence, prompt included; {MAX_LENGTH} by default. Only for MODEL.",
-    ),
+    int | None, typer.Option("--max-length", min=1, help=f"{_LENGTH} Not allowed with PACKAGE.")
 ]
-MaxBatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-batch",
-        min=1,
-        help=f"Maximum sequences that run at the same time; {MAX_BATCH} by default. Only for MODEL.",
-    ),
-]
+MaxBatchOption = Annotated[int | None, typer.Option("--max-batch", min=1, help=f"{_BATCH} Not allowed with PACKAGE.")]
 WeightsOption = Annotated[
     WeightFormat | None,
     typer.Option(

@@ -24,11 +24,11 @@ def prove(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
-    """Prove that a package updates its state in place, at a cost independent of its size. Exit code 1: not proven.
+    """Prove that a package updates its state in place. Exit code 1: not proven.
 
-    Every generated kernel or call that accesses a state is listed with the bytes it reads and writes, and compared
-    with the generated source. Then steps of every bucket run on empty, half-full and full caches, while page accesses
-    and allocations are recorded.
+    The memory traffic of a step must not grow with the number of filled rows, except for the rows that attention reads.
+    Every kernel or call that accesses a state is listed with the bytes it reads and writes, and compared with the
+    generated source. Then steps run on empty, half-full and full caches; page accesses and allocations are recorded.
 
     Example: [bold]inlay prove ./smollm2[/]
     """

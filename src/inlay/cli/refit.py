@@ -19,7 +19,7 @@ def refit(
         typer.Option(
             "--weights",
             metavar="MODEL",
-            help="Hugging Face folder or GGUF file with the new weights.",
+            help="Model whose weights to use: Hugging Face folder or GGUF file (not a format).",
             show_default=False,
         ),
     ],

@@ -52,21 +52,30 @@ def serve(
         typer.Option("--max-tokens", min=1, help="Maximum completion tokens; by default the package's limit."),
     ] = None,
     max_body: Annotated[
-        str, typer.Option("--max-body", help="Maximum size of a request body: 500KB, 1M, 2MiB.")
+        str, typer.Option("--max-body", metavar="SIZE", help="Maximum size of a request body, such as 500KB or 2MiB.")
     ] = "1M",
     cache_memory: Annotated[
         str | None,
-        typer.Option("--cache-memory", help="Memory for the prefix cache; by default as much as the slots take."),
+        typer.Option(
+            "--cache-memory",
+            metavar="SIZE",
+            help="Memory for the prefix cache, such as 2GB; by default as much as the slots take. 0 disables it.",
+        ),
     ] = None,
     host_cache_memory: Annotated[
-        str, typer.Option("--host-cache-memory", help="Memory for blocks evicted from the prefix cache.")
+        str,
+        typer.Option(
+            "--host-cache-memory",
+            metavar="SIZE",
+            help="Memory for blocks evicted from the prefix cache, such as 2GB. 0 disables it.",
+        ),
     ] = "0",
     read_seconds: Annotated[
         float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
     write_seconds: Annotated[
         float,
-        typer.Option("--write-seconds", min=0.1, help="Disconnect clients that read less than 64 KiB in this time."),
+        typer.Option("--write-seconds", min=0.1, help="Disconnect a client that blocks sending for this long."),
     ] = 60.0,
     kv_events: Annotated[
         str | None, typer.Option("--kv-events", help="Publish KV cache events at this address: tcp://127.0.0.1:5557.")

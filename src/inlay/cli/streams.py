@@ -29,7 +29,9 @@ def streams(
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="How often each variant is measured.")] = 10,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Folder for work, schedule, timeline and chart."),
+        typer.Option(
+            "-o", "--output", metavar="DIR", help="Folder for work.json, schedule.json, timeline.json and the chart."
+        ),
     ] = None,
     schedule: Annotated[
         Path | None,
@@ -43,7 +45,7 @@ def streams(
 ) -> None:
     """Schedule independent operators on parallel lanes, check the schedule for races, and measure the speedup.
 
-    Operators are measured one by one on random inputs and merged into pieces. Lanes are threads. Exit code 1: the
+    Operators are measured one by one on random inputs and merged into tasks. Lanes are threads. Exit code 1: the
     schedule has a race, or results differ from those of one lane.
 
     Example: [bold]inlay streams ./SmolLM2-135M --length 256 -o lanes[/]

@@ -10,13 +10,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.console import error_boundary, out, print_json, progress
-from inlay.cli.model_options import (
-    CAPTURE_STEPS,
-    DTypeOption,
-    TrustOption,
-    read_program,
-    resolve_config,
-)
+from inlay.cli.model_options import CAPTURE_STEPS, DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
 
@@ -62,7 +56,7 @@ def verify(
 ) -> None:
     """Compare numbers: a package with the model it was built from, or a model before and after each transform.
 
-    PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the drift after each layer. The
+    PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the relative error after each layer. The
     reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl, or
     if logits are not finite.
 
@@ -70,7 +64,7 @@ def verify(
     program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
     those of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package.
 
-    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.01[/]
+    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.004[/]
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """

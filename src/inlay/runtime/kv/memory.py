@@ -1,7 +1,7 @@
 """The memory of the KV cache: slots of sequences and pools of blocks, allocated at the start.
 
 A slot is contiguous, because attention reads it at every step. A block is copied into a slot when a sequence starts
-with it, and out of a slot once it is full. Measurements of paged attention, the alternative, are in docs/serving.md.
+with it, and out of a slot once it is full. docs/dev/decisions.md compares this with paged attention.
 """
 
 from __future__ import annotations
