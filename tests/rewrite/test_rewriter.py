@@ -16,6 +16,7 @@ from inlay.program.type_checks import CallTypes, type_mismatch
 from inlay.rewrite import Reason
 from inlay.testing import program_of
 from inlay.transforms import PatternTransform
+from inlay.transforms.base import TransformOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +42,44 @@ class ReluTanh(PatternTransform):
 def _run(function: Any, *args: Any, rule: PatternTransform | None = None) -> Any:
     program = program_of(function, args)
     return program, (rule or ReluTanh()).apply(program)
+
+
+def test_a_pattern_may_depend_on_its_class_and_options() -> None:
+    """Traced patterns are shared between instances: only if they are the same."""
+
+    class Powers(PatternTransform):
+        name = "powers"
+
+        class Options(TransformOptions):
+            power: int = 2
+
+        options: Options
+
+        def examples(self, dtype: torch.dtype) -> Mapping[str, Any]:
+            return {"x": torch.ones(5, dtype=dtype)}
+
+        def activation(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu()
+
+        def pattern(self, x: torch.Tensor) -> torch.Tensor:
+            return self.activation(x).pow(self.options.power)
+
+        def replacement(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.stack([self.activation(x)] * self.options.power).prod(0)
+
+    class OfTanh(Powers):
+        name = "powers_of_tanh"
+
+        def activation(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+    x = torch.randn(4)
+    assert _run(lambda x: x.relu().pow(2), x, rule=Powers())[1].sites == 1
+    assert _run(lambda x: x.tanh().pow(2), x, rule=Powers())[1].sites == 0
+    assert _run(lambda x: x.tanh().pow(2), x, rule=OfTanh())[1].sites == 1
+    assert _run(lambda x: x.relu().pow(2), x, rule=OfTanh())[1].sites == 0
+    assert _run(lambda x: x.relu().pow(2), x, rule=Powers(Powers.Options(power=3)))[1].sites == 0
+    assert _run(lambda x: x.relu().pow(3), x, rule=Powers(Powers.Options(power=3)))[1].sites == 1
 
 
 def test_overlapping_sites_resolve_and_the_loser_is_told() -> None:

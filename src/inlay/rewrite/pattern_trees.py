@@ -22,6 +22,7 @@ from inlay.program.call_arguments import normalize_args
 from inlay.program.decomposition import decompose
 from inlay.program.graphs import ancestors
 from inlay.program.tracing_lock import tracing_lock
+from inlay.rewrite.rule import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -183,7 +184,7 @@ def called_operators(pattern: Any) -> list[set[Any]]:
 
 @dataclass
 class PatternCache:
-    """Traced patterns, by function and example types. Tracing several together takes half the time."""
+    """Traced patterns, by function, rule and example types. Tracing several together takes half the time."""
 
     trees: dict[Any, PatternTree] = field(default_factory=dict)
 
@@ -204,7 +205,11 @@ class PatternCache:
                 self.trees.update(zip(fresh, trees, strict=True))
 
     def _key(self, function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
-        return (getattr(function, "__func__", function), *((name, _kind(value)) for name, value in example.items()))
+        rule: Any = getattr(function, "__self__", None)
+        kinds = tuple((name, _kind(value)) for name, value in example.items())
+        if not isinstance(rule, Rule):
+            return function, kinds
+        return getattr(function, "__func__", function), type(rule), rule.trace_key(), kinds
 
 
 def _kind(value: Any) -> Any:

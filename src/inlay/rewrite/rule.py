@@ -142,6 +142,10 @@ class Rule:
         """Compute what the pattern computes, with plain torch or inlay operators."""
         raise NotImplementedError
 
+    def trace_key(self) -> str:
+        """Return what the patterns depend on, apart from the class: rules with equal keys share traced patterns."""
+        return repr(sorted(vars(self).items()))
+
     def alternatives(self, dtypes: set[torch.dtype]) -> Iterator[Alternative]:
         """Yield every pattern in every dtype that the program uses."""
         for name in sorted(each for each in dir(self) if each == "pattern" or each.startswith("pattern_")):

@@ -26,11 +26,6 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """The timeout of the request expired."""
 
-    @property
-    def is_abort(self) -> bool:
-        """Whether the request was ended from outside, so that its last output has no new token."""
-        return self in (FinishReason.CANCELLED, FinishReason.TIMEOUT)
-
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -92,7 +87,8 @@ def collect(outputs: Iterable[TokenOutput]) -> Completion:
     finish = made[-1].finish_reason if made else None
     if finish is None:
         raise UsageError("The last output of this generation is missing.", "Read all outputs before collecting them.")
-    tokens = tuple(piece.token for piece in (made[:-1] if finish.is_abort else made))
+    is_aborted = finish in (FinishReason.CANCELLED, FinishReason.TIMEOUT)
+    tokens = tuple(piece.token for piece in (made[:-1] if is_aborted else made))
     first, last = made[0].seconds, made[-1].seconds
     return Completion(
         text="".join(piece.text for piece in made),

@@ -244,6 +244,9 @@ class PatternTransform(ProgramTransform, Rule):
             yield from refusals
             yield from matches
 
+    def trace_key(self) -> str:
+        return repr(self.options.model_dump(exclude=set(TransformOptions.model_fields)))
+
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
         assert match.replacements is not None
         match.replacements.insert(match, rewriter)
