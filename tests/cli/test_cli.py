@@ -115,6 +115,8 @@ def test_show_and_diff_on_a_module_that_is_no_llm(tmp_path: Path) -> None:
         (["show", "models:data_dependent"], 4, "cannot be captured"),
         (["show", "--no-such-option"], 2, "No such option"),
         (["show", "models:convolutions", "--dtype", "bfloat16"], 2, "builds the module itself"),
+        (["show", "x", "--pass", "clean_noops", "-o", "x.py"], 2, "--output and --pass cannot be combined"),
+        (["show", "x", "--set", "fuse_gemms.enabled=false"], 2, "--config and --set need --pass"),
         (["shw"], 2, "No such command"),
         (["diff", "models:convolutions", "architectures.py"], 5, "not an Inlay dump"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,6 @@ from inlay.errors import UsageError
 from inlay.frontend import capture
 from inlay.insight.bisect import Bisection, load_answers
 from inlay.insight.oracles import make_oracle
-from inlay.insight.reproduction import reproduce
 from inlay.transforms import configure
 from tests.insight.planted_faults import ALL, SOME, verdicts
 from tests.models import llama_folder
@@ -102,18 +102,21 @@ def spoils_a_gate(module: Any) -> None:
 
 
 @pytest.mark.parametrize("oracle", ["logits", pytest.param("tokens", marks=pytest.mark.nightly)])
-def test_the_command(oracle: str, tmp_path: Path) -> None:
+def test_the_command(oracle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = llama_folder(tmp_path / "model", num_hidden_layers=3)
     repro, state = tmp_path / "repro.py", tmp_path / "state.json"
     options = ["--oracle", oracle, "--pass", "tests.insight.test_bisect:spoils_a_gate", "--state", str(state)]
+    options += ["--set", "fuse_gemms.enabled=false"]
     found = CliRunner().invoke(app, ["bisect", str(folder), *options, "-o", str(repro), "--json"])
     assert found.exit_code == 1, found.output
     (culprit,) = json.loads(found.stdout)["culprits"]
     assert culprit["transform"] == "tests.insight.test_bisect:spoils_a_gate"
     again = CliRunner().invoke(app, ["bisect", str(folder), *options, "--json"])
     assert json.loads(again.stdout)["runs"] == 0
-    assert "reproduce(" in repro.read_text()
-    assert reproduce(str(folder), {culprit["transform"]: None}, oracle=oracle)
+    assert "settings=['fuse_gemms.enabled=false']" in repro.read_text()
+    capsys.readouterr()
+    runpy.run_path(str(repro))
+    assert capsys.readouterr().out.rstrip().endswith(": bad")
     assert CliRunner().invoke(app, ["bisect", str(folder), "--oracle", oracle]).exit_code == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,7 +80,14 @@ def bisect(
             together = " The results are wrong only with all of them." if len(found) > 1 else ""
             out.print(f"{bisection.runs} runs.{together}" if found else "Nothing is wrong.")
         if found and output is not None:
-            output.write_text(_script(model, dtype.value if dtype else "", found, oracle))
+            options = {
+                "oracle": oracle,
+                "dtype": dtype.value if dtype else "",
+                "config": [str(file.resolve()) for file in files or ()],
+                "settings": list(settings or ()),
+                "trust_remote_code": trust,
+            }
+            output.write_text(_script(model, found, options))
         if found:
             raise typer.Exit(int(ExitCode.FAILED))
 
@@ -93,17 +100,18 @@ def _sentence(culprit: Culprit, program: Program) -> str:
     return f"{culprit.transform}, site {culprit.site}: {culprit.root}{source}."
 
 
-def _script(model: str, dtype: str, found: list[Culprit], oracle: str) -> str:
+def _script(model: str, found: list[Culprit], options: dict[str, Any]) -> str:
     """Return a script that runs the model with and without the culprits."""
     chosen: dict[str, set[int] | None] = {}
     for each in found:
         chosen[each.transform] = None if each.site is None else {*(chosen.get(each.transform) or ()), each.site}
+    given = [(name, value) for name, value in options.items() if value]
     about = ", ".join(f"{each.transform} at {each.root or 'all sites'}" for each in found)
     lines = (
         f'"""{model}: {about}."""',
         "",
         "from inlay.insight.reproduction import reproduce",
         "",
-        f"reproduce({model!r}, {chosen!r}, oracle={oracle!r}, dtype={dtype!r})",
+        f"reproduce({', '.join([repr(model), repr(chosen), *(f'{name}={value!r}' for name, value in given)])})",
     )
     return "\n".join(lines) + "\n"

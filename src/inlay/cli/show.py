@@ -14,6 +14,7 @@ from inlay.cli.console import WIDTH, error_boundary, out, print_json
 from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import show_pass, steps_up_to
+from inlay.errors import UsageError
 
 if TYPE_CHECKING:
     from inlay.program.fold import Folds
@@ -56,6 +57,10 @@ def show(
     Example: [bold]inlay show MODEL --pass my_passes:relu_to_gelu[/]
     """
     with error_boundary():
+        if pass_name is not None and output is not None:
+            raise UsageError("--output and --pass cannot be combined.", "Write the programs with --dump FOLDER.")
+        if pass_name is None and (files or settings):
+            raise UsageError("--config and --set need --pass.", "Add --pass NAME, or leave them out.")
         if pass_name is not None:
             steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
             program = read_program(model, dtype, trust)
