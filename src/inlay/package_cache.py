@@ -163,7 +163,8 @@ def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "model": _location(model),
         "files": _model_files(model),
         "options": _plain(options),
-        "machine": machine_factors("native"),
+        # a finished package needs no compiler, so it may be missing or another one
+        "machine": {name: value for name, value in machine_factors("native").items() if name != "C++ compiler"},
         "source": _digest(root, sources),
     }
 

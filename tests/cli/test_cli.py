@@ -6,12 +6,14 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from inlay import machine
@@ -57,6 +59,15 @@ def test_help_is_quick_and_has_examples() -> None:
         [sys.executable, "-X", "importtime", "-c", "from inlay.cli.main import app"], capture_output=True, text=True
     )
     assert " torch\n" not in run.stderr, "the command line must not import torch before it is needed"
+
+
+@pytest.mark.fast
+def test_options_are_readable_in_80_columns() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for verb in commands:
+        text = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+        assert max(map(len, text.splitlines())) <= 80
+        assert re.search(r"--[a-z-]+…", text) is None, text
 
 
 @pytest.mark.fast

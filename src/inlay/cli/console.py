@@ -29,13 +29,15 @@ err = Console(stderr=True, highlight=False)
 
 
 class Command(TyperCommand):
-    """A command whose help shows no type for flags."""
+    """A command whose help shows no type for flags and a short one for ranges: names need the room."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for param in self.params:
             if getattr(param, "is_bool_flag", False) and param.metavar is None:
                 param.metavar = ""
+            elif param.metavar is None and (getattr(param, "min", None), getattr(param, "max", None)) != (None, None):
+                param.metavar = "N"
 
     def get_help_option(self, ctx: Any) -> Any:
         option: Any = super().get_help_option(ctx)

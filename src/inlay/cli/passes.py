@@ -21,8 +21,8 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="TRANSFORM.OPTION=VALUE",
-        help="Set one option of a transform. May be given several times.",
+        metavar="KEY=VALUE",
+        help="Set an option of a transform: fuse_gemms.enabled=false. May be given several times.",
     ),
 ]
 

@@ -78,7 +78,7 @@ def serve(
         typer.Option("--write-seconds", min=0.1, help="Disconnect a client that blocks sending for this long."),
     ] = 60.0,
     kv_events: Annotated[
-        str | None, typer.Option("--kv-events", help="Publish KV cache events at this address: tcp://127.0.0.1:5557.")
+        str | None, typer.Option("--kv-events", metavar="ADDRESS", help="Publish KV cache events: tcp://HOST:PORT.")
     ] = None,
     kv_replay: Annotated[
         str | None, typer.Option("--kv-replay", help="Address at which subscribers request missed KV events.")

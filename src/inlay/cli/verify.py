@@ -64,7 +64,7 @@ def verify(
     program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
     those of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package.
 
-    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.004[/]
+    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.00375[/]
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
