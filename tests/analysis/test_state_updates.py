@@ -105,7 +105,7 @@ def test_eager(owner: str, batch: int, length: str) -> None:
     _written("eager", owner, batch, length)
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot"])
+@pytest.mark.parametrize("backend", ["inductor", pytest.param("aot", marks=pytest.mark.nightly)])
 def test_compiled(backend: str, request: pytest.FixtureRequest) -> None:
     """What docs/in_place.md says, for both compilers."""
     measured = [_written(backend, *case) for case in CASES]

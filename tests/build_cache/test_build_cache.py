@@ -81,6 +81,7 @@ class TestHit:
         assert [record.to_json() for record in first.records] == [record.to_json() for record in second.records]
         assert is_right(tmp_path / "two")
 
+    @pytest.mark.nightly
     def test_a_decoder(self, model_folder: Path, tmp_path: Path, work: Counter[str]) -> None:
         """With quantised weights, a cache and a tokenizer."""
         import inlay

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SLOW_TUTORIALS = ("in_place_state", "package_and_run")
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
@@ -206,7 +207,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.nightly if page.stem in SLOW_TUTORIALS else (), id=page.stem)
+        for page in TUTORIALS
+    ],
+)
 def test_tutorial(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In an empty folder: code with a title becomes a file, bash is run, text is what was printed just before."""
     text = page.read_text()

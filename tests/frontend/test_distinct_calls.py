@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from inlay.program import Program
 
 CAPTURE = importlib.import_module("inlay.frontend.export")
-FEW = {"llama", "gemma3_text", "bloom", "gpt2"}
+FEW = {"llama", "bloom"}
 WRITES = {"mixtral", "qwen3_moe", "gpt_oss", "falcon", "deepseek_v3"}
 """Architectures that write in place on the way."""
 

@@ -174,6 +174,7 @@ QWEN3_5: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 def test_gated_delta_rule(tmp_path: Path) -> None:
     """Qwen3.5 loops over chunks of 64 positions: lengths to 64 agree, every position beyond would be wrong."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))

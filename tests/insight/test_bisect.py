@@ -37,6 +37,7 @@ def steps() -> list[TransformStep]:
     return configure(resolve_config())
 
 
+@pytest.mark.nightly
 def test_planted_faults() -> None:
     kinds = ("stale_value", "pair: order", "external")
     seen = list(verdicts(seed=100, count=len(kinds), architectures=SOME, kinds=kinds))

@@ -120,7 +120,10 @@ def test_reading_all_of_it_is_no_copy(tmp_path: Path) -> None:
     assert any(int(each.get("reads", 0)) == SHAPE[0] * SHAPE[1] * 4 for each in _state(proof).accesses)
 
 
-@pytest.mark.parametrize("fault", [CannotBeInPlace, ReadsTheOldValue, Casts, Sorts])
+@pytest.mark.parametrize(
+    "fault",
+    [CannotBeInPlace, ReadsTheOldValue, *(pytest.param(each, marks=pytest.mark.nightly) for each in (Casts, Sorts))],
+)
 def test_faults_of_a_model(fault: type[Cache], tmp_path: Path) -> None:
     proof = prove(_built(fault(), tmp_path / "package"))
     assert not proof.holds

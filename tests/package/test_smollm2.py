@@ -65,6 +65,7 @@ def eager(smollm2: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
 
 
+@pytest.mark.nightly
 def test_same_tokens_as_transformers(exact_package: Path, eager: Any, smollm2_tokenizer: Any) -> None:
     answer = in_new_process(GENERATE, exact_package, PROMPT)
     tokens, heavy = json.loads(answer.stdout)

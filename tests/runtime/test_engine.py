@@ -444,6 +444,7 @@ def test_nothing_is_compiled_and_a_process_may_end_amid_an_answer(served_package
     assert done.stdout.splitlines()[1] == "[]"
 
 
+@pytest.mark.nightly
 def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, served_package: Path) -> None:
     from inlay.flow import BuildOptions, build
 

@@ -159,6 +159,8 @@ class LanguageModel:
             return pieces if stream else collect(pieces)
         if stream:
             raise UsageError("A list of prompts cannot be streamed.", "Use `astream` for each prompt.")
+        if not prompts:
+            return []
         engine, requests = self.engine, []
         for place, each in enumerate(prompts):
             try:

@@ -104,6 +104,7 @@ def test_eager(model_type: str) -> None:
     _check(model_type, "eager")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["gemma3_text"])
 def test_inductor(model_type: str) -> None:
     _check(model_type, "inductor")

@@ -162,6 +162,7 @@ def test_a_hundred_layers(hundred_layers_report: Path) -> None:
     assert len(facts["lines"]) < 2000, "layers are folded"
 
 
+@pytest.mark.nightly
 def test_a_package(tmp_path: Path) -> None:
     from inlay.flow import build
 

@@ -77,6 +77,7 @@ def test_clients_that_go_while_they_send(server: Server) -> None:
     assert after["accepted_total"] == before["accepted_total"]
 
 
+@pytest.mark.nightly
 def test_a_reader_that_does_not_read(package: Path, tmp_path: Path) -> None:
     """It holds its place, nothing grows without bound, and at last it is cut off; others do not notice."""
     with Server(package, tmp_path, "--max-concurrent", "2", "--write-seconds", "12") as server:

@@ -213,6 +213,7 @@ class TestFolder:
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return llama_folder(tmp_path_factory.mktemp("model"), **TIED)
 
+    @pytest.mark.nightly
     def test_int4_in_a_package(self, folder: Path, tmp_path: Path) -> None:
         options = BuildOptions(max_length=ROOM, weights="int4-g64", buckets=(), settings=_UNUSED)
         made = build(str(folder), tmp_path / "package", options)
