@@ -278,6 +278,7 @@ class TestMiss:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    @pytest.mark.nightly
     def test_a_helper_of_a_transform(self, tmp_path: Path, cache: BuildCache) -> None:
         """The command line, from nothing to a hit to a miss that names the helper of a helper."""
         for name, text in PARTS.items():

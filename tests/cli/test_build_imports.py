@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.models import llama_folder
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def _loaded(*arguments: str) -> tuple[set[str], str]:
     return {name for name in modules if name.startswith(EXPLAINING)}, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_whole_build(tmp_path: Path) -> None:
     """Code that is not even loaded is not called."""
     folder = str(llama_folder(tmp_path / "model"))

@@ -52,6 +52,7 @@ def test_front_matter_and_sections(skill: str) -> None:
     assert len(_commands(skill)) >= 4
 
 
+@pytest.mark.nightly
 def test_graph_dump(tmp_path: Path) -> None:
     printed = _follow("graph-dump", tmp_path, MODEL="mixer:mixer", PASS="fuse_gemms")
     assert (tmp_path / "dumps" / "index.json").exists()

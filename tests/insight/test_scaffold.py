@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "candidate_to_transform.md"
 
 
+@pytest.mark.nightly
 def test_every_command_of_the_page(tmp_path: Path) -> None:
     """The commands run in an empty folder with the example in it, and print what the page says they print."""
     shutil.copy(ROOT / "examples" / "mixer.py", tmp_path)

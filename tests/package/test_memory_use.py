@@ -105,6 +105,7 @@ def without_bucket(package: Path, path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     """287 MB of weights, two buckets: at the worst moment no more than their size × 1.1 and the cache."""
     weights = llama_checkpoint(

@@ -36,7 +36,11 @@ def _compare(program: Program) -> None:
 
 
 MAKERS = pytest.mark.parametrize("make", [lambda size: layered(size // 12), irregular], ids=["layers", "irregular"])
-WORK = pytest.mark.parametrize("work", [fold, dump, dump_folded, _compare], ids=["fold", "dump", "folded", "diff"])
+WORK = pytest.mark.parametrize(
+    "work",
+    [fold, dump, dump_folded, pytest.param(_compare, marks=pytest.mark.nightly)],
+    ids=["fold", "dump", "folded", "diff"],
+)
 
 
 @MAKERS

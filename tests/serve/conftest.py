@@ -7,6 +7,7 @@ import torch
 
 from tests.models import random_model
 from tests.serve.server_process import Server
+from tests.shared_cache import once_a_run
 from tests.small_packages import FIELDS
 from tests.text_models import byte_tokenizer
 
@@ -21,20 +22,20 @@ SHAPE = {**FIELDS, "num_hidden_layers": 2, "max_position_embeddings": ROOM, "ini
 
 
 @pytest.fixture(scope="session")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package() -> Path:
     """A small random model that can talk for a while, four sequences at once. Read it only: all tests share it."""
     from inlay.flow import BuildOptions, build
 
-    source = tmp_path_factory.mktemp("model")
-    tokenizer, model = byte_tokenizer(), random_model(SHAPE)
-    letters = {token for name, token in tokenizer.get_vocab().items() if name.isascii() or name.startswith("Ġ")}
-    with torch.no_grad():  # what it says are letters, for the most part, not bytes that are no characters
-        model.lm_head.weight[[token for token in range(SHAPE["vocab_size"]) if token not in letters]] = 0
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    path = tmp_path_factory.mktemp("served") / "package"
-    build(str(source), path, BuildOptions(max_length=ROOM, max_batch=SLOTS))
-    return path
+    def make(folder: Path) -> None:
+        tokenizer, model = byte_tokenizer(), random_model(SHAPE)
+        letters = {token for name, token in tokenizer.get_vocab().items() if name.isascii() or name.startswith("Ġ")}
+        with torch.no_grad():  # what it says are letters, for the most part, not bytes that are no characters
+            model.lm_head.weight[[token for token in range(SHAPE["vocab_size"]) if token not in letters]] = 0
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        build(str(folder / "model"), folder / "package", BuildOptions(max_length=ROOM, max_batch=SLOTS))
+
+    return once_a_run("talks", make) / "package"
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,12 @@ def test_llama(tmp_path: Path) -> None:
     assert any(line.startswith("+") and "inlay.add_rms_norm(" in line for line in fused)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma2", 6), ("gpt2", 3), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("gpt2", 3),
+        *(pytest.param(name, count, marks=pytest.mark.nightly) for name, count in (("gemma2", 6), ("mixtral", 3))),
+    ],
+)
 def test_architecture(name: str, layers: int, tmp_path: Path) -> None:
     check_each_pass(capture(without_weights(tmp_path, name, layers)))

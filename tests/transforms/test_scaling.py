@@ -77,6 +77,7 @@ def test_deepened_programs_are_what_they_say(shallow: Program) -> None:
     assert (sites["match_rms_norm"], sites["match_attention"], sites["fuse_add_rms_norm"]) == (17, 8, 16)
 
 
+@pytest.mark.nightly
 def test_calls_per_node(shallow: Program) -> None:
     """Counted for each transform, so that a failure names the one that grows."""
     figures = _figures(shallow, configure(resolve_config()))

@@ -60,7 +60,7 @@ def _program(model_type: str, owner: str) -> Program:
 
 
 @pytest.mark.parametrize("owner", ["module", "program"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
 def test_stream_goes_on_in_another_process(model_type: str, owner: str, tmp_path: Path) -> None:
     tokens, logits = without_cache(stock_model(model_type), START, BEFORE + AFTER)
     program = _program(model_type, owner)

@@ -288,7 +288,7 @@ def test_backends_do_what_they_say_eager() -> None:
     assert 10 < _check_backend("eager", range(60)) < 60
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot"])
+@pytest.mark.parametrize("backend", ["aot", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_backends_do_what_they_say_compiled(backend: str) -> None:
     assert 3 < _check_backend(backend, range(16)) < 16
 

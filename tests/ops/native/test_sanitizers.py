@@ -101,7 +101,8 @@ def test_threads(rounds: int, tmp_path: Path) -> None:
     assert cases(command, TSAN_OPTIONS="halt_on_error=1") >= 700 * rounds
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # tests/ops/native/test_kernels.py has smaller ones
+@pytest.mark.parametrize("rounds", [1, 50])
 @pytest.mark.parametrize("processor", list(PROCESSORS))
 def test_bits_do_not_depend_on_the_company(processor: str, rounds: int, tmp_path: Path) -> None:
     """A row alone, among others, in chunks, by one thread or several: the same bits, within a phase."""
