@@ -2,11 +2,13 @@
 
     python examples/kv_cache_events_demo.py
     python examples/kv_cache_events_demo.py --json
-    python examples/kv_cache_events_demo.py --source tensorrt_llm --model MODEL
+    python examples/kv_cache_events_demo.py --source inlay
 
-A cache of five blocks on two levels serves a few requests. It has three subscribers: one from the start, one that joins
-late, and one that is too slow. With `--source tensorrt_llm` the events come from TensorRT-LLM's cache, if it is
-installed; that part has not been tested on a GPU.
+The events come from TensorRT-LLM's cache if it is installed and there is a GPU, and from Inlay's cache otherwise. The
+first line says which. TensorRT-LLM's part was not run: it needs a GPU.
+
+Inlay's cache of five blocks on two levels serves a few requests. It has three subscribers: one from the start, one that
+joins late, and one that is too slow.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import json
 import sys
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from inlay.errors import InlayError, UsageError
 from inlay.runtime.kv.block_manager import BlockManager
@@ -184,16 +188,23 @@ def check_slow_reader(printer: Printer, slow: Subscriber, cache: BlockManager) -
     return printer.check("the slow subscriber gets a gap error, and its snapshot equals the cache", told and same)
 
 
+def tensorrt_llm_problem() -> str:
+    """Return why TensorRT-LLM's cache cannot run here; empty if it can."""
+    try:
+        import tensorrt_llm.llmapi  # noqa: F401
+    except Exception as error:  # a package for GPUs fails in many ways where there is none
+        return f"tensorrt_llm cannot be imported ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return "" if torch.cuda.is_available() else "there is no GPU"
+
+
 def run_tensorrt_llm(printer: Printer, model: str) -> bool:
     """Print the cache events of TensorRT-LLM for two prompts with a shared prefix."""
-    try:
-        from tensorrt_llm import LLM, SamplingParams
-        from tensorrt_llm.llmapi import KvCacheConfig
-    except ImportError as error:
-        raise UsageError(
-            "TensorRT-LLM cannot be imported.",
-            "Install tensorrt_llm on a machine with a GPU, or omit --source to use Inlay's cache.",
-        ) from error
+    problem = tensorrt_llm_problem()
+    if problem:
+        raise UsageError(f"TensorRT-LLM's cache cannot run: {problem}.", "Omit --source to use Inlay's cache.")
+    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm.llmapi import KvCacheConfig
+
     llm = LLM(model=model, kv_cache_config=KvCacheConfig(enable_block_reuse=True, event_buffer_max_size=1024))
     prompt = (
         "The cache keeps what was computed for a prompt, so that another one which begins alike need not wait. " * 4
@@ -210,13 +221,21 @@ def run_tensorrt_llm(printer: Printer, model: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", choices=["inlay", "tensorrt_llm"], default="inlay", help="the cache to use")
+    parser.add_argument("--source", choices=["auto", "inlay", "tensorrt_llm"], default="auto", help="the cache to use")
     parser.add_argument("--model", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="the model for TensorRT-LLM")
     parser.add_argument("--json", action="store_true", help="print only the events, as JSON lines")
     options = parser.parse_args(arguments)
     printer = Printer(options.json)
     try:
-        fine = run_demo(printer) if options.source == "inlay" else run_tensorrt_llm(printer, options.model)
+        source = options.source
+        if source == "auto":
+            problem = tensorrt_llm_problem()
+            source = "inlay" if problem else "tensorrt_llm"
+            why = f" TensorRT-LLM's was not used: {problem}." if problem else ""
+        else:
+            why = ""
+        printer.print_text(f"The events come from {'Inlay' if source == 'inlay' else 'TensorRT-LLM'}'s cache.{why}")
+        fine = run_demo(printer) if source == "inlay" else run_tensorrt_llm(printer, options.model)
     except InlayError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)

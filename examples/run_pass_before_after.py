@@ -1,15 +1,18 @@
-"""Show a program before and after one transform.
+"""Show a graph before and after one pass.
 
-    python examples/run_pass_before_after.py --pass fuse_add_rms_norm
+    python examples/run_pass_before_after.py --pass fuse_norm
+    python examples/run_pass_before_after.py --pass fix_functionalization
     python examples/run_pass_before_after.py --pass match_attention --model MODEL --full
 
 The default model is the decoder below: two blocks in the style of current models and two in the style of older models,
-so that every transform has a match.
+so that every transform has a match. `fix_functionalization` is a pass over Inductor's post-grad graph. It is shown on
+the graph that torch.compile makes of the step below.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 
 import torch
@@ -18,9 +21,12 @@ from torch.nn import functional
 
 from inlay import Example, InlayError
 from inlay.config import resolve_config
+from inlay.errors import UsageError
 from inlay.frontend import capture
+from inlay.integrations.post_grad import FixFunctionalization
 from inlay.program.text.diff import diff
 from inlay.program.text.printer import dump
+from inlay.testing import post_grad_graphs
 from inlay.transforms import configure, run, steps_through
 from inlay.transforms.instruments import TransformSnapshot
 
@@ -121,9 +127,62 @@ def decoder() -> Example:
     return Example(Decoder(), (torch.arange(16).reshape(2, 8),), axes={"ids": {0: "batch", 1: "length"}})
 
 
+@torch.library.custom_op("example::write_row", mutates_args={"cache"})
+def write_row(cache: Tensor, row: Tensor, place: Tensor) -> None:
+    """Write a row into the cache, as a kernel for a KV cache does."""
+    cache.index_copy_(0, place, row)
+
+
+def cache_step(keys: Tensor, values: Tensor, row: Tensor, place: Tensor) -> Tensor:
+    """Write two caches, and a draft of the second one whose original is read afterwards and so needs a copy."""
+    write_row(keys, row * 2, place)
+    write_row(values, row + 1, place)
+    draft = values.clone()
+    write_row(draft, row, place)
+    return keys @ (draft - values).T
+
+
+def cache_inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(8, 4), torch.randn(8, 4), torch.randn(1, 4), torch.tensor([3])
+
+
+class RecordedFix(FixFunctionalization):
+    """Keeps the code of every graph before and after the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code: list[tuple[str, str]] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        before = graph.python_code("self").src
+        super().__call__(graph)
+        self.code.append((before, graph.python_code("self").src))
+
+
+def print_fix_functionalization(*, full: bool) -> None:
+    recorded = RecordedFix()
+    post_grad_graphs(cache_step, cache_inputs(), options={"post_grad_custom_post_pass": recorded})
+    for (before, after), fixed in zip(recorded.code, recorded.reports, strict=True):
+        if full:
+            print(f"# ---- before fix_functionalization{before}\n# ---- after fix_functionalization{after}")
+        else:
+            old, new = (text.strip().splitlines() for text in (before, after))
+            print(*difflib.unified_diff(old, new, "before", "after", lineterm="", n=2), sep="\n")
+        print(fixed)
+        writes = f"matches={len(fixed.in_place)} copied={len(fixed.copied)} copies_removed={fixed.copies_removed}"
+        print(f"fix_functionalization: [SUMMARY] {writes}")
+
+
 def print_change(name: str, model: str | None, *, full: bool) -> None:
+    if name == "fix_functionalization":
+        if model:
+            raise UsageError("fix_functionalization is shown on the step of this example.", "Omit --model.")
+        print_fix_functionalization(full=full)
+        return
     program = capture(model or decoder())
     steps = steps_through(name, configure(resolve_config(architecture=program.facts.architecture, model=program.name)))
+    name = steps[-1].key
     around = TransformSnapshot(name)
     _, records = run(program, steps, [around])
     assert around.pair is not None
@@ -143,7 +202,8 @@ def print_change(name: str, model: str | None, *, full: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pass", dest="name", required=True, help="a transform; `inlay passes` lists them")
+    names = "fix_functionalization, or a transform or alias; `inlay passes` lists them"
+    parser.add_argument("--pass", dest="name", required=True, help=names)
     parser.add_argument("--model", help="a Hugging Face folder or id, a GGUF file, or package.module:factory")
     parser.add_argument("--full", action="store_true", help="print both programs in full")
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from inlay.testing import program_of
 from inlay.transforms import configure, run
 from inlay.transforms.pass_manager import TransformStep
 from tests.in_place_graphs import Build, keys_and_values, two_writes_one_copy_back, v2_input
-from tests.pass_sources import AutoDeploy, LegacyRemoveCopies, expect_match, run_external
+from tests.pass_sources import expect_match, found, run_external
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,12 +190,12 @@ def test_a_lost_mutation_is_noticed(program: Program) -> None:
 
 def test_autodeploy(program: Program) -> None:
     """AutoDeploy has no pass that undoes functionalization; one that cleans up must not lose a mutation."""
-    result, record = run_external(program, AutoDeploy("cleanup_noop_slice", "cleanup_noop_slice"))
+    result, record = run_external(program, found("cleanup_noop_slice"))
     assert record.sites == 0
     assert_mutation_kept(program, result)
 
 
 def test_legacy(program: Program) -> None:
-    result, record = run_external(program, LegacyRemoveCopies())
+    result, record = run_external(program, found("remove_copy_for_mutates_args"))
     assert_mutation_kept(program, result)
     expect_match(record, "it puts back operators of its own list only, and a captured program calls none of them")

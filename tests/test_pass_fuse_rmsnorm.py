@@ -11,7 +11,7 @@ from inlay.testing import program_of
 from inlay.transforms import run
 from inlay.transforms.base import find_transform
 from inlay.transforms.pass_manager import TransformStep
-from tests.pass_sources import AutoDeploy, LegacyAddNorm, expect_match, run_external
+from tests.pass_sources import expect_match, found, run_external
 
 if TYPE_CHECKING:
     from inlay.program import Program
@@ -78,16 +78,15 @@ def test_inlay(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autodeploy(dtype: torch.dtype) -> None:
     program = _program(dtype)
-    step = AutoDeploy("fuse_rmsnorm", "rms_norm")
-    result, record = run_external(program, step)
+    result, record = run_external(program, found("fuse_rmsnorm"))
     expect_match(record, "its pattern casts with aten.to.dtype, which Inlay's functional form spells aten._to_copy")
-    assert step.matches == LAYERS + 1
+    assert record.sites == LAYERS + 1
     _same_numbers(program, result, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_legacy(dtype: torch.dtype) -> None:
     program = _program(dtype)
-    result, record = run_external(program, LegacyAddNorm())
+    result, record = run_external(program, found("register_add_norm"))
     expect_match(record, "its pattern starts at trtllm.flashinfer_rmsnorm, which stock models do not call")
     _same_numbers(program, result, dtype, TOLERANCE[dtype])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,7 @@ from inlay.program.text.printer import dump
 from inlay.testing import program_of
 from inlay.transforms import Case, Numerics, registry
 from inlay.transforms.base import find_transform
-from tests.pass_sources import AUTODEPLOY, AutoDeploy, expect_match, imported, run_external
+from tests.pass_sources import expect_match, found, run_external
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,31 +142,15 @@ def _assert_external_is_sound(function: Any, model: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", CLEANING)
 def test_autodeploy(name: str) -> None:
-    imported(f"{AUTODEPLOY}.interface", f"{AUTODEPLOY}.library.{name}")
-    _assert_external_is_sound(AutoDeploy(name, name), CLEANING[name])
+    _assert_external_is_sound(found(name), CLEANING[name])
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("tensorrt_llm._torch.compilation.remove_copy_pass", "remove_copy_for_mutates_args"),
-        ("tensorrt_llm._torch.compilation.recover_pass", "recover_pass"),
-    ],
-)
-def test_legacy(path: str, name: str) -> None:
-    (module,) = imported(path)
-    _assert_external_is_sound(getattr(module, name), lambda x: x.relu() + 1)
+@pytest.mark.parametrize("name", ["remove_copy_for_mutates_args", "recover_pass"])
+def test_legacy(name: str) -> None:
+    _assert_external_is_sound(found(name), lambda x: x.relu() + 1)
 
 
 # --- the way to them
-
-
-def test_skip_lists_every_path() -> None:
-    with pytest.raises(pytest.skip.Exception) as skip:
-        imported("no_such_package.one", "torch.fx", "no_such_package.two")
-    assert "no_such_package.one (ModuleNotFoundError" in str(skip.value)
-    assert "no_such_package.two (ModuleNotFoundError" in str(skip.value)
-    assert "torch.fx" not in str(skip.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a failing pass fails the test")
@@ -182,37 +165,3 @@ def test_expected_failures_say_why() -> None:
     _, record = run_external(program, lambda gm: gm)
     with pytest.raises(pytest.xfail.Exception, match="nothing recognised: another spelling"):
         expect_match(record, "another spelling")
-
-
-def test_autodeploy_calling_convention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with AutoDeploy's interface goes through the same code as the real one would."""
-
-    class Swaps:
-        @classmethod
-        def from_kwargs(cls, **config: Any) -> Swaps:
-            assert set(config) == {"stage"}
-            return cls()
-
-        def __call__(self, mod: fx.GraphModule, cm: None, factory: None, shared_config: Any) -> fx.GraphModule:
-            found = [node for node in mod.graph.nodes if node.target is torch.ops.aten.relu.default]
-            for node in found:
-                node.target = torch.ops.aten.relu6.default
-            mod.meta["_autodeploy"] = {"transform_history": {"swaps": SimpleNamespace(num_matches=len(found))}}
-            return mod
-
-    interface: Any = ModuleType("interface")
-    interface.TransformRegistry = SimpleNamespace(get={"swaps": Swaps}.__getitem__)
-    interface.Stages = SimpleNamespace(PATTERN_MATCHER="pattern_matcher")
-    interface.SharedConfig = object
-    stand_ins = {f"{AUTODEPLOY}.interface": interface, f"{AUTODEPLOY}.library.swaps": ModuleType("swaps")}
-    for path, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, path, module)
-    for path in ("tensorrt_llm", "tensorrt_llm._torch", "tensorrt_llm._torch.auto_deploy", AUTODEPLOY):
-        monkeypatch.setitem(sys.modules, path, ModuleType(path))
-    monkeypatch.setitem(sys.modules, f"{AUTODEPLOY}.library", ModuleType("library"))
-    step = AutoDeploy("swaps", "swaps")
-    _assert_external_is_sound(step, lambda x: x.relu() / 9)
-    assert step.matches == 0, "of the last program, which has none"
-    result, record = run_external(program_of(lambda x: x.relu() + x.relu().sum(), [torch.ones(2)]), step)
-    assert (step.matches, record.sites) == (2, 2)
-    assert result.op_counts()["aten.relu6.default"] == 2

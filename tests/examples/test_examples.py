@@ -123,6 +123,47 @@ def test_full(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.fast
+def test_an_alias(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--pass", "fuse_norm"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1].startswith("fuse_add_rms_norm: [SUMMARY] matches=4 ")
+    assert "inlay.add_rms_norm(" in text
+
+
+@pytest.mark.fast
+def test_fix_functionalization(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the post-grad graph: two writes become in-place, and one stays a copy, with the reason."""
+    assert example.main(["--pass", "fix_functionalization"]) == 0
+    text = capsys.readouterr().out
+    removed, added = (
+        [line[1:].strip() for line in text.splitlines() if line.startswith(sign) and not line.startswith(sign * 3)]
+        for sign in "-+"
+    )
+    assert sum("auto_functionalized_v2(torch.ops.example.write_row" in line for line in removed) == 3
+    assert sum("aten.copy_.default(" in line for line in removed) == 2
+    assert sum("torch.ops.example.write_row.default(arg" in line for line in added) == 2
+    assert sum("aten.clone.default(" in line for line in added) == 1
+    assert text.count("in place") == 2
+    assert "writes a copy of arg3_1: its old value is read after the write (sub)" in text
+    assert text.splitlines()[-1] == "fix_functionalization: [SUMMARY] matches=2 copied=1 copies_removed=2"
+    assert example.main(["--pass", "fix_functionalization", "--full"]) == 0
+    before, after = capsys.readouterr().out.split("# ---- after fix_functionalization")
+    assert before.count("auto_functionalized_v2(") == 3
+    assert "auto_functionalized" not in after
+    assert example.main(["--pass", "fix_functionalization", "--model", "models:convolutions"]) == 2
+
+
+@pytest.mark.fast
+def test_the_step_of_the_example_computes_the_same(example: Any) -> None:
+    """Compiled with the pass, results and caches are those of eager."""
+    compiled = torch.compile(example.cache_step, options={"post_grad_custom_post_pass": example.RecordedFix()})
+    want, got = example.cache_inputs(), example.cache_inputs()
+    torch.testing.assert_close(compiled(*got), example.cache_step(*want))
+    assert all(torch.equal(one, two) for one, two in zip(want, got, strict=True))
+    assert not torch.equal(got[0], example.cache_inputs()[0])
+
+
+@pytest.mark.fast
 def test_nothing_to_do_is_said_kindly(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--pass", "match_swiglu", "--model", "models:convolutions"]) == 0
     text = capsys.readouterr().out

@@ -80,8 +80,12 @@ def test_without_tensorrt_llm(demo: Any, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     assert demo.main(["--source", "tensorrt_llm"]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("error: TensorRT-LLM cannot be imported. Install tensorrt_llm on a machine with a GPU")
-    assert told.out == ""
+    assert told.err.startswith(
+        "error: TensorRT-LLM's cache cannot run: tensorrt_llm cannot be imported (ModuleNotFound"
+    )
+    assert demo.main([]) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith("The events come from Inlay's cache. TensorRT-LLM's was not used: tensorrt_llm cannot be")
 
 
 def test_what_tensorrt_llm_gives_is_printed_alike(
@@ -112,8 +116,14 @@ def test_what_tensorrt_llm_gives_is_printed_alike(
     there.LLM, there.SamplingParams, api.KvCacheConfig = LLM, dict, dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", there)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
-    assert demo.main(["--source", "tensorrt_llm"]) == 0
+    monkeypatch.setattr(there, "llmapi", api, raising=False)
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+    assert demo.main([]) == 0
+    assert "TensorRT-LLM's was not used: there is no GPU." in capsys.readouterr().out
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: True)
+    assert demo.main([]) == 0
     text = capsys.readouterr().out
+    assert "The events come from TensorRT-LLM's cache." in text
     assert "  0  created                                101230 + 0 blocks" in text
     assert "  1  stored   012345           1 450        level 0, priority 35" in text
     assert "  2  removed  012345" in text
@@ -123,5 +133,5 @@ def test_help(demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         demo.main(["--help"])
     text = capsys.readouterr().out
-    assert "--source {inlay,tensorrt_llm}" in text
+    assert "--source {auto,inlay,tensorrt_llm}" in text
     assert "python examples/kv_cache_events_demo.py" in text

@@ -12,7 +12,7 @@ from inlay.config import resolve_config
 from inlay.errors import ContractError, TransformError, UsageError
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
-from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run
+from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run, steps_through
 from inlay.transforms.instruments import Dump
 from inlay.transforms.pass_manager import TransformStep, expected_count
 
@@ -186,6 +186,17 @@ def test_another_name_of_a_transform(tmp_path: Path) -> None:
     assert [entry.key for entry in resolve_config(files=[file]).entries] == [
         entry.key for entry in resolve_config().entries
     ]
+
+
+def test_an_alias_names_a_step(tmp_path: Path) -> None:
+    steps = configure(resolve_config())
+    assert [step.key for step in steps_through("fuse_norm", steps)][-1] == "fuse_add_rms_norm"
+    file = tmp_path / "mine.yaml"
+    file.write_text("aliases: {gate: match_swiglu}\ntransforms: {gate: {enabled: false}}")
+    *_, last = steps_through("gate", configure(resolve_config(files=[file])))
+    assert (last.key, last.aliases, last.transform.options.enabled) == ("match_swiglu", ("gate",), True)
+    with pytest.raises(UsageError, match="There is no transform gate"):
+        steps_through("gate", steps)
 
 
 def test_only_the_last_row_of_an_output() -> None:

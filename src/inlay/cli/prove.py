@@ -81,7 +81,7 @@ def _print(proof: Proof) -> None:
 
 def _format_measurement(proof: Proof) -> str:
     allocated = (
-        "allocations not measured (this needs glibc and a C compiler)"
+        "allocations not measured (this needs glibc)"
         if proof.allocated_bytes is None
         else f"at most {proof.allocated_bytes:,} bytes allocated"
     )

@@ -37,7 +37,7 @@ def steps_up_to(
             )
         return [TransformStep(name, load_external_pass(name))]
     resolved = resolve_config(architecture=architecture, model=model, files=files, settings=settings)
-    return steps_through(resolved.aliases.get(name, name), configure(resolved))
+    return steps_through(name, configure(resolved))
 
 
 def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None, *, full: bool, as_json: bool) -> None:

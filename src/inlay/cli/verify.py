@@ -40,7 +40,11 @@ def verify(
     ] = 2048,
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="MODEL", help="PACKAGE: the model it was built from, if it was moved."),
+        typer.Option(
+            "--source",
+            metavar="MODEL",
+            help="PACKAGE: the reference model; needed if it moved, or after refit.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="MODEL: seed of the random inputs.")] = 0,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="MODEL: number of random inputs.")] = 4,
@@ -64,7 +68,7 @@ def verify(
     program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
     those of the default configuration: `insert_kv_cache` and `pack_weights` run only in builds, so check a package.
 
-    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.00375[/]
+    Example: [bold]inlay verify ./package --text book.txt --max-kl 0.005[/]
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """

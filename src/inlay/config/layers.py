@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,17 +109,24 @@ def resolve_config(
 def _layers(
     architecture: str, model: str, files: Iterable[Path | str | ConfigFile]
 ) -> Iterator[tuple[str, _ConfigLayer]]:
-    here = resources.files("inlay.config")
-    yield (
-        "default.yaml",
-        _validate(_parse_yaml(here.joinpath("default.yaml").read_text(), "default.yaml"), "default.yaml"),
-    )
+    yield "default.yaml", _default_layer()
     for origin, layer in _overlays():
         if layer.match is not None and _applies(layer.match, architecture, model):
             yield origin, layer
     for file in files:
         kept = file if isinstance(file, ConfigFile) else ConfigFile.from_file(file)
         yield kept.origin, _validate(kept.contents, kept.origin)
+
+
+def _default_layer() -> _ConfigLayer:
+    text = resources.files("inlay.config").joinpath("default.yaml").read_text()
+    return _validate(_parse_yaml(text, "default.yaml"), "default.yaml")
+
+
+@cache
+def default_aliases() -> dict[str, str]:
+    """Return the aliases that Inlay defines: alias → name of the transform."""
+    return _default_layer().aliases
 
 
 def _overlays() -> Iterator[tuple[str, _ConfigLayer]]:

@@ -17,6 +17,7 @@ from torch import fx
 
 from inlay.errors import TransformError, UsageError, one_line, suggest
 from inlay.integrations.external_graph import check_boundary, normalize_graph
+from inlay.integrations.tensorrt_llm import find_autodeploy_pass, is_autodeploy
 from inlay.program.graphs import all_graphs, all_nodes, attach_subgraphs, copy_graph, labels, subgraphs, target_text
 from inlay.program.text.printer import dump
 from inlay.rewrite.pattern_trees import called_operators
@@ -73,7 +74,7 @@ def _count_changed_calls(before: Program, after: Program) -> int:
 
 
 def load_external_pass(text: str) -> Transform:
-    """Return the transform for `package.module:callable`.
+    """Return the transform for `package.module:callable` or `autodeploy:NAME`.
 
     >>> load_external_pass("torch.fx:no_such_pass")
     Traceback (most recent call last):
@@ -95,7 +96,9 @@ def is_external(text: str) -> bool:
 
 
 def import_pass(text: str) -> Any:
-    """Import `package.module:callable` from an installed package or the current folder."""
+    """Import `package.module:callable` from an installed package or the current folder, or find `autodeploy:NAME`."""
+    if is_autodeploy(text):
+        return find_autodeploy_pass(text)
     if not _PASS_NAME.match(text):
         raise UsageError(f"{text} does not name a pass.", "Write package.module:callable.")
     name, _, path = text.partition(":")

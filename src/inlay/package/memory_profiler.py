@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from inlay.errors import UsageError
+from inlay.errors import MachineError, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ def malloc_counter_env() -> dict[str, str] | None:
     """Return the environment in which a new process can use `record_mallocs`; None if counting is not possible."""
     try:
         file = _compile("malloc.c")
-    except UsageError:
+    except MachineError:
         return None
     before = os.environ.get("LD_PRELOAD")
     # Python would otherwise allocate objects in arenas, which are created at any time.
@@ -155,11 +155,18 @@ def _compile(name: str) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source, made = folder / name, folder / f"{name}.so"
     source.write_text(resources.files("inlay.package").joinpath(name).read_text())
+    check_compiler()
     try:
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, source], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UsageError("Memory profiling needs a C compiler.", "Install gcc or clang as `cc`.") from error
+        raise MachineError(f"The C compiler `cc` failed: {one_line(error)}.") from error
     return made
+
+
+def check_compiler() -> None:
+    """Raise an error if there is no C compiler, which memory profiling needs."""
+    if shutil.which("cc") is None:
+        raise MachineError("Memory profiling needs a C compiler.", "Install gcc or clang as `cc`.")
 
 
 __all__ = ["MemoryProfile", "allocate_paged", "profile_memory"]

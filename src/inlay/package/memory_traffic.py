@@ -26,6 +26,7 @@ from inlay.package.memory_profiler import (
     READ,
     WRITTEN,
     allocate_arena,
+    check_compiler,
     find_accessed_pages,
     malloc_counter_env,
     record_mallocs,
@@ -152,6 +153,7 @@ def _describe_growth(before: StepTraffic, after: StepTraffic, than: str) -> Iter
 
 def measure_in_subprocess(folder: Path) -> Traffic:
     """Measure a package in a separate process, with allocations counted if possible."""
+    check_compiler()
     run = subprocess.run(
         [sys.executable, "-m", "inlay.package.memory_traffic", str(folder)],
         env=malloc_counter_env(),

@@ -217,3 +217,10 @@ def _kind(value: Any) -> Any:
 
 
 PATTERNS = PatternCache()
+
+
+def apply_registered(register: Callable[[Any], object], module: fx.GraphModule) -> int:
+    """Apply the patterns that `register` adds to an Inductor `PatternMatcherPass`; return the number of matches."""
+    patterns = inductor.PatternMatcherPass()
+    register(patterns)
+    return int(patterns.apply(module.graph))

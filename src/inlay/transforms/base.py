@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from inlay.config import default_aliases
 from inlay.errors import ProgramError, TransformError, UsageError, suggest
 from inlay.program.graphs import all_graphs
 from inlay.program.symbols import fixed_symbols
@@ -285,8 +286,13 @@ def _load() -> None:
 
 
 def find_transform(name: str) -> type[Transform]:
-    """Return the transform of this name."""
+    """Return the transform with this name or alias.
+
+    >>> find_transform("fuse_norm").name
+    'fuse_add_rms_norm'
+    """
     known = registry()
+    name = name if name in known else default_aliases().get(name, name)
     if name not in known:
         raise UsageError(f"There is no transform {name}.", suggest(name, known) or "`inlay passes` lists them.")
     return known[name]

@@ -97,6 +97,8 @@ class TransformStep:
 
     key: str
     transform: Transform
+    aliases: tuple[str, ...] = ()
+    """Other names of the step in the configuration."""
 
 
 def configure(resolved: ResolvedConfig) -> list[TransformStep]:
@@ -111,27 +113,27 @@ def configure(resolved: ResolvedConfig) -> list[TransformStep]:
             raise _option_error(entry.key, cls.Options, error, entry.options) from error
         if options.expect == "any" and not options.reason:
             raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "State in `reason` why there is no count.")
-        steps.append(TransformStep(entry.key, cls(options)))
+        aliases = tuple(alias for alias, name in resolved.aliases.items() if name == entry.key)
+        steps.append(TransformStep(entry.key, cls(options), aliases))
     order = list(Stage)
     return sorted(steps, key=lambda step: order.index(step.transform.stage))
 
 
 def steps_through(name: str, steps: Sequence[TransformStep]) -> list[TransformStep]:
-    """Return the steps up to and including this one, which is enabled if it was disabled.
+    """Return the steps up to and including the one with this name or alias, which is enabled if it was disabled.
 
     >>> from inlay.config import resolve_config
     >>> [step.key for step in steps_through("match_layer_norm", configure(resolve_config()))]
     ['clean_noops', 'match_layer_norm']
     """
-    keys = [step.key for step in steps]
-    if name not in keys:
+    last = next((at for at, step in enumerate(steps) if name in (step.key, *step.aliases)), None)
+    if last is None:
         find_transform(name)
+        keys = [step.key for step in steps]
         raise UsageError(f"{name} is not in the configuration.", suggest(name, keys) or "Add it with --config.")
-    wanted = list(steps[: keys.index(name) + 1])
-    last = wanted[-1].transform
-    options = last.options.model_copy(update={"enabled": True})
-    wanted[-1] = TransformStep(name, type(last)(options))
-    return wanted
+    *earlier, step = steps[: last + 1]
+    options = step.transform.options.model_copy(update={"enabled": True})
+    return [*earlier, replace(step, transform=type(step.transform)(options))]
 
 
 def _option_error(key: str, known: type[TransformOptions], error: ValidationError, origins: Any) -> UsageError:
