@@ -77,12 +77,14 @@ def clear(
     Example: [bold]inlay cache clear --older-than 7d[/]
     """
     with error_boundary():
+        from inlay import derived_cache
         from inlay.build_cache.store import BuildCache
         from inlay.package_cache import PackageCache
 
         age = parse_duration(older_than)
         count, freed = BuildCache().clear(age)
         packages, size = PackageCache().clear(time.time() - age)
+        size += derived_cache.clear() if not age else 0
         also = f" and {'1 package' if packages == 1 else f'{packages} packages'}" if packages else ""
         out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}{also}, {format_bytes(freed + size)}.")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from inlay import derived_cache
 from inlay.cli.console import err, error_boundary, out, print_json
 
 ConfigOption = Annotated[
@@ -33,38 +35,49 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
     Example: [bold]inlay passes[/]
     """
     with error_boundary():
-        from inlay.config import resolve_config
-        from inlay.transforms import configure, registry
-
-        steps = configure(resolve_config())
-        used = {step.transform.name for step in steps}
-        rows = [(type(step.transform), step.transform.options.enabled) for step in steps]
-        rows += [(cls, False) for name, cls in registry().items() if name not in used]
+        rows = list_transforms()
         if as_json:
-            print_json(
-                [
-                    {
-                        "name": cls.name,
-                        "stage": cls.stage.value,
-                        "enabled": enabled,
-                        "numerics": cls.numerics.value,
-                        "summary": cls.summary(),
-                    }
-                    for cls, enabled in rows
-                ]
-            )
+            print_json(rows)
             return
         table = Table(box=None, pad_edge=False)
         for column in ("transform", "stage", "default", "numerics", "summary"):
             table.add_column(column, overflow="fold")
-        for cls, enabled in rows:
-            default = "on" if enabled else "build" if cls.name in BUILD_TRANSFORMS else "off"
-            table.add_row(cls.name, cls.stage.value, default, cls.numerics.value, cls.summary())
+        for row in rows:
+            default = "on" if row["enabled"] else "build" if row["name"] in BUILD_TRANSFORMS else "off"
+            table.add_row(row["name"], row["stage"], default, row["numerics"], row["summary"])
         out.print(table)
         out.print("\nbuild: off by default; `inlay build` enables it for language models.", markup=False)
         out.print(
             "numerics: exact = same bits; rounding = rounding may change; approximate = values change.", markup=False
         )
+
+
+def list_transforms() -> list[dict[str, Any]]:
+    """Return the row of every transform. Without transforms of other packages, later calls need not import torch."""
+    installed = entry_points(group="inlay.transforms")
+    held: list[dict[str, Any]] | None = None if installed else derived_cache.read("transforms")
+    if held is not None:
+        return held
+    from inlay.config import resolve_config
+    from inlay.transforms import configure, registry
+
+    steps = configure(resolve_config())
+    used = {step.transform.name for step in steps}
+    listed = [(type(step.transform), bool(step.transform.options.enabled)) for step in steps]
+    listed += [(cls, False) for name, cls in registry().items() if name not in used]
+    rows = [
+        {
+            "name": cls.name,
+            "stage": cls.stage.value,
+            "enabled": enabled,
+            "numerics": cls.numerics.value,
+            "summary": cls.summary(),
+        }
+        for cls, enabled in listed
+    ]
+    if not installed and all(cls.__module__.startswith("inlay.") for cls, _ in listed):
+        derived_cache.write("transforms", rows)
+    return rows
 
 
 def config(

@@ -6,6 +6,7 @@ operators, and converted to Inductor's pattern tree. That tree is then converted
 
 from __future__ import annotations
 
+import ast
 import inspect
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,18 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._guards import tracing
-from torch._inductor import pattern_matcher as inductor
 from torch.utils import _pytree as pytree
 
+from inlay import derived_cache
 from inlay.errors import ProgramError, one_line
 from inlay.program.call_arguments import normalize_args
 from inlay.program.decomposition import decompose
-from inlay.program.graphs import ancestors
+from inlay.program.graphs import ancestors, target_text
+from inlay.program.text.literals import find_target, literal, parse_literal
 from inlay.program.tracing_lock import tracing_lock
 from inlay.rewrite.rule import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+
+def _inductor() -> Any:
+    """Return Inductor's pattern matcher, which takes a second to import and is not needed for stored patterns."""
+    from torch._inductor import pattern_matcher
+
+    return pattern_matcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +139,7 @@ def _tree(pattern: _PatternSource, inputs: list[fx.Node], results: Any) -> Patte
         made.args, made.kwargs = tuple(value for _, value in normalize_args(made)), {}
     graph.output(tuple(own[node] for node in outputs))
     workaround = {name: value for name, value in pattern.scalars.items() if type(value) in (int, float)}
-    tree = inductor.fx_to_pattern(
+    tree = _inductor().fx_to_pattern(
         fx.GraphModule(torch.nn.Module(), graph), argnames=list(pattern.tensors), scalar_workaround=workaround
     )
     return _Converter(names).tree(tree, pattern.variables)
@@ -144,13 +153,14 @@ class _Converter:
         self.calls: dict[int, PatternCall] = {}
 
     def tree(self, tree: Any, variables: Sequence[str]) -> PatternTree:
-        outputs = tree.outputs if isinstance(tree, inductor.MultiOutputPattern) else [tree]
+        outputs = tree.outputs if isinstance(tree, _inductor().MultiOutputPattern) else [tree]
         converted = tuple(self.value(each) for each in outputs)
         if not all(isinstance(each, PatternCall) for each in converted):
             raise ProgramError("A pattern must compute each of its outputs.")
         return PatternTree(converted, len(self.calls), tuple(variables))
 
     def value(self, value: Any) -> Any:
+        inductor = _inductor()
         if isinstance(value, inductor.KeywordArg):
             return PatternVariable(value.name)
         if isinstance(value, inductor.CallFunction):
@@ -166,6 +176,7 @@ class _Converter:
 
 def called_operators(pattern: Any) -> list[set[Any]]:
     """Return the operators that one of Inductor's own patterns calls; the alternatives of one call are one set."""
+    inductor = _inductor()
     found: list[set[Any]] = []
     seen: set[int] = set()
     todo = [pattern]
@@ -184,32 +195,128 @@ def called_operators(pattern: Any) -> list[set[Any]]:
 
 @dataclass
 class PatternCache:
-    """Traced patterns, by function, rule and example types. Tracing several together takes half the time."""
+    """Traced patterns, by function, rule and example types. Tracing several together takes half the time.
+
+    The patterns of Inlay's own rules are also kept on disk.
+    """
 
     trees: dict[Any, PatternTree] = field(default_factory=dict)
 
     def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
         """Return the tree of a pattern, traced once."""
-        key = self._key(function, example)
+        key = _key(function, example)
         if key not in self.trees:
-            self.trees[key] = trace_pattern(function, example)
+            self._restore({key: (function, example)})
+        if key not in self.trees:
+            self._add({key: (function, example)}, [trace_pattern(function, example)])
         return self.trees[key]
 
     def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
         """Trace patterns that are not cached, together. If this fails, `get` traces each alone and raises the error."""
-        fresh = {self._key(*each): each for each in patterns}
+        fresh = {_key(*each): each for each in patterns}
+        self._restore({key: each for key, each in fresh.items() if key not in self.trees})
         fresh = {key: each for key, each in fresh.items() if key not in self.trees}
         if len(fresh) > 1:
             with suppress(ProgramError):
-                trees = _trace([_PatternSource(*each) for each in fresh.values()])
-                self.trees.update(zip(fresh, trees, strict=True))
+                self._add(fresh, _trace([_PatternSource(*each) for each in fresh.values()]))
 
-    def _key(self, function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
-        rule: Any = getattr(function, "__self__", None)
-        kinds = tuple((name, _kind(value)) for name, value in example.items())
-        if not isinstance(rule, Rule):
-            return function, kinds
-        return getattr(function, "__func__", function), type(rule), rule.trace_key(), kinds
+    def _restore(self, wanted: Mapping[Any, _Untraced]) -> None:
+        """Read patterns that an earlier run has traced."""
+        names = {key: name for key, each in wanted.items() if (name := _stored_name(*each))}
+        held = (derived_cache.read(_STORED) if names else None) or {}
+        for key, name in names.items():
+            if name in held:
+                with suppress(ProgramError, SyntaxError, ValueError, KeyError, TypeError):
+                    self.trees[key] = parse_tree(held[name], _PatternSource(*wanted[key]).variables)
+
+    def _add(self, patterns: Mapping[Any, _Untraced], trees: Sequence[PatternTree]) -> None:
+        self.trees.update(zip(patterns, trees, strict=True))
+        made = {}
+        for each, tree in zip(patterns.values(), trees, strict=True):
+            with suppress(ProgramError):
+                if name := _stored_name(*each):
+                    made[name] = tree_lines(tree)
+        if made:
+            derived_cache.write(_STORED, {**(derived_cache.read(_STORED) or {}), **made})
+
+
+_Untraced = tuple["Callable[..., Any]", "Mapping[str, Any]"]
+_STORED = "patterns"
+
+
+def _key(function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
+    rule: Any = getattr(function, "__self__", None)
+    kinds = tuple((name, _kind(value)) for name, value in example.items()), _torch_modes()
+    if not isinstance(rule, Rule):
+        return function, kinds
+    return getattr(function, "__func__", function), type(rule), rule.trace_key(), kinds
+
+
+def _torch_modes() -> tuple[Any, ...]:
+    """Return the modes of torch that change what a function traces to."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return torch.get_default_dtype(), torch.get_default_device(), *modes
+
+
+def _stored_name(function: Any, example: Mapping[str, Any]) -> str:
+    """Return the name of a pattern on disk; empty unless rule and function are defined in files of Inlay.
+
+    The source key contains the content of these files, so the name needs no more than the place in them.
+    """
+    rule = getattr(function, "__self__", None)
+    if not isinstance(rule, Rule):
+        return ""
+    cls, code = type(rule), function.__func__.__code__
+    places = f"{cls.__module__}.{cls.__qualname__}", f"{function.__module__}.{function.__qualname__}"
+    if not all(each.startswith("inlay.") and "<locals>" not in each for each in places):
+        return ""
+    _, _, options, kinds = _key(function, example)
+    if not code.co_filename.startswith(_SOURCE_FOLDER) or " at 0x" in options:
+        return ""
+    return repr((places, options, kinds))
+
+
+_SOURCE_FOLDER = derived_cache.__file__.removesuffix("derived_cache.py")
+
+
+def tree_lines(tree: PatternTree) -> list[Any]:
+    """Return a tree as JSON: each call with operator and arguments, then the outputs; `parse_tree` reads it."""
+    names: dict[PatternCall, str] = {}
+    lines: list[Any] = []
+
+    def text(value: Any) -> str:
+        match value:
+            case PatternVariable(name=name):
+                return f"v_{name}"
+            case PatternCall():
+                if value not in names:
+                    args = [[name, text(each)] for name, each in value.args]
+                    names[value] = f"c_{len(lines)}"
+                    lines.append([target_text(value.target), args])
+                return names[value]
+            case list():
+                return f"[{', '.join(map(text, value))}]"
+        return literal(value)
+
+    outputs = [text(each) for each in tree.outputs]
+    return [lines, outputs]
+
+
+def parse_tree(stored: Any, variables: Sequence[str]) -> PatternTree:
+    """Return the tree that `tree_lines` wrote. Nothing is executed."""
+    calls: list[PatternCall] = []
+
+    def find(name: str) -> Any:
+        kind, _, rest = name.partition("_")
+        return PatternVariable(rest) if kind == "v" else calls[int(rest)]
+
+    def value(text: str) -> Any:
+        return parse_literal(ast.parse(text, mode="eval").body, find)
+
+    lines, outputs = stored
+    for target, args in lines:
+        calls.append(PatternCall(find_target(target), tuple((name, value(text)) for name, text in args)))
+    return PatternTree(tuple(map(value, outputs)), len(calls), tuple(variables))
 
 
 def _kind(value: Any) -> Any:
@@ -221,6 +328,6 @@ PATTERNS = PatternCache()
 
 def apply_registered(register: Callable[[Any], object], module: fx.GraphModule) -> int:
     """Apply the patterns that `register` adds to an Inductor `PatternMatcherPass`; return the number of matches."""
-    patterns = inductor.PatternMatcherPass()
+    patterns = _inductor().PatternMatcherPass()
     register(patterns)
     return int(patterns.apply(module.graph))

@@ -105,10 +105,9 @@ def make_mutants(cls: type[Transform]) -> list[Mutant]:
     if not cls.adds_inputs:
         made.append(Mutant(WRONG, partial(_patch_attribute, cls, "apply", _wrap_apply(cls.apply, fired=True))))
     made.append(Mutant(EVERYWHERE, partial(_patch_attribute, cls, "apply", _wrap_apply(cls.apply, fired=False))))
-    file = Path(inspect.getfile(cls))
     return made + [
         Mutant(f"omits “{each.text or each.location}” ({each.location})", partial(_delete_from_class, cls, each))
-        for each in find_conditions(file)
+        for each in find_conditions(Path(inspect.getfile(cls)))
     ]
 
 
@@ -155,22 +154,28 @@ def _scale_results(graph: fx.Graph) -> None:
 
 @contextmanager
 def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[None]:
-    """Replace the function that contains a condition by one without it."""
-    module = sys.modules[cls.__module__]
+    """Replace the function that contains a condition by one without it: in its module, or as a method of `cls` only."""
     tree = ast.parse(condition.file.read_text())
-    for owner, functions in ((module, tree.body), (cls, _methods(tree, cls))):
-        for function in functions:
-            if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
-                function.end_lineno or 0
-            ):
-                StatementDeleter(condition.line).visit(function)
-                code = compile(ast.fix_missing_locations(ast.Module([function], [])), str(condition.file), "exec")
-                made: dict[str, Any] = {}
-                exec(code, vars(module), made)
-                with _patch_attribute(owner, function.name, made[function.name]):
-                    yield
-                return
-    raise LookupError(f"{condition.location} is not in a function of {cls.__name__} or its module")
+    for base in (each for each in cls.__mro__ if _source(each) == condition.file):
+        module = sys.modules[base.__module__]
+        for owner, functions in ((module, tree.body), (cls, _methods(tree, base))):
+            for function in functions:
+                if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
+                    function.end_lineno or 0
+                ):
+                    StatementDeleter(condition.line).visit(function)
+                    code = compile(ast.fix_missing_locations(ast.Module([function], [])), str(condition.file), "exec")
+                    made: dict[str, Any] = {}
+                    exec(code, vars(module), made)
+                    with _patch_attribute(owner, function.name, made[function.name]):
+                        yield
+                    return
+    raise LookupError(f"{condition.location} is not in a function of {cls.__name__}, its bases or its module")
+
+
+def _source(cls: type) -> Path | None:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return Path(file) if file else None
 
 
 def _methods(tree: ast.Module, cls: type) -> list[ast.stmt]:
