@@ -15,13 +15,14 @@ OWN_CACHE = "INLAY_TESTS_CACHE"
 
 
 def own_cache(folder: Path) -> str:
-    """A cache of builds that is empty; kernels, which take a while to compile, are those that everybody shares."""
+    """A cache of builds that is empty; kernels and traced patterns, which take a while, are those all share."""
     from inlay import machine
 
-    kernels = (machine.cache_folder() / "kernels").resolve()
-    kernels.mkdir(parents=True, exist_ok=True)
     (folder / "inlay").mkdir(parents=True)
-    (folder / "inlay" / "kernels").symlink_to(kernels)
+    for name in ("kernels", "derived"):
+        shared = (machine.cache_folder() / name).resolve()
+        shared.mkdir(parents=True, exist_ok=True)
+        (folder / "inlay" / name).symlink_to(shared)
     return str(folder)
 
 

@@ -57,7 +57,8 @@ def clear() -> int:
     """Remove all values; return the number of bytes."""
     root = machine.cache_folder() / "derived"
     freed = sum(each.stat().st_size for each in root.rglob("*") if each.is_file())
-    shutil.rmtree(root, ignore_errors=True)
+    for each in root.iterdir() if root.is_dir() else ():
+        shutil.rmtree(each, ignore_errors=True)
     return freed
 
 
