@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from inlay.config import resolve_config
+from inlay.config.layers import find_overlays
 from inlay.errors import ContractError, TransformError, UsageError
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
-from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run, steps_through
+from inlay.transforms import Numerics, Stage, Transform, TransformResult, base, configure, run, steps_through
+from inlay.transforms.base import transform
 from inlay.transforms.instruments import Dump
 from inlay.transforms.pass_manager import TransformStep, expected_count
 
@@ -154,6 +157,18 @@ def test_expressions_of_facts() -> None:
         ([], "transform: {}", "Did you mean transforms"),
         ([], "transforms: [", "is not YAML"),
         ([], "transforms: 3", "transforms"),
+        ([], "aliases: {match_rope: match_swiglu}", "match_rope is a configured transform and cannot be an alias of"),
+        ([], "aliases: {match_rope#2: match_swiglu}", "match_rope#2 is a configured transform and cannot be an alias"),
+        (
+            [],
+            "aliases: {gate: match_swiglo}",
+            "alias gate stands for match_swiglo, but there is no such transform. Did",
+        ),
+        ([], "aliases: {gate: zzz#2}", "stands for zzz#2, but there is no such transform. `inlay passes` lists them."),
+        ([], "aliases: {one: two, two: one}", "The aliases form a cycle: one → two → one."),
+        ([], "aliases: {one: one}", "The aliases form a cycle: one → one."),
+        ([], "aliases: {one: 'one#2'}", "The aliases form a cycle: one → one#2"),
+        (["one.enabled=false"], "aliases: {one: two, two: 'one#2'}", "The aliases form a cycle: one → two → one#2"),
     ],
 )
 def test_mistakes_in_the_configuration(settings: list[str], text: str, sentence: str, tmp_path: Path) -> None:
@@ -197,6 +212,63 @@ def test_an_alias_names_a_step(tmp_path: Path) -> None:
     assert (last.key, last.aliases, last.transform.options.enabled) == ("match_swiglu", ("gate",), True)
     with pytest.raises(UsageError, match="There is no transform gate"):
         steps_through("gate", steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("mine", "fuse_add_rms_norm"), ("fuse_norm#2", "fuse_add_rms_norm#2"), ("mine#2", "fuse_add_rms_norm#2")],
+)
+def test_an_alias_is_resolved_to_the_end(name: str, key: str, tmp_path: Path) -> None:
+    """An alias of an alias, and `alias#2`, name the same step in files, settings and commands."""
+    aliases, off = tmp_path / "aliases.yaml", tmp_path / "off.yaml"
+    aliases.write_text("aliases: {mine: fuse_norm}\ntransforms: {fuse_add_rms_norm#2: {}}")
+    off.write_text(f"transforms: {{'{name}': {{enabled: false}}}}")
+    expected = {step.key for step in configure(resolve_config())} | {"fuse_add_rms_norm#2"}
+    for resolved in (
+        resolve_config(files=[aliases, off]),
+        resolve_config(files=[aliases], settings=[f"{name}.enabled=false"]),
+    ):
+        steps = configure(resolved)
+        assert {step.key for step in steps} == expected
+        uses = [step for step in steps if step.key.startswith("fuse_add")]
+        assert [step.key for step in uses if not step.transform.options.enabled] == [key]
+        assert steps_through(name, steps)[-1].key == key
+
+
+def test_an_alias_of_a_second_use(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("aliases: {again: 'clean_noops#2'}\ntransforms: {again: {}, 'again#3': {}}")
+    steps = configure(resolve_config(files=[file]))
+    assert [step.key for step in steps[:3]] == ["clean_noops", "clean_noops#2", "clean_noops#3"]
+    assert steps_through("again", steps)[-1].key == "clean_noops#2"
+
+
+def test_overlays_that_use_an_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    default = resources.files("inlay.config").joinpath("default.yaml").read_text()
+    (tmp_path / "default.yaml").write_text(default)
+    overlay = "match: {model: [mine]}\naliases: {gate: match_swiglu}\n"
+    overlay += "transforms: {'fuse_norm#2': {expect: 1}, gate: {expect: 2}}"
+    (tmp_path / "models" / "mine.yaml").write_text(overlay)
+    monkeypatch.setattr(resources, "files", lambda _: tmp_path)
+    assert find_overlays("fuse_add_rms_norm") == {"models/mine.yaml": {"expect": 1}}
+    assert find_overlays("match_swiglu") == {"models/mine.yaml": {"expect": 2}}
+    assert find_overlays("match_rope") == {}
+
+
+def test_a_transform_is_not_registered_under_an_alias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would never run: the configuration reads the name as the alias."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base.registry()))
+    with pytest.raises(UsageError, match="fuse_norm is an alias of fuse_add_rms_norm and cannot be the name of Half"):
+        transform("fuse_norm", stage=Stage.CLEAN, numerics=Numerics.EXACT)(Half)
+    assert "fuse_norm" not in base.registry()
+    transform("half", stage=Stage.CLEAN, numerics=Numerics.EXACT)(Half)
+    file = tmp_path / "mine.yaml"
+    file.write_text("transforms: {half: {}}")
+    assert "half" in [step.key for step in configure(resolve_config(files=[file]))]
+    file.write_text("aliases: {half: match_swiglu}")
+    with pytest.raises(UsageError, match="half is a transform and cannot be an alias of match_swiglu"):
+        configure(resolve_config(files=[file]))
 
 
 def test_only_the_last_row_of_an_output() -> None:

@@ -58,7 +58,7 @@ class ResolvedConfig:
 
     entries: tuple[TransformEntry, ...]
     aliases: dict[str, str] = field(default_factory=dict)
-    """Alias → name of the transform."""
+    """Alias → key of an entry, or name of a transform that is not configured."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,34 @@ def resolve_config(
     aliases: dict[str, str] = {}
     for origin, layer in _layers(architecture, model, files):
         aliases.update(layer.aliases)
+        _check_aliases(origin, layer.aliases, options)
         for key, values in layer.transforms.items():
-            place = options.setdefault(aliases.get(key, key), {})
+            place = options.setdefault(_resolve_alias(key, aliases), {})
             place.update({name: Setting(value, origin) for name, value in (values or {}).items()})
     for text in settings:
         key, name, value = _parse_setting(text, options, aliases)
         options[key][name] = Setting(value, f"--set {text}")
-    return ResolvedConfig(tuple(TransformEntry(key, values) for key, values in options.items()), aliases)
+    entries = tuple(TransformEntry(key, values) for key, values in options.items())
+    return ResolvedConfig(entries, {alias: _resolve_alias(alias, aliases) for alias in aliases})
+
+
+def _check_aliases(origin: str, aliases: dict[str, str], options: Iterable[str]) -> None:
+    for alias in aliases:
+        if alias.partition("#")[0] in {key.partition("#")[0] for key in options}:
+            problem = f"{origin}: {alias} is a configured transform and cannot be an alias of {aliases[alias]}."
+            raise UsageError(problem, "Choose another name.")
+
+
+def _resolve_alias(key: str, aliases: dict[str, str]) -> str:
+    """Return the key that an alias, an alias of an alias, or `alias#2` stands for."""
+    seen: list[str] = []
+    while key not in seen:
+        seen.append(key)
+        name, mark, number = key.partition("#")
+        key = aliases.get(key, aliases.get(name, name).partition("#")[0] + mark + number)
+    if key != seen[-1] or aliases.keys() & {key, key.partition("#")[0]}:
+        raise UsageError(f"The aliases form a cycle: {' → '.join([*seen, key])}.", "Remove one of them.")
+    return key
 
 
 def _layers(
@@ -163,7 +184,7 @@ def _validate(contents: Any, origin: str) -> _ConfigLayer:
 def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) -> tuple[str, str, Any]:
     path, equals, value = text.partition("=")
     key, dot, name = path.strip().rpartition(".")
-    key = aliases.get(key, key)
+    key = _resolve_alias(key, aliases)
     if not equals or not dot:
         raise UsageError(f"{text!r} is not a setting.", "Write --set TRANSFORM.OPTION=VALUE.")
     if key not in known:
@@ -183,6 +204,6 @@ def find_overlays(name: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for origin, layer in _overlays():
         for key, values in layer.transforms.items():
-            if key.partition("#")[0] == name:
+            if _resolve_alias(key, default_aliases() | layer.aliases).partition("#")[0] == name:
                 found.setdefault(origin, {}).update(values or {})
     return found

@@ -262,6 +262,9 @@ def transform(
     """Register a transform under a name."""
 
     def register(cls: type[Transform]) -> type[Transform]:
+        if name in default_aliases():
+            problem = f"{name} is an alias of {default_aliases()[name]} and cannot be the name of {cls.__qualname__}."
+            raise UsageError(problem, "Choose another name.")
         if name in _REGISTRY and _REGISTRY[name].__qualname__ != cls.__qualname__:
             raise UsageError(f"Two transforms are called {name}: {_REGISTRY[name].__module__} and {cls.__module__}.")
         cls.name, cls.stage, cls.numerics, cls.anchors = name, stage, numerics, anchors

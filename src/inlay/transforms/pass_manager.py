@@ -17,7 +17,7 @@ from inlay.program.remarks import Remark, RemarkKind
 from inlay.program.type_checks import check_types
 from inlay.rewrite.pattern_search import trace_alternatives
 from inlay.rewrite.rule import Rule
-from inlay.transforms.base import Stage, Transform, TransformOptions, TransformResult, find_transform
+from inlay.transforms.base import Stage, Transform, TransformOptions, TransformResult, find_transform, registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,6 +103,13 @@ class TransformStep:
 
 def configure(resolved: ResolvedConfig) -> list[TransformStep]:
     """Return the steps in stage order. Unknown names and options raise an error with a suggestion."""
+    known = registry()
+    for alias, target in resolved.aliases.items():
+        if target.partition("#")[0] not in known:
+            hint = suggest(target, known) or "`inlay passes` lists them."
+            raise UsageError(f"The alias {alias} stands for {target}, but there is no such transform.", hint)
+        if alias in known:
+            raise UsageError(f"{alias} is a transform and cannot be an alias of {target}.", "Choose another name.")
     steps = []
     for entry in resolved.entries:
         cls = find_transform(entry.name)
@@ -113,7 +120,9 @@ def configure(resolved: ResolvedConfig) -> list[TransformStep]:
             raise _option_error(entry.key, cls.Options, error, entry.options) from error
         if options.expect == "any" and not options.reason:
             raise UsageError(f"{entry.key}: `expect: any` needs a reason.", "State in `reason` why there is no count.")
-        aliases = tuple(alias for alias, name in resolved.aliases.items() if name == entry.key)
+        use = entry.key.removeprefix(entry.name)  # "" or "#2"
+        targets = resolved.aliases | {alias + use: target + use for alias, target in resolved.aliases.items()}
+        aliases = tuple(alias for alias, target in targets.items() if target == entry.key)
         steps.append(TransformStep(entry.key, cls(options), aliases))
     order = list(Stage)
     return sorted(steps, key=lambda step: order.index(step.transform.stage))
