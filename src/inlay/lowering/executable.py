@@ -116,12 +116,9 @@ class Executable:
         """The state of calls that pass none, by its names in the model. It is allocated on first use."""
         with self._state_lock:
             if self._state is None:
-                unknown = [row for row in self.bindings.state if _static_shape(row) is None]
-                if unknown:
-                    raise UsageError(
-                        f"{unknown[0].target} is {unknown[0].type_text}: its size is chosen by the caller.",
-                        "Pass the state to the call.",
-                    )
+                for row in self.bindings.state:
+                    if _static_shape(row) is None:
+                        raise UsageError(f"{row.target} is {row.type_text}: the caller chooses its size.", "Pass it.")
                 names = {row.target: row.name for row in self.bindings.state}
                 self._state = OwnedState(self.new_state(), names, self.initial)
                 self._state.reset()

@@ -87,8 +87,7 @@ def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Execu
     ]
     states = find_eager_copies(find_state_updates(program)) if backend == "eager" else find_compiled_copies(program)
     devices = {value.device for value in weights.values()}
-    where = {"device": devices.pop()} if len(devices) == 1 else {}
-    return Executable(program.bindings, buckets, initial, copy_remarks(states), **where)
+    return Executable(program.bindings, buckets, initial, copy_remarks(states), *(devices if len(devices) == 1 else ()))
 
 
 def _execution(plan: Plan, backend: str, weights: dict[str, torch.Tensor]) -> PlanExecutor:

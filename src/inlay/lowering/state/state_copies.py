@@ -36,14 +36,8 @@ _MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 """Eager writes only the masked elements; compilers write all of them."""
 
 
-_STORED_VALUES = {
-    aten.copy_.default: 0,
-    aten.index_put_.default: 1,
-    aten.index_copy_.default: 2,
-    aten.index_add_.default: 2,
-    aten.scatter_.src: 2,
-    aten.scatter_add_.default: 2,
-}
+_INDEXED_WRITES = (aten.index_copy_.default, aten.index_add_.default, aten.scatter_.src, aten.scatter_add_.default)
+_STORED_VALUES = {aten.copy_.default: 0, aten.index_put_.default: 1, **dict.fromkeys(_INDEXED_WRITES, 2)}
 """Writes that store a value → the place of that value in their arguments."""
 
 
@@ -98,7 +92,7 @@ def _view_root(value: fx.Node) -> fx.Node:
 
 def _find_full_value(state: StateUpdate) -> str:
     """Return the reason if a write stores a value that was computed before and is as large as the state, or ""."""
-    for write in state.writes:
+    for write in state.writes if state.is_eligible else ():
         place = _STORED_VALUES.get(write.target)
         if place is None:
             continue
