@@ -41,6 +41,8 @@ CLAIMS = {
         "filled.out     output  i64[1]                 b_filled (kv_cache_update)",
         "a step writes 16,384 of the 1,048,576 bytes of cache and copies 0",
         "yes  one program serves two independent states",
+        "yes  a second program continues, equal to the bit",
+        "yes  a reset restores the values of the module",
         "buffers: cache f32[1, 4, 1024, 64], filled i64[1]",
         "yes  8 steps of the loaded module equal eager PyTorch",
     ),
