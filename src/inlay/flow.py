@@ -178,7 +178,7 @@ def lower_program(program: Program, options: BuildOptions) -> LoweredProgram:
 def _copied_state(program: Program) -> list[TransformRecord]:
     """A record with a remark for every state that compiled code copies or may copy."""
     remarks = tuple(replace(each, kind=RemarkKind.ANALYSIS) for each in copy_remarks(find_compiled_copies(program)))
-    return [TransformRecord("in_place", "in_place", Stage.LOWER.value, "skipped", remarks=remarks)] if remarks else []
+    return [TransformRecord("in_place", "in_place", Stage.LOWER.value, "analysis", remarks=remarks)] if remarks else []
 
 
 def _refuse_without_state(program: Program, records: Sequence[TransformRecord]) -> None:

@@ -84,7 +84,7 @@ class _Explainer:
         if self.key and record.key != self.key:
             return
         assert self._before is not None
-        findings = collect_findings(transform, self._before, record) if record.status == "ran" else []
+        findings = collect_findings(transform, self._before, record) if record.was_applied else []
         self.explanations.append(Explanation(record.key, record.status, record.sites, tuple(findings)))
 
 

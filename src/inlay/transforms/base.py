@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict
 
 from inlay.config import default_aliases
 from inlay.errors import ProgramError, TransformError, UsageError, suggest
-from inlay.program.graphs import all_graphs
+from inlay.program.graphs import all_graphs, target_text
 from inlay.program.symbols import fixed_symbols
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
+from inlay.rewrite.differences import subtree_calls
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
+from inlay.rewrite.pattern_trees import PATTERNS
 from inlay.rewrite.replacement import ReplacementCache
 
 if TYPE_CHECKING:
@@ -125,6 +127,12 @@ class Transform(ABC):
     @abstractmethod
     def apply(self, program: Program) -> TransformResult:
         """Transform `program`, which is a copy, and return it or another program in the result."""
+
+    def skip_reason(self, program: Program) -> str:
+        """Return why the transform has nothing to do in this program, or "". An anchor means that it has."""
+        counts = program.op_counts()
+        found = any(counts.get(name) for name in self.anchors)
+        return f"the program has no {' or '.join(self.anchors)}" if self.anchors and not found else ""
 
     @classmethod
     def summary(cls) -> str:
@@ -244,6 +252,19 @@ class PatternTransform(ProgramTransform, Rule):
             matches, refusals = find_matches(program, graph, self, alternatives, replacements)
             yield from refusals
             yield from matches
+
+    def skip_reason(self, program: Program) -> str:
+        """Return which operators the program lacks, if every pattern calls one that it lacks."""
+        counts, lacking = program.op_counts(), list[set[str]]()
+        for each in trace_alternatives(program, self):
+            outputs = PATTERNS.get(each.function, each.example).outputs
+            calls = {target_text(call.target) for output in outputs for call in subtree_calls(output)}
+            lacking.append({name for name in calls if not counts.get(name)})
+        if not all(lacking) or any(counts.get(name) for name in self.anchors):
+            return ""
+        if not lacking:
+            return "the program has no floating-point values"
+        return f"the program has no {' or '.join(sorted(set.intersection(*lacking) or set.union(*lacking)))}"
 
     def trace_key(self) -> str:
         return repr(self.options.model_dump(exclude=set(TransformOptions.model_fields)))

@@ -48,7 +48,7 @@ class Dump:
         elif record.status == "ran":
             entry["why"] = record.misses[0].reason if record.misses else "no node starts a match"
         else:
-            entry["why"] = "enabled: false"
+            entry["why"] = record.skip_reason or "enabled: false"
         self.index.append(entry)
         (self.folder / "index.json").write_text(json.dumps(self.index, indent=2) + "\n")
 

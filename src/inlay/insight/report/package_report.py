@@ -72,6 +72,7 @@ def _transform(key: str, locked: LockedTransform, remarks: list[dict[str, Any]])
         "key": key,
         "stage": stage,
         "status": "ran",
+        "skip_reason": "",
         "summary": summary,
         "numerics": numerics,
         "sites": locked.sites,

@@ -50,13 +50,13 @@ class TransformRecorder:
         self.on_step(f"transforming ({record.key})")
         asked = self.steps[len(self.transforms)]
         made = describe_transform(transform, record)
-        if record.status == "ran":
+        if record.was_applied:
             made["contract"] = _contract(asked, self._before, record)
             made["places"] = _group_sites(self._before, record)
             made["misses"] = [
                 _summarize_finding(each.to_json()) for each in collect_findings(transform, self._before, record)
             ]
-        if record.status == "ran" and record.sites:
+        if record.sites:
             made["diff"] = compare_programs(self._before, program, self.lines)
         self.transforms.append(made)
 
@@ -67,6 +67,7 @@ def describe_transform(step: type[Transform] | Transform, record: TransformRecor
         "key": record.key,
         "stage": record.stage,
         "status": record.status,
+        "skip_reason": record.skip_reason,
         "summary": step.summary(),
         "numerics": step.numerics.value,
         "sites": record.sites,

@@ -5,7 +5,8 @@ function tile(name, value, more, kind) {
 
 function overview() {
   const ran = facts.transforms.filter((each) => each.status === "ran");
-  const bad = ran.filter(broken);
+  const bad = facts.transforms.filter(broken);
+  const skipped = facts.transforms.filter((each) => each.status === "skipped").length;
   const total = ran.reduce((sum, each) => sum + each.sites, 0);
   const weights = facts.memory.weights.reduce((sum, row) => sum + row.bytes, 0);
   const [before, after] = facts.nodes;
@@ -16,7 +17,7 @@ function overview() {
     h("p", { class: "why", "data-find": true }, `Created with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
     h("dl", { class: "tiles" },
     before !== null ? tile("nodes", after !== null ? `${number(before)} → ${number(after)}` : number(before), after !== null ? "captured → transformed" : "captured") : null,
-    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran have matches"),
+    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, `that ran have matches${skipped ? `; ${skipped} skipped` : ""}`),
     tile("sites", number(total), plural(ran.reduce((sum, each) => sum + missed(each), 0), "miss", "misses")),
     tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "met at build" : "met", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
     tile("weights", bytes(weights), plural(facts.memory.weights.reduce((sum, row) => sum + row.count, 0), "tensor")),

@@ -117,7 +117,7 @@ function drawDetail() {
 
 function difference(each) {
   if (!each.diff) {
-    const text = each.status !== "ran" ? `This transform is ${each.status}: \`enabled\` is false in the configuration.`
+    const text = each.status !== "ran" ? `This transform is ${each.status}: ${each.skip_reason || "`enabled` is false in the configuration"}.`
       : !each.sites ? "No matches; the program is unchanged."
       : "A package does not contain the programs before and after. Use `inlay report MODEL`.";
     return why(text);
