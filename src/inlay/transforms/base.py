@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -254,7 +255,7 @@ class PatternTransform(ProgramTransform, Rule):
             yield from matches
 
     def skip_reason(self, program: Program) -> str:
-        """Return which operators the program lacks, if every pattern calls one that it lacks."""
+        """Return one operator that the program lacks for each pattern, if every pattern calls one."""
         counts, lacking = program.op_counts(), list[set[str]]()
         for each in trace_alternatives(program, self):
             outputs = PATTERNS.get(each.function, each.example).outputs
@@ -264,7 +265,9 @@ class PatternTransform(ProgramTransform, Rule):
             return ""
         if not lacking:
             return "the program has no floating-point values"
-        return f"the program has no {' or '.join(sorted(set.intersection(*lacking) or set.union(*lacking)))}"
+        times = Counter(name for each in lacking for name in each)
+        named = {max(each, key=lambda name: (name in self.anchors, times[name], name)) for each in lacking}
+        return f"the program has no {' or '.join(sorted(named))}"
 
     def trace_key(self) -> str:
         return repr(self.options.model_dump(exclude=set(TransformOptions.model_fields)))

@@ -109,6 +109,7 @@ def _group_misses(remarks: Any) -> list[dict[str, Any]]:
             "matched": matched,
             "of": of,
             "suggestion": group[0]["suggestion"],
+            "trivial": False,
             "count": len(group),
             "layers": "",
             "names": [each["nodes"][0] for each in group[:_NAMES] if each["nodes"]],

@@ -53,9 +53,8 @@ class TransformRecorder:
         if record.was_applied:
             made["contract"] = _contract(asked, self._before, record)
             made["places"] = _group_sites(self._before, record)
-            made["misses"] = [
-                _summarize_finding(each.to_json()) for each in collect_findings(transform, self._before, record)
-            ]
+            findings = sorted(collect_findings(transform, self._before, record), key=lambda each: each.is_trivial)
+            made["misses"] = [_summarize_finding(each.to_json()) for each in findings]
         if record.sites:
             made["diff"] = compare_programs(self._before, program, self.lines)
         self.transforms.append(made)
@@ -130,7 +129,7 @@ def _group_sites(before: Program, record: TransformRecord) -> list[dict[str, Any
 
 def _summarize_finding(finding: dict[str, Any]) -> dict[str, Any]:
     """Return the report data of a finding."""
-    kept = ("kind", "reason", "source", "matched", "of", "suggestion")
+    kept = ("kind", "reason", "source", "matched", "of", "suggestion", "trivial")
     made = {name: finding[name] for name in kept}
     made["count"] = len(finding["roots"])
     made["layers"] = format_layers(finding["layers"]) if finding["layers"] else ""
