@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from inlay.config import resolve_config
 from inlay.errors import ContractError, TransformError, UsageError
+from inlay.frontend import Example, capture
 from inlay.insight import explain
 from inlay.insight.verify import Change, NumericsCheck
 from inlay.program.text.printer import dump
+from inlay.rewrite import Match
 from inlay.testing import program_of
-from inlay.transforms import Numerics, Stage, Transform, TransformResult, configure, run, steps_through
+from inlay.transforms import Numerics, Stage, Transform, TransformResult, base, configure, run, steps_through
 from inlay.transforms.instruments import Dump
 from inlay.transforms.lock import lock_model
 from inlay.transforms.pass_manager import TransformStep, expected_count
@@ -280,3 +283,44 @@ def test_only_the_last_row_of_an_output() -> None:
     assert text.index("aten.slice") < text.index("aten.linear")
     with pytest.raises(TransformError, match="no output score\\. "):
         run(before, configure(resolve_config(settings=["gather_last_logits.output=score"])))
+
+
+def test_a_broken_package_is_named_and_the_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("mine", "no_such_module_of_mine", "inlay.transforms")
+    monkeypatch.setattr(base, "entry_points", lambda group: [broken])
+    base._load.cache_clear()
+    with pytest.warns(
+        UserWarning, match="The transforms of no_such_module_of_mine .* cannot be loaded: ModuleNotFound"
+    ):
+        assert "match_rope" in base.registry()
+    base._load.cache_clear()
+
+
+def test_a_setting_enables_a_transform_that_no_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base._REGISTRY, "half", Half)
+    assert "half" in [step.key for step in configure(resolve_config(settings=["half.enabled=true"]))]
+    with pytest.raises(UsageError, match="has no transform half"):
+        resolve_config(settings=["half.enabled=false"])
+    with pytest.raises(UsageError, match="Did you mean match_rope"):
+        configure(resolve_config(settings=["match_rop.enabled=true"]))
+
+
+def test_nodes_do_not_count_getitem(program: Program) -> None:
+    """A fused norm has two results, each read by a getitem."""
+    result, records = run(program, configure(resolve_config()))
+    before, after = next(record.nodes for record in records if record.key == "fuse_add_rms_norm")
+    assert result.op_counts()["getitem"] >= 1
+    assert after < before
+
+
+def test_mistakes_of_authors_are_sentences() -> None:
+    module = torch.nn.ReLU()
+    exported = torch.export.export(module, (torch.ones(3),))
+    with pytest.raises(UsageError, match=r"A ReLU cannot be captured. Use Example\(module, args\)"):
+        capture(module)
+    with pytest.raises(UsageError, match="ExportedProgram cannot be captured.* or Program.from_graph"):
+        capture(exported)
+    assert capture(Example(exported.module(), (torch.ones(3),))).op_counts() == {"aten.relu.default": 1}
+    node = next(node for node in exported.graph.nodes if node.op == "call_function")
+    with pytest.raises(UsageError, match=r"no argument wieght. Did you mean weight\?"):
+        Match.at(node, weight=node).value("wieght")

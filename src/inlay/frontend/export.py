@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,12 @@ def find_facts(program: Program, model: SourceModel) -> Program:
 
 
 def capture(
-    model: str | SourceModel | Example,
+    model: Any,
     options: HFOptions | None = None,
     *,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Program:
-    """Capture MODEL as a Program: functional ATen, dynamic along the named axes, without loading weights.
+    """Capture MODEL (text, an `Example` or a `SourceModel`) as a Program: functional ATen, dynamic along the named axes, without loading weights.
 
     >>> class Double(torch.nn.Module):
     ...     def forward(self, x):
@@ -78,8 +79,14 @@ def capture(
         model = open_model(model, options)
     if isinstance(model, Example):
         model = SourceModel(type(model.module).__name__, "module", model, {})
-    example = model.example
-    module = example.module.eval()
+    if not isinstance(model, SourceModel):
+        remedy = "Use Example(module, args)" + (
+            "." if isinstance(model, torch.nn.Module) else ", or Program.from_graph."
+        )
+        raise UsageError(f"A {type(model).__name__} cannot be captured.", remedy)
+    example, module = model.example, model.example.module
+    with suppress(NotImplementedError):  # the module of an ExportedProgram has one mode only
+        module.eval()
     exported, assumed = _export(model, module, on_step)
     on_step("reading the program")
     written = set(exported.graph_signature.buffers_to_mutate.values())

@@ -288,10 +288,10 @@ class Bisection:
                 break
             done.append(before)
         for step in asked[len(done) :]:
-            before, limited = done[-1].result if done else self.program, drop_contract(step)
-            parameters = {row.name: row.target for row in before.bindings.with_role(Role.PARAMETER)}
+            given, limited = done[-1].result if done else self.program, drop_contract(step)
+            parameters = {row.name: row.target for row in given.bindings.with_role(Role.PARAMETER)}
             chooser = limited.transform.site_filter = _SiteFilter(chosen[step.key], parameters)
-            made, (record,) = run(before, [limited])
+            made, (record,) = run(given, [limited])
             done.append(_CachedRun(step.key, chooser, made, record.sites))
         self._last_run = done
         return (

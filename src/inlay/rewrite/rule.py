@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from inlay.errors import UsageError, suggest
 from inlay.program.graphs import SOURCE
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Match:
 
     def value(self, name: str) -> Any:
         """Return the fake tensor (or number) that an argument of the pattern matched."""
+        if name not in self.values:
+            raise UsageError(f"The pattern has no argument {name}.", suggest(name, self.values))
         held = self.values[name]
         return held.meta.get("val") if isinstance(held, fx.Node) else held
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from inlay.config import default_aliases
-from inlay.errors import ProgramError, TransformError, UsageError, suggest
+from inlay.errors import ProgramError, TransformError, UsageError, one_line, suggest
 from inlay.program.graphs import all_graphs, target_text
 from inlay.program.symbols import fixed_symbols
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
@@ -306,7 +307,12 @@ def _load() -> None:
     import inlay.transforms.library  # noqa: F401 - importing registers
 
     for point in entry_points(group="inlay.transforms"):
-        point.load()
+        try:
+            point.load()
+        except Exception as error:  # a broken package must not stop the commands that do not need it
+            package = point.dist.name if point.dist else point.module
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            warnings.warn(f"The transforms of {package} ({point.value}) cannot be loaded: {problem}.", stacklevel=2)
 
 
 def find_transform(name: str) -> type[Transform]:

@@ -51,7 +51,7 @@ class TransformRecorder:
         asked = self.steps[len(self.transforms)]
         made = describe_transform(transform, record)
         if record.was_applied:
-            made["contract"] = _contract(asked, self._before, record)
+            made["contract"] = contract_status(asked, self._before, record)
             made["places"] = _group_sites(self._before, record)
             findings = sorted(collect_findings(transform, self._before, record), key=lambda each: each.is_trivial)
             made["misses"] = [_summarize_finding(each.to_json()) for each in findings]
@@ -92,7 +92,8 @@ def compare_programs(left: Program, right: Program, lines: LineTable) -> dict[st
     }
 
 
-def _contract(step: TransformStep, before: Program, record: TransformRecord) -> dict[str, Any]:
+def contract_status(step: TransformStep, before: Program, record: TransformRecord) -> dict[str, Any]:
+    """Return the contract of a step, and what is broken about it."""
     options = step.transform.options
     broken, wanted = "", None
     try:
