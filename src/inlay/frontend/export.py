@@ -56,12 +56,12 @@ def find_facts(program: Program, model: SourceModel) -> Program:
 
 
 def capture(
-    model: Any,
+    model: str | SourceModel | Example,
     options: HFOptions | None = None,
     *,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Program:
-    """Capture MODEL (text, an `Example` or a `SourceModel`) as a Program: functional ATen, dynamic along the named axes, without loading weights.
+    """Capture MODEL as a Program: functional ATen, dynamic along the named axes, without loading weights.
 
     >>> class Double(torch.nn.Module):
     ...     def forward(self, x):
@@ -80,10 +80,8 @@ def capture(
     if isinstance(model, Example):
         model = SourceModel(type(model.module).__name__, "module", model, {})
     if not isinstance(model, SourceModel):
-        remedy = "Use Example(module, args)" + (
-            "." if isinstance(model, torch.nn.Module) else ", or Program.from_graph."
-        )
-        raise UsageError(f"A {type(model).__name__} cannot be captured.", remedy)
+        remedy = "Use Example(module, args), or Program.from_graph for an exported graph."  # type: ignore[unreachable]
+        raise UsageError(f"{type(model).__name__} cannot be captured.", remedy)
     example, module = model.example, model.example.module
     with suppress(NotImplementedError):  # the module of an ExportedProgram has one mode only
         module.eval()

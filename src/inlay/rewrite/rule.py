@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -157,4 +158,9 @@ class Rule:
             for dtype in DTYPES:
                 if dtype in dtypes:
                     example = {key: value for key, value in self.examples(dtype).items() if key in wanted}
+                    tensors = [(key, value) for key, value in example.items() if isinstance(value, torch.Tensor)]
+                    for (one, first), (two, second) in itertools.combinations(tensors, 2):
+                        if first is second:  # they would be one variable of the pattern
+                            problem = f"{self.name}: {one} and {two} of its examples are the same tensor."
+                            raise UsageError(problem, "Create a tensor for each argument.")
                     yield Alternative(function, example, self.replacement_args(name))
