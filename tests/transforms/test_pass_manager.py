@@ -329,9 +329,9 @@ def test_mistakes_of_authors_are_sentences() -> None:
     module = torch.nn.ReLU()
     exported = torch.export.export(module, (torch.ones(3),))
     with pytest.raises(UsageError, match=r"ReLU cannot be captured\. Use Example\(module, args\)"):
-        capture(module)
+        capture(module)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"ExportedProgram cannot be captured.* or Program\.from_graph"):
-        capture(exported)
+        capture(exported)  # type: ignore[arg-type]
     assert capture(Example(exported.module(), (torch.ones(3),))).op_counts() == {"aten.relu.default": 1}
     with pytest.raises(UsageError, match="x and y of its examples are the same tensor"):
         list(_Same().alternatives({torch.float32}))

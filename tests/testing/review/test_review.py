@@ -15,10 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 from inlay.cli.main import app
+from inlay.cli.review import _transform as find_file_transform
 from inlay.frontend import capture
 from inlay.program import Fact, Facts
 from inlay.testing import assert_rewrites, program_of
-from inlay.testing.review import checklist, review
+from inlay.testing.review import checklist, note, review
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING, WRONG, find_conditions, make_mutants
 from inlay.testing.review.note import render_markdown
 from inlay.testing.review.previous_revision import previous_sites
@@ -271,3 +272,19 @@ def test_every_condition_of_the_library_can_be_taken_out() -> None:
                 count += breakage.name.startswith("omits")
     files = {Path(str(__import__(cls.__module__, fromlist=["x"]).__file__)) for cls in registry().values()}
     assert count >= sum(len(find_conditions(file)) for file in files) > 30
+
+
+@pytest.mark.fast
+def test_the_file_of_an_installed_transform() -> None:
+    file = ROOT / "src" / "inlay" / "transforms" / "library" / "match_geglu.py"
+    assert find_file_transform(str(file)).name == "match_geglu"
+
+
+@pytest.mark.fast
+def test_a_custom_operator_is_called_opaque() -> None:
+    @torch.library.custom_op("review_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert "opaque to Inductor" in note._kernel(torch.ops.review_test.twice.default)[1]
+    assert "opaque" not in note._kernel(torch.ops.inlay.swiglu.default)[1]
