@@ -24,7 +24,7 @@ from inlay.program.text.printer import save_text
 from inlay.testing.review.mutant_runs import MutantReport, run_mutants
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING
 from inlay.testing.review.previous_revision import previous_sites
-from inlay.transforms import configure, run, steps_through
+from inlay.transforms import configure, registry, run, steps_through
 from inlay.transforms.base import Numerics, Stage
 from inlay.transforms.lock import Lock, LockOptions
 from inlay.transforms.pass_manager import TransformStep
@@ -194,6 +194,8 @@ def _expect_origin(cls: type[Transform], program: Program, config: Sequence[Path
 
 def _toggle_problem(key: str, before: Program, record: TransformRecord, config: Sequence[Path], folder: Path) -> str:
     """Save both toggles in a configuration file and in a lock, and run what is read back."""
+    if record.transform not in registry():
+        return "no file can name it, because it is not registered"
     for enabled in (True, False):
         file = folder / "toggle.yaml"
         file.write_text(yaml.safe_dump({"transforms": {key: {"enabled": enabled}}}))

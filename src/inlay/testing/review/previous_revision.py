@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.program.text.printer import save
+from inlay.transforms import registry
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
@@ -32,6 +33,8 @@ print(cls(cls.Options.model_validate_json(options)).apply(load(program)).sites)
 
 def previous_sites(transform: Transform, program: Program) -> tuple[int | None, str]:
     """Return the matches of the revision before this one and its name, or None and the reason."""
+    if transform.name not in registry():
+        return None, "it is not registered"
     file = Path(inspect.getfile(type(transform))).resolve()
     revisions = (_git(file, "log", "-n", "2", "--format=%h", "--", file.name) or "").split()
     if not revisions:
