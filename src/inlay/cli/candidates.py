@@ -29,6 +29,9 @@ class KernelLanguage(StrEnum):
 def candidates(
     model: ModelArgument,
     no_transforms: Annotated[bool, typer.Option("--no-transforms", help="Search the program as captured.")] = False,
+    as_built: Annotated[
+        bool, typer.Option("--as-built", help="Search the program that a build lowers, with its KV cache.")
+    ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Run the candidates and sort them by time.")] = False,
     scaffold: Annotated[
         str | None,
@@ -56,17 +59,25 @@ def candidates(
 
         if kernel is not None and scaffold is None:
             raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
+        if no_transforms and as_built:
+            raise UsageError("--no-transforms and --as-built name two programs.", "Leave one out.")
         program = read_program(model, dtype, trust)
         with progress(_STEPS) as step:
-            from inlay.insight.candidates import find_candidates
+            from inlay.flow import BuildOptions, prepare
+            from inlay.insight.candidates import find_candidates, searched_text
             from inlay.insight.candidates.measurement import measure as measured
             from inlay.insight.explanation import drop_contract
             from inlay.transforms import configure, run
 
             if not no_transforms:
                 step("transforming")
-                steps = configure(resolve_config(program, files, settings))
-                program = run(program, [drop_contract(each) for each in steps])[0]
+                resolved = resolve_config(program, files, settings)
+                if as_built:
+                    asked = BuildOptions(config=tuple(files or ()), settings=tuple(settings or ()))
+                    prepared = prepare(program, asked)
+                    program, resolved = prepared.program, prepared.config
+                program = run(program, [drop_contract(each) for each in configure(resolved)])[0]
+            searched = searched_text(program, is_captured=no_transforms)
             search = find_candidates(program, step)
             if measure:
                 search = measured(search, step)
@@ -77,10 +88,15 @@ def candidates(
                 out.print(str(path), markup=False)
         elif as_json:
             print_json(
-                {"model": program.name, "candidates": [each.to_json() for each in search.candidates]}
+                {
+                    "model": program.name,
+                    "searched": searched,
+                    "candidates": [each.to_json() for each in search.candidates],
+                }
                 | {"sizes": _sizes(), "total": vars(search.total)}
             )
         else:
+            out.print(f"Searched: {searched}.", highlight=False)
             _print(search, markdown)
 
 
@@ -100,9 +116,9 @@ def _print(search: CandidateSearch, markdown: bool) -> None:
         for label, text in _block(candidate):
             out.print(Text.assemble((f"{label}:", "bold"), f" {text}"), soft_wrap=True)
         out.print("```\n" if markdown else "")
-    total = search.total
+    total, count = search.total, len(search.candidates)
     out.print(
-        f"{len(search.candidates)} candidates; together at most {total.launches:,} launches and "
+        f"{count} candidate{'' if count == 1 else 's'}; together at most {total.launches:,} launches and "
         f"{format_bytes(total.decode)} per row saved ({_sizes()}).",
         markup=False,
         soft_wrap=True,

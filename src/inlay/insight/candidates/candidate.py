@@ -20,6 +20,7 @@ from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, is_kernel, op_kin
 from inlay.insight.candidates.pattern import format_pattern
 from inlay.insight.candidates.region import PREFILL_ROWS, ConcreteSizes, FusionRegion, Savings, estimate_savings
 from inlay.insight.findings import layer_of
+from inlay.program.decoder import has_kv_cache
 from inlay.program.fold import fold
 from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands, target_text
 from inlay.transforms import Stage, configure, registry
@@ -193,6 +194,12 @@ class CandidateSearch:
         """The combined savings; of two alternatives that share calls, only the better one counts."""
         wanted = [each.savings for each in self.candidates if not any("instead" in text for text in each.overlaps)]
         return sum(wanted, Savings(0, 0, 0))
+
+
+def searched_text(program: Program, *, is_captured: bool = False) -> str:
+    """Say which program was searched: reports and `inlay candidates` use the same words for the same program."""
+    cache = "with" if has_kv_cache(program.bindings) else "without"
+    return "the program as captured" if is_captured else f"the program after the transforms, {cache} a KV cache"
 
 
 def find_candidates(program: Program, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:
