@@ -50,7 +50,7 @@ function candidates() {
       h("summary", {}, h("b", {}, each.name), `${times(each.occurrences)} · ${plural(each.saved.launches, "launch", "launches")} and ${bytes(each.saved.decode)} per decode step saved `, tag(each.recommendation)),
       table(each.name, ["", ""], [
         ["pattern", code(each.pattern)], ["source", code(each.source)], ["sharing", each.together], ["saved in prefill", bytes(each.saved.prefill)],
-        ["kernels", each.lookup], ["evidence", each.evidence], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
+        ["kernels", each.lookup], ["evidence", each.evidence], ["support", each.support], ["numerical risk", each.numerical_risk], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
         ["risks", each.risks], ["overlaps", each.overlaps.join("; ")],
       ].filter(([, text]) => typeof text !== "string" || text)))));
 }
