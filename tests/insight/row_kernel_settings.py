@@ -72,7 +72,8 @@ def _norm(seed: random.Random) -> Callable[..., torch.Tensor]:
         return _affine(x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps), rest)
 
     def layer(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), *rest, eps=eps)
+        weight, bias = (*rest, None, None)[:2]
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def layer_by_hand(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
@@ -145,6 +146,8 @@ def check_setting(kind: str, number: int, folder: Path) -> str:
     vectors = seed.randrange(3)
     function = (lambda x: body(x), lambda x, w: body(x, w), lambda x, w, b: body(x, w, b))[vectors]
     dtype, columns = seed.choice(DTYPES), seed.choice(COLUMNS)
+    if body.__name__ == "layer" and columns == 1:
+        columns = 2  # of one column eager's layer_norm gives noise, the kernel 0: check_special_values
     rows = [seed.randint(1, 4) for _ in range(seed.choice((0, 1, 1, 2)))]
 
     def make(shape: Sequence[int]) -> list[torch.Tensor]:
@@ -207,7 +210,9 @@ def check_fault(fault: str, folder: Path) -> None:
 
 
 def check_special_values(folder: Path) -> None:
-    """Assert that NaN and infinities propagate as in eager."""
+    """Assert that NaN and infinities propagate as in eager, and that a norm of one column is 0."""
+    one = torch.rand(4, 1)
+    assert torch.equal(load_module(write_module(layer, [one]), folder).launch(one), torch.zeros(4, 1))
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([[1.0, nan, 3], [-inf, -inf, -inf], [inf, 1, 2], [-inf, 0, 1], [nan, nan, nan]])
     for function in (softmax, lambda x: x.amax(-1), lambda x: x - x.amin(-1, keepdim=True)):

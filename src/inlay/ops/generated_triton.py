@@ -92,7 +92,7 @@ def round_to(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return value.to(dtype).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def row_max(lanes):  # type: ignore[no-untyped-def]
     """Return the largest element; NaN if one is NaN."""
     return tl.max(lanes, axis=0) + tl.sum(tl.where(lanes != lanes, lanes, 0.0), axis=0)
