@@ -88,9 +88,10 @@ class RowKernelWriter(KernelWriter):
     def _load(self, place: str, mask: str) -> str:
         if mask == _ANYWHERE:
             return f"tl.load({place}).to(tl.float32)"
-        if not _COLUMN.search(place) and _COLUMN.search(mask):
-            place += " + 0 * column"  # a mask of columns needs as many pointers
-        return super()._load(place, mask)
+        return super()._load(self._spread(place, mask), mask)
+
+    def _spread(self, text: str, mask: str) -> str:
+        return f"{text} + 0 * column" if _COLUMN.search(mask) and not _COLUMN.search(text) else text
 
     def _compute(self, node: fx.Node, index: list[str], mask: str) -> str:
         if node in self.calls.inputs:

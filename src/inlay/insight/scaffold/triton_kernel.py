@@ -225,6 +225,10 @@ def signature(pointer: str) -> dict[str, Any]:
     def _load(self, place: str, mask: str) -> str:
         return f"tl.load({place}, mask={mask}, other=0.0).to(tl.float32)"
 
+    def _spread(self, text: str, mask: str) -> str:
+        """Return a number as a block if the mask is a block."""
+        return text
+
     def _broadcast(self, operand: Any, index: list[str]) -> list[str]:
         if not isinstance(operand, fx.Node):
             return index
@@ -278,7 +282,7 @@ def signature(pointer: str) -> dict[str, Any]:
         length = self._size(given["input"].meta["val"].shape[2])
         terms = []
         for tap in range(taps[0]):
-            at = self._assign(_affine_index(index[2], stride, tap * dilation - padding))
+            at = self._assign(self._spread(_affine_index(index[2], stride, tap * dilation - padding), mask))
             there = self._assign(f"{mask} & ({at} >= 0) & ({at} < {length})")
             read = self.value(given["input"], [index[0], index[1], at], there)
             factor = self.value(weight, [index[1], "0", str(tap)], mask)
