@@ -46,8 +46,14 @@ def candidates(
     ] = None,
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Folder for the --scaffold files.")] = Path(),
     kernel: Annotated[
-        KernelLanguage | None, typer.Option("--kernel", help="With --scaffold: also write a kernel, if none exists.")
+        KernelLanguage | None,
+        typer.Option(
+            "--kernel", help="With --scaffold: also write a kernel, if none exists: elementwise, norm, softmax."
+        ),
     ] = None,
+    force_kernel: Annotated[
+        bool, typer.Option("--force-kernel", help="With --kernel: write it even if a kernel exists.")
+    ] = False,
     files: ConfigOption = None,
     settings: SetOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Output Markdown, for documents and issues.")] = False,
@@ -68,6 +74,8 @@ def candidates(
     with error_boundary():
         from inlay.errors import UsageError
 
+        if force_kernel and kernel is None:
+            raise UsageError("--force-kernel requires --kernel triton.", "Omit it, or add --kernel triton.")
         if kernel is not None and scaffold is None:
             raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
         if no_transforms and as_built:
@@ -106,7 +114,8 @@ def candidates(
         if scaffold is not None:
             from inlay.insight.scaffold.writer import write_scaffold
 
-            for path in write_scaffold(search, scaffold, into, kernel=kernel.value if kernel else ""):
+            language = kernel.value if kernel else ""
+            for path in write_scaffold(search, scaffold, into, language, force_kernel):
                 out.print(str(path), markup=False)
         elif as_json:
             print_json(
