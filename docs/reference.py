@@ -308,7 +308,10 @@ def _code(start: str, value: Any) -> str:
     """A signature, on one line where it fits."""
     signature = inspect.signature(value)
     parameters = [
-        each.replace(annotation=_shown(each.annotation), default=_shown(each.default))
+        each.replace(
+            annotation=_shown(each.annotation),
+            default=each.default if isinstance(each.default, str) else _shown(each.default),
+        )
         for name, each in signature.parameters.items()
         if name not in ("self", "cls")
     ]

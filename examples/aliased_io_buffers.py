@@ -4,20 +4,24 @@
     python examples/aliased_io_buffers.py --backend aot
 
 The compiled program owns the buffers and writes them in place. With `lift_mutable_buffers=True` they become arguments:
-read the binding table, allocate tensors of those types, and pass them by name. The last part converts them back to
-buffers and saves the module with `torch.export`.
+read the binding table, allocate tensors of those types, and pass them by name. Then the program's own state is saved in
+mid-stream, loaded by a second program, and reset. The last part converts the arguments back to buffers and saves the
+module with `torch.export`.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from showing import PAGE_SIZE, check, check_in_place, measure, parse_backend, print_bindings
 from torch import Tensor, nn
 
+import inlay
 from inlay import Example
 from inlay.frontend import capture
 from inlay.lowering.compiled_program import compile_program
@@ -92,6 +96,25 @@ def run_lifted_state(program: Program, name: str, rows: list[Tensor], wanted: li
     )
 
 
+def run_saved_state(program: Program, name: str, rows: list[Tensor]) -> bool:
+    print("\n# Saved in mid-stream, loaded, reset\n")
+    step = compile_program(program, name)
+    for row in rows[: STEPS // 2]:
+        step(row)
+    with tempfile.TemporaryDirectory() as folder:
+        inlay.save_state(step, Path(folder, "state.safetensors"))
+        second = compile_program(program, name)
+        inlay.load_state(second, Path(folder, "state.safetensors"))
+    same = all(torch.equal(step(row), second(row)) for row in rows[STEPS // 2 :])
+    inlay.reset_state(step)
+    return all(
+        [
+            check("a second program continues, equal to the bit", same),
+            check("a reset restores the values of the module", not any(value.any() for value in step.state.values())),
+        ]
+    )
+
+
 def run_inlined_state(program: Program, rows: list[Tensor], wanted: list[Tensor]) -> bool:
     print("\n# Converted back to buffers, saved and loaded by torch.export\n")
     back = inline_lifted_buffers(lift_mutated_buffers(program))
@@ -114,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         fine = [
             run_owned_state(program, name, rows, wanted),
             run_lifted_state(program, name, rows, wanted),
+            run_saved_state(program, name, rows),
             run_inlined_state(program, rows, wanted),
         ]
     return 0 if all(fine) else 1

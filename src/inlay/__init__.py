@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from inlay.errors import InlayError
     from inlay.flow import BuildOptions, build
     from inlay.frontend import Example, capture
+    from inlay.package.program_state import load_state, reset_state, save_state
     from inlay.program import Program
     from inlay.runtime import LanguageModel, Sampling, load
 
@@ -19,6 +20,7 @@ _HOMES = {
     "inlay.errors": ("InlayError",),
     "inlay.flow": ("BuildOptions", "build"),
     "inlay.frontend": ("Example", "capture"),
+    "inlay.package.program_state": ("load_state", "reset_state", "save_state"),
     "inlay.program": ("Program",),
     "inlay.runtime": ("LanguageModel", "Sampling", "load"),
 }
@@ -36,7 +38,10 @@ __all__ = [
     "diff",
     "explain",
     "load",
+    "load_state",
     "measure_accuracy",
+    "reset_state",
+    "save_state",
     "verify",
 ]
 

@@ -10,7 +10,7 @@ from inlay.errors import ModelError, UsageError
 from inlay.frontend import Example, SourceModel, capture
 from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight import accuracy, explanation
-from inlay.insight.bisect import Bisection, Culprit
+from inlay.insight.bisect import Bisection, BisectResult
 from inlay.insight.oracles import make_oracle
 from inlay.insight.verify import NumericsCheck, NumericsVerdict
 from inlay.package.loader import load_package
@@ -67,11 +67,19 @@ def verify(
 
 
 def bisect(
-    model: Model, oracle: str = "logits", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
-) -> list[Culprit]:
-    """Find the transform and the sites that make results wrong. The list is empty if nothing is wrong."""
+    model: Model,
+    oracle: str = "logits",
+    *,
+    most: int | None = 3,
+    settings: Sequence[str] = (),
+    config: Sequence[Path] = (),
+) -> BisectResult:
+    """Find the transforms and the sites that make results wrong, up to `most` groups; None finds all.
+
+    `culprits` of the result is empty if nothing is wrong. Each culprit has its layer, weights and source line.
+    """
     program = as_program(model)
-    return Bisection(program, _steps(program, settings, config), make_oracle(oracle, program)).find()
+    return Bisection(program, _steps(program, settings, config), make_oracle(oracle, program)).find_all(most)
 
 
 def diff(left: Model, right: Model) -> Diff:

@@ -2,6 +2,7 @@
 
 Values are JSON, in one folder for each source key. A file that is damaged, or cannot be read or written, is ignored:
 its value is computed again. Nothing is cached while a source file is newer than the process, which may run older code.
+Only the commands of `inlay` use the cache: another program may have replaced functions of Inlay or torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ from inlay import machine
 _MAX_KEYS = 4
 """Number of source keys whose values are kept, most recently written first."""
 _PACKAGE = Path(__file__).parent
+_is_enabled = False
+
+
+def enable() -> None:
+    """Use the cache in this process."""
+    global _is_enabled
+    _is_enabled = True
 
 
 def read(name: str) -> Any:
@@ -33,7 +41,7 @@ def read(name: str) -> Any:
     try:
         held = json.loads((machine.make_private_folder(folder) / f"{name}.json").read_text())
         return held["value"] if held["checksum"] == _checksum(held["value"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -63,21 +71,24 @@ def clear() -> int:
 
 
 def _folder() -> Path | None:
-    key = source_key()
-    return machine.cache_folder() / "derived" / key if key else None
+    key = source_key() if _is_enabled else ""
+    try:
+        return machine.cache_folder() / "derived" / key if key else None
+    except RuntimeError:  # there is no home folder
+        return None
 
 
 @cache
 def source_key() -> str:
     """Return the hash of Inlay's source files and of the versions of Python and torch.
 
-    It is empty if a file was changed after this process started, or cannot be read.
+    It is empty if a file was changed after this process started, or if there are no source files to read.
     """
     found = hashlib.sha256()
     spec = importlib.util.find_spec("torch")
     try:
         files = sorted(each for each in _PACKAGE.rglob("*") if each.suffix in (".py", ".yaml"))
-        if max(each.stat().st_mtime for each in files) > machine.process_start_time():
+        if not any(each.suffix == ".py" for each in files) or any(map(machine.is_newer_than_process, files)):
             return ""
         library = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
         for each in [*files, *([library] if library else [])]:

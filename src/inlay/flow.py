@@ -32,7 +32,7 @@ from inlay.program.remarks import RemarkKind
 from inlay.program.weights import quantized_blocks
 from inlay.transforms import TransformRecord, configure, run
 from inlay.transforms.base import Stage
-from inlay.transforms.instruments import Dump
+from inlay.transforms.instruments import dump_instruments
 from inlay.transforms.lock import Lock, lock_model, versions
 from inlay.transforms.structured_trace import trace_instruments
 
@@ -80,7 +80,7 @@ class BuildOptions:
     alias: Mapping[str | int, str | int] = field(default_factory=dict)
     """Outputs that live in the storage of inputs."""
     dump: Path | None = None
-    """Folder for the program before and after each transform."""
+    """Folder for the program before and after each transform; by default the one that INLAY_DUMP_GRAPHS_DIR names."""
     trust_remote_code: bool = False
     use_cache: bool = True
     """Whether what was built before may be used, and the result be kept."""
@@ -162,7 +162,7 @@ def transform(
 ) -> tuple[Program, tuple[TransformRecord, ...]]:
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
-    instruments: list[Instrument] = [*([Dump(options.dump)] if options.dump else []), *trace_instruments()]
+    instruments: list[Instrument] = [*dump_instruments(options.dump), *trace_instruments()]
     program, records = run(prepared.program, configure(prepared.config), instruments)
     if is_stateless_decoder(prepared.program.bindings) and not has_kv_cache(program.bindings):
         _refuse_without_state(program, records)
@@ -178,7 +178,7 @@ def lower_program(program: Program, options: BuildOptions) -> LoweredProgram:
 def _copied_state(program: Program) -> list[TransformRecord]:
     """A record with a remark for every state that compiled code copies or may copy."""
     remarks = tuple(replace(each, kind=RemarkKind.ANALYSIS) for each in copy_remarks(find_compiled_copies(program)))
-    return [TransformRecord("in_place", "in_place", Stage.LOWER.value, "skipped", remarks=remarks)] if remarks else []
+    return [TransformRecord("in_place", "in_place", Stage.LOWER.value, "analysis", remarks=remarks)] if remarks else []
 
 
 def _refuse_without_state(program: Program, records: Sequence[TransformRecord]) -> None:
@@ -198,7 +198,7 @@ def _build_request(prepared: Prepared, options: BuildOptions) -> BuildRequest | 
     """What the result of a build depends on, or why nothing is to be taken from the cache."""
     if not options.use_cache:
         return "The cache was not asked."
-    if options.dump:
+    if dump_instruments(options.dump):
         return "The programs on the way are to be written, so the transforms have to run."
     if trace_instruments():
         return "The programs on the way are traced (TORCH_TRACE), so the transforms have to run."

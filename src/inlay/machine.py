@@ -91,6 +91,12 @@ def process_start_time() -> float:
     return min(time.time() - running, _IMPORT_TIME)  # a forked process has modules that were imported before it started
 
 
+def is_newer_than_process(file: Path) -> bool:
+    """Return whether a file may have changed since this process started. A copy can keep an old modification time."""
+    found = file.stat()
+    return max(found.st_mtime, found.st_ctime) > process_start_time()
+
+
 def peak_memory() -> int:
     """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")

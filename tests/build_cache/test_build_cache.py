@@ -99,12 +99,18 @@ class TestHit:
         names = [tmp_path / name / "current" / "matches.lock" for name in ("one", "two")]
         assert names[0].read_text() == names[1].read_text()
 
-    def test_not_asked(self, tmp_path: Path, cache: BuildCache, compiled_once: None) -> None:
+    def test_not_asked(
+        self, tmp_path: Path, cache: BuildCache, compiled_once: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for options in (BuildOptions(use_cache=False), BuildOptions(dump=tmp_path / "dump")):
             for _ in range(2):
                 built = build(example(), tmp_path / "package", options)
                 assert not built.cache.hit
                 assert built.cache.reason
+        monkeypatch.setenv("INLAY_DUMP_GRAPHS_DIR", str(tmp_path / "variable"))
+        assert build(example(), tmp_path / "package").cache.reason
+        dumps = [{file.name for file in (tmp_path / name).iterdir()} for name in ("dump", "variable")]
+        assert dumps[0] == dumps[1] >= {"000_capture_program.py", "index.json"}
         assert not cache.entries()
 
     def test_a_cache_that_cannot_be_written(

@@ -193,3 +193,4 @@ def test_candidates() -> None:
     assert names["tanh_add"]["recommendation"] == "use_existing_kernel"
     assert found["total"]["launches"] >= 5
     assert "requires --scaffold" in _inlay("candidates", "models:convolutions", "--kernel", "triton", check=2).stderr
+    assert "requires --kernel" in _inlay("candidates", "models:convolutions", "--force-kernel", check=2).stderr

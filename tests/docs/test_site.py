@@ -108,6 +108,7 @@ def test_every_public_name_has_an_entry(package: str) -> None:
             f"inlay.{package}.{name} has no docstring"
         )
     assert " at 0x" not in page
+    assert not re.search(r"= ?[,)]", "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))), "a lost default"
 
 
 @pytest.mark.fast

@@ -1,12 +1,16 @@
-"""docs/stages.md names every test file under exactly one stage, and has a recipe for each stage."""
+"""docs/stages.md names every test file under exactly one stage, and has a recipe and torch's options for each stage."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch._logging._internal import log_registry
 
 import inlay.testing
 
@@ -59,3 +63,35 @@ def test_every_check_has_a_recipe() -> None:
     used = {name for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) for name in re.findall(r"\w+", block)}
     assert CHECKS - used == set()
     assert set(inlay.testing.__all__) >= CHECKS
+
+
+def _is_known(name: str) -> bool:
+    """Whether the installed torch has this option, environment variable or log."""
+    if name.startswith("torch."):
+        module, option = name.split(".config.")
+        found: Any = importlib.import_module(f"{module}.config")
+        *classes, last = option.split(".")
+        for each in classes:
+            found = getattr(found, each)
+        return hasattr(found, last)
+    if name.isupper():
+        return any(f'"{name}"' in (Path(torch.__file__).parent / file).read_text() for file in READERS)
+    return log_registry.is_log(name) or log_registry.is_artifact(name)
+
+
+READERS = ("_dynamo/config.py", "_inductor/config.py", "_inductor/runtime/cache_dir_utils.py")
+"""Where torch reads its environment."""
+
+
+def test_options_of_torch_exist() -> None:
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", _sections()["torch's own tests and options"], re.MULTILINE
+    )
+    stages = {stage: cells for stage, *cells in rows[1:]}
+    assert tuple(stages) == tuple(each.lower() for each in STAGES)
+    for stage, (tests, logs, options) in stages.items():
+        assert all(re.fullmatch(r"`test/[\w/]+\.py`", each) for each in tests.split(", ")), stage
+        named = re.findall("`([^`]+)`", f"{logs} {options}")
+        assert [each for each in named if not _is_known(each)] == [], stage
+    for invented in ("torch._inductor.config.no_such_option", "TORCHINDUCTOR_NO_SUCH_VARIABLE", "no_such_log"):
+        assert not _is_known(invented)

@@ -79,6 +79,40 @@ def test_two_sites_of_one_transform(program: Program, steps: list[TransformStep]
     assert [(each.transform, each.site) for each in bisection.find()] == [("match_swiglu", 0), ("match_swiglu", 2)]
 
 
+def test_a_culprit_has_layer_weights_and_source(program: Program, steps: list[TransformStep]) -> None:
+    bisection = Bisection(program, steps, lambda made: "model.layers.2.mlp" not in _calls(made, "inlay.swiglu"))
+    result = bisection.find_all()
+    (culprit,) = result.culprits
+    assert (culprit.transform, culprit.site, culprit.layer) == ("match_swiglu", 2, 2)
+    assert culprit.weights == ("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight")
+    assert culprit.source.startswith("modeling_llama.py:")
+    assert result.is_complete
+    assert result.sentences == [
+        f"match_swiglu, site 2: {culprit.root}, layer 2, weights {', '.join(culprit.weights)} ({culprit.source})."
+    ]
+    norms = [each for each in bisection.sites if each.transform == "match_rms_norm"]
+    assert [each.layer for each in norms] == [0, 0, 1, 1, 2, 2, 3, 3, None]
+    assert norms[-1].weights == ("model.norm.weight",)
+
+
+def test_several_wrong_sites_are_all_said(program: Program, steps: list[TransformStep]) -> None:
+    bad = {"model.layers.0.mlp", "model.layers.3.mlp"}
+    good = Bisection(program, steps, lambda made: not bad.intersection(_calls(made, "inlay.swiglu")))
+    result = good.find_all()
+    assert [[each.site for each in group] for group in result.groups] == [[0], [3]]
+    assert result.is_complete
+    assert result.sentences[-1].startswith("Several are wrong, each of these by itself: ")
+    first = good.find_all(1)
+    assert ([each.layer for each in first.culprits], first.is_complete) == ([0], False)
+    assert first.right_without == ("match_swiglu",)
+    assert first.sentences[-2:] == [
+        "More sites are wrong; --all finds every one.",
+        "Without match_swiglu the results are right.",
+    ]
+    rows = result.to_json()["culprits"]
+    assert [(row["group"], row["layer"]) for row in rows] == [(0, 0), (1, 3)]
+
+
 def test_nothing_is_wrong(program: Program, steps: list[TransformStep]) -> None:
     assert Bisection(program, steps, lambda made: True).find() == []
     with pytest.raises(UsageError, match="before any transform"):
@@ -112,6 +146,7 @@ def test_the_command(oracle: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found.exit_code == 1, found.output
     (culprit,) = json.loads(found.stdout)["culprits"]
     assert culprit["transform"] == "tests.insight.test_bisect:spoils_a_gate"
+    assert json.loads(found.stdout)["is_complete"]
     again = CliRunner().invoke(app, ["bisect", str(folder), *options, "--json"])
     assert json.loads(again.stdout)["runs"] == 0
     assert "settings=['fuse_gemms.enabled=false']" in repro.read_text()

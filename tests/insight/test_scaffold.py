@@ -94,9 +94,11 @@ def test_refusals(tmp_path: Path) -> None:
         write_scaffold(search, "div_tanh_mull", tmp_path)
     with pytest.raises(UsageError, match="match_swiglu already does this"):
         write_scaffold(search, "swiglu", tmp_path)
-    with pytest.raises(UsageError, match="does not need a new kernel: generated pointwise"):
+    with pytest.raises(UsageError, match=r"does not need a new kernel: generated pointwise.*--force-kernel"):
         write_scaffold(search, "div_tanh_mul", tmp_path, kernel="triton")
     assert not list(tmp_path.iterdir()), "nothing is written when something is wrong"
+    forced = write_scaffold(search, "div_tanh_mul", tmp_path / "forced", kernel="triton", force_kernel=True)
+    assert "div_tanh_mul_triton.py" in {path.name for path in forced}
     write_scaffold(search, "div_tanh_mul", tmp_path)
     with pytest.raises(UsageError, match="already exists"):
         write_scaffold(search, "div_tanh_mul", tmp_path)

@@ -166,6 +166,7 @@ def test_the_count_is_the_pass_s_own(tree: Path, name: str) -> None:
 def test_a_pass_that_was_skipped_has_no_matches(tree: Path) -> None:
     _, record = _run("skips_itself")
     assert (record.sites, record.notes) == (0, ())
+    assert record.summary.endswith("[SUMMARY] skipped (its TransformInfo says that AutoDeploy skipped it)")
 
 
 def test_options_are_those_of_its_default_configuration(tree: Path) -> None:

@@ -19,6 +19,26 @@ from tests.models import LLAMA, random_model
 F = torch.nn.functional
 
 
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) * (x + 1)
+
+
+def test_dumps_where_the_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph has a folder; without the variable nothing is written."""
+    compiled(gate)[0](torch.ones(2))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("INLAY_DUMP_GRAPHS_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    fast, _ = compiled(gate, dynamic=False)
+    for size in (3, 4):
+        fast(torch.ones(size))
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert any("match_swiglu" in file.name for file in folder.iterdir())
+        assert "inlay.swiglu" in (folder / "001_canonicalize_match_swiglu.py").read_text()
+
+
 # --- a stock model
 
 

@@ -1,7 +1,10 @@
-"""Arguments that compiled code would misread: refused, or laid out as it expects."""
+"""Arguments that compiled code would misread: refused, or laid out as it expects. Outputs that are allocated once."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ import torch
 from inlay.errors import UsageError
 from inlay.frontend import Example, capture
 from inlay.lowering.compiled_program import CompiledProgram, compile_program
+from inlay.package.memory_profiler import record_torch_allocations
+from inlay.program import bindings
 
 
 class Sum(torch.nn.Module):
@@ -90,3 +95,85 @@ def test_sizes_outside_the_captured_range_are_refused(backend: str) -> None:
         step(torch.ones(5), torch.ones(1))
     with pytest.raises(UsageError, match=r"rows is 0; the program takes one size, \d … 9\."):
         step(torch.ones(0), torch.ones(0))
+
+
+class Outputs(torch.nn.Module):
+    """A state that is returned, two outputs of their own, and a view of an input."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1000))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.total.add_(x)
+        return x * 2 + 1, self.total, x.view(10, 100), (x * 3).view(10, 100)
+
+
+@pytest.mark.fast
+def test_a_call_reads_no_table() -> None:
+    """Which output is which state, and where arguments go, is known since compilation."""
+    program = capture(Example(Outputs(), (torch.ones(1000),)))
+    step = compile_program(program, "eager", alias={0: "x"})
+    table, calls = Path(bindings.__file__).name, list[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(table):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        assert len(step.bindings.outs) == 6
+        assert calls, "reading the table is noted"
+        calls.clear()
+        x = torch.ones(1000)
+        made = step(x)
+    finally:
+        sys.setprofile(None)
+    assert calls == []
+    assert made[0] is x
+    assert made[1] is step.state["total"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_preallocated_outputs(backend: str) -> None:
+    """They stay where they are and are overwritten; what aliases something is as without; nothing is silent."""
+    program = capture(Example(Outputs(), (torch.ones(1000),)))
+    plain, fixed = compile_program(program, backend), compile_program(program, backend, preallocate=True)
+    first, second = torch.randn(1000), torch.randn(1000)
+    kept, held = plain(first), fixed(first)
+    for one, two in zip(kept, held, strict=True):
+        torch.testing.assert_close(two, one)
+    plain(second)
+    again = fixed(second)
+    assert torch.equal(kept[0], first * 2 + 1), "an output that is not preallocated is the caller's"
+    assert [one is two for one, two in zip(held, again, strict=True)] == [True, True, False, True]
+    torch.testing.assert_close(held[0], second * 2 + 1)
+    torch.testing.assert_close(held[3], (second * 3).view(10, 100))
+    assert held[2].data_ptr() == first.data_ptr()
+    assert list(fixed.state) == ["total"], "an output is not state: it is neither saved nor reset"
+    sizes, fewer = (record_torch_allocations(partial(each, first)) for each in (plain, fixed))
+    assert sizes.count(4000) >= 2
+    if backend == "inductor":
+        assert fewer == []
+        assert not fixed.remarks
+    else:
+        told = [remark.reason for remark in fixed.remarks]
+        assert [text.endswith("4,000 bytes, is copied at every call") for text in told] == [True, True]
+
+
+@pytest.mark.fast
+def test_what_is_not_preallocated() -> None:
+    class Rows(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            twice = x * 2
+            return twice, twice, x.sum(), 3
+
+    program = capture(Example(Rows(), (torch.ones(4, 2),), axes={"x": {0: "rows"}}))
+    step = compile_program(program, "eager", preallocate=True)
+    kinds = [row.alias.kind if row.alias else "" for row in step.bindings.outs]
+    assert kinds == ["preallocated", "", "", "", ""], "only the sum has a shape that is known"
+    assert step(torch.ones(5, 2))[2:] == (10, 3)
+    with pytest.raises(UsageError, match=r"allocates the outputs of a library at each call\. Use inductor or eager"):
+        compile_program(program, "aot", preallocate=True)

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 import inlay
 from inlay import machine
+from inlay.bench.probe import probe_kernels
 from inlay.cli.main import app
 from inlay.errors import PackageError
 from inlay.flow import BuildOptions
 from inlay.lowering import kernel_choice
 from inlay.lowering.aoti_runtime import Container
+from inlay.lowering.buckets import measured_kernels
 from inlay.lowering.executable import PlanExecutor
 from inlay.ops.weight_layout import Packing
 from inlay.package.loader import load_package, read_manifest
@@ -95,6 +97,45 @@ def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
     assert "kernel" in shown.output
     assert "dot" in shown.output
     assert json.loads(manifest.text())["buckets"][0]["pieces"][-1]["kernels"]
+
+
+def test_choices_travel_and_can_be_probed(packages: dict[str, Path], tmp_path: Path) -> None:
+    """A copy of the package has the choices of every bucket. The probe times exactly those, by count and structure."""
+    shutil.copytree(packages["native"], tmp_path / "moved", symlinks=True)
+    manifest, _ = read_manifest(tmp_path / "moved")
+    recorded = measured_kernels(manifest.buckets)
+    assert {key[0] for key in recorded} == {"length=1", "all"}
+    done = CliRunner().invoke(app, ["bench", str(tmp_path / "moved"), "--probe", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert len(rows) == sum(len(row.timings) for row in recorded.values())
+    for row in rows:
+        known = recorded[row["bucket"], row["features"], row["depth"], row["bits"]]
+        assert row["recorded"] == known.variant(row["rows"])
+        assert row["tuned"] in kernel_choice.VARIANTS
+        assert set(row["p50_us"]) == set(row["p99_us"]) >= set(kernel_choice.VARIANTS)
+        assert all(row["p50_us"][way] <= row["p99_us"][way] for way in row["p50_us"])
+    shown = CliRunner().invoke(app, ["bench", str(tmp_path / "moved"), "--probe"])
+    assert re.search(rf"Autotune would change \d+ of\s+{len(rows)} choices", shown.output)
+
+
+def test_nothing_to_probe(packages: dict[str, Path]) -> None:
+    shown = CliRunner().invoke(app, ["bench", str(packages["portable"]), "--probe"])
+    assert shown.exit_code == 0
+    assert "no measured kernel choice" in shown.output
+
+
+def test_what_autotune_would_change(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one kernel is twice as fast, it is chosen for all rows; where it is in the package already, it stays."""
+    manifest, _ = read_manifest(packages["native"])
+    for best in kernel_choice.VARIANTS:
+        took = {way: [1e-5 if way == best else 2e-5] * 9 + [9e-5] for way in kernel_choice.VARIANTS}
+        monkeypatch.setattr(kernel_choice, "sample_kernels", lambda *args, took=took: dict.fromkeys(args[-1], took))
+        rows = probe_kernels(manifest)
+        assert {row.tuned for row in rows} == {best}
+        assert {row.gain for row in rows if row.recorded == best} <= {1.0}
+        assert {row.gain for row in rows if row.recorded != best} <= {2.0}
+        assert (rows[0].p50_us[best], rows[0].p99_us[best]) == (10.0, 90.0)
 
 
 def test_steps_run_without_python(packages: dict[str, Path]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inlay.testing.triton import compile_to_ptx, run_interpreted
+from inlay.testing.triton import ARCHITECTURES, compile_to_ptx, run_interpreted
 
 pytest.importorskip("triton")
 
@@ -48,7 +48,7 @@ def test_a_wrong_number_is_noticed() -> None:
         )
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("pointer", ["*fp32", "*fp16", "*bf16"])
 def test_compiles(capability: int, pointer: str) -> None:
     from inlay.ops.short_conv_triton import kernel

@@ -205,34 +205,6 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
         loaded({"audio": torch.ones(2, 1, 64, dtype=torch.float64)})
 
 
-class Counting(torch.nn.Module):
-    """State that the module brings along, and that starts with a value."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.eye(4))
-        self.register_buffer("seen", torch.full((16, 4), 2.0))
-
-    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        self.seen.index_copy_(0, at, torch.nn.functional.linear(x, self.weight))
-        return self.seen.sum(0)
-
-
-def test_a_module_keeps_its_own_state(tmp_path: Path) -> None:
-    from inlay import Example
-
-    build(Example(Counting(), (torch.ones(2, 4), torch.tensor([1, 2]))), tmp_path / "package")
-    loaded = load_package(tmp_path / "package")
-    state, module = loaded.new_state(), Counting()
-    for step in range(3):
-        given = {"x": torch.full((2, 4), float(step)), "at": torch.tensor([step, step + 5])}
-        with torch.no_grad():
-            expected = module(given["x"], given["at"])
-        torch.testing.assert_close(next(iter(loaded({**state, **given}).values())), expected)
-
-
 def test_refit(package: Path, model_folder: Path, tmp_path: Path) -> None:
     """Other weights, other tokens, the same code."""
     other = random_model(FIELDS, seed=5)

@@ -80,7 +80,7 @@ def test_one_session_on_two_threads_is_refused(package: Path) -> None:
     other.start()
     assert waiting.called.wait(60)
     for use in (lambda: session.advance([[4]]), session.restart):
-        with pytest.raises(UsageError, match="Another thread is using this session"):
+        with pytest.raises(UsageError, match="Another thread is using this state"):
             use()
     waiting.may_go_on.set()
     other.join()

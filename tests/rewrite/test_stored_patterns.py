@@ -32,6 +32,7 @@ RULES = ("match_rms_norm", "match_rope", "match_swiglu", "match_softmax_attentio
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(derived_cache, "source_key", lambda: "key")
+    monkeypatch.setattr(derived_cache, "_is_enabled", True)
     return tmp_path / "inlay" / "derived" / "key"
 
 
@@ -148,16 +149,63 @@ def test_modes_of_torch_are_part_of_the_name() -> None:
     assert all(names)
 
 
-def test_nothing_is_stored_while_files_are_newer_than_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_a_pattern_calls_is_part_of_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that calls a replaced function is neither stored nor taken for the stored one."""
+    first = _trace(PatternCache(), "match_swiglu")
+    monkeypatch.setattr(MatchSwiGLU, "activation", staticmethod(lambda gate: gate.tanh()))
+    assert _trace(PatternCache(), "match_swiglu") != first
     monkeypatch.undo()
-    monkeypatch.setattr(machine, "process_start_time", lambda: 0.0)
-    derived_cache.source_key.cache_clear()
-    try:
-        assert derived_cache.source_key() == ""
-        derived_cache.write("patterns", {"a": 1})
-        assert derived_cache.read("patterns") is None
-    finally:
-        derived_cache.source_key.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[2]))
+    monkeypatch.setattr(derived_cache, "source_key", lambda: "key")
+    monkeypatch.setattr(derived_cache, "_is_enabled", True)
+    assert _trace(PatternCache(), "match_swiglu") == first
+
+
+def test_the_name_changes_with_the_loaded_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the code comes from a file of Inlay, as with a stale file of bytecode."""
+    from inlay.transforms.library.match_geglu import MatchGeGLU
+
+    (each,) = [each for each in _alternatives("match_swiglu") if each.example["gate"].dtype is torch.float32]
+    before = pattern_trees._stored_name(each.function, each.example)
+    monkeypatch.setattr(MatchSwiGLU, "activation", vars(MatchGeGLU)["activation"])
+    after = pattern_trees._stored_name(each.function, each.example)
+    assert before
+    assert after
+    assert before != after
+
+
+def test_only_commands_use_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_cache, "_is_enabled", False)
+    _trace(PatternCache(), "match_swiglu")
+    assert derived_cache.read("patterns") is None
+    assert not folder.exists()
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    derived_cache.write("value", 1)
+    assert derived_cache.read("value") is None
+
+
+def test_when_there_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    key = derived_cache.source_key.__wrapped__
+    start = machine.process_start_time()
+    monkeypatch.setattr(derived_cache, "_PACKAGE", tmp_path)
+    assert key() == "", "an archive has no source files"
+    file = tmp_path / "module.py"
+    file.write_text("")
+    assert key() == "", "it is newer than this process"
+    os.utime(file, (start - 10, start - 10))
+    assert key() == "", "it was copied since, with an old modification time"
+    monkeypatch.setattr(machine, "process_start_time", lambda: start + 1e6)
+    first = key()
+    file.write_text("x = 1")
+    assert "" != first != key() != ""
 
 
 def test_a_folder_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +229,9 @@ def test_the_list_of_transforms_needs_no_torch(tmp_path: Path) -> None:
     """The first process writes the list. The second one prints it without importing torch."""
     code = """
 import json, sys
+from inlay import derived_cache
 from inlay.cli.passes import list_transforms
+derived_cache.enable()
 rows = list_transforms()
 print(json.dumps([rows, "torch" in sys.modules]))
 """

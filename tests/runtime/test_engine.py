@@ -297,7 +297,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
             raise RuntimeError("out of luck")
         return package(given, is_prefill=is_prefill)
 
-    engine._package = failing  # type: ignore[assignment]
+    engine._package = failing
     answer = engine.submit(Request(_prompt(4), max_tokens=10, ignore_eos=True))
     engine.step()
     engine.step()
@@ -315,7 +315,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
 def test_scores_that_are_no_numbers_are_kept_from_the_cache(opened: Open) -> None:
     engine = opened()
     package = engine._package
-    engine._package = lambda given, is_prefill: {"logits": package(given)["logits"] * float("nan")}  # type: ignore[assignment]
+    engine._package = lambda given, is_prefill: {"logits": package(given)["logits"] * float("nan")}
     answer = engine.submit(Request(_prompt(20)))
     while engine.step():
         pass
@@ -353,7 +353,7 @@ def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
         sizes.append((*given["input_ids"].shape, int(given["lengths"][0]), is_prefill))
         return package(given, is_prefill=is_prefill)
 
-    engine._package = watched  # type: ignore[assignment]
+    engine._package = watched
     engine.start(warm=True)
     assert sizes == [(1, 16, engine.max_seq_len - 16, True), (engine.slots, 1, engine.max_seq_len - 1, False)]
     engine._package = package
@@ -368,7 +368,7 @@ def test_a_package_that_fails_at_once(opened: Open) -> None:
     def broken(given: Any, *, is_prefill: bool) -> Any:
         raise ProgramError("It is broken.")
 
-    engine._package = broken  # type: ignore[assignment]
+    engine._package = broken
     with pytest.raises(ProgramError, match="It is broken"):
         engine.start(warm=True)
     engine.close()

@@ -304,3 +304,58 @@ def test_nothing_compiled_is_nothing_checked() -> None:
 def test_a_compiled_model_is_not_compared_with_itself() -> None:
     with pytest.raises(UsageError, match=r"already compiled\. Give the model itself"):
         check_model(torch.compile(Model(), backend=wrong(lambda x: x * 2)), inputs()[:1])
+
+
+@pytest.mark.filterwarnings("ignore:check_model skips")
+def test_devices_times_dtypes() -> None:
+    """`cpu:0` is the same processor under another name: each device runs every dtype."""
+    once = check_model(Model(), inputs()[:1], backend="aot_eager")
+    both = check_model(Model(), inputs()[:1], backend="aot_eager", devices=("cpu", "cpu:0", absent_device()))
+    assert (both.runs, both.values, both.frames) == (2 * once.runs, 2 * once.values, 2 * once.frames)
+    assert once.skipped == ()
+    (skipped,) = both.skipped
+    assert skipped.startswith(f"{absent_device()}: ")
+    assert len(skipped) > 20, "the reason, in torch's words"
+
+
+def absent_device() -> str:
+    return "cuda:99" if torch.cuda.is_available() else "cuda"
+
+
+def test_a_skipped_device_is_not_silent() -> None:
+    with pytest.warns(UserWarning, match=rf"check_model skips the device {absent_device()}: "):
+        check_model(Model(), inputs()[:1], backend="eager", dtypes=(None,), devices=("cpu", absent_device()))
+    with (
+        pytest.warns(UserWarning, match="check_model skips"),
+        pytest.raises(AssertionError, match=rf"nothing was checked\. {absent_device()}: "),
+    ):
+        check_model(Model(), inputs()[:1], backend="eager", devices=(absent_device(),))
+
+
+def test_a_fault_on_any_device_is_found() -> None:
+    with pytest.raises(AssertionError, match="differs from eager in 2 places"):
+        check_model(lambda x: x + 1, torch.ones(3), backend=wrong_by(0.1), dtypes=(None,), devices=("cpu", "cpu:0"))
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [("gpu0", "'gpu0' is not a device of torch. Give cpu, cuda"), ("meta", "have no values to compare")],
+)
+def test_devices_that_cannot_be_checked(device: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        check_model(Model(), inputs()[:1], devices=("cpu", device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_model_and_inputs_are_moved() -> None:
+    seen: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, given: Any) -> Any:
+        seen.extend(each.device.type for each in given if isinstance(each, torch.Tensor))
+        return module.forward
+
+    model = Model()
+    check_model(model, inputs()[:1], backend=backend, dtypes=(None,), devices=("cuda", "cpu"))
+    assert set(seen) == {"cuda", "cpu"}
+    assert model.linear.weight.device.type == "cpu"

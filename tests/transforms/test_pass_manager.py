@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 from importlib import resources
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,17 +14,23 @@ import torch
 from inlay.config import resolve_config
 from inlay.config.layers import find_overlays
 from inlay.errors import ContractError, TransformError, UsageError
+from inlay.frontend import Example, capture
+from inlay.insight import explain
+from inlay.insight.verify import Change, NumericsCheck
 from inlay.program.text.printer import dump
-from inlay.testing import program_of
+from inlay.rewrite import Match, Rule
+from inlay.testing import assert_rewrites, program_of
 from inlay.transforms import Numerics, Stage, Transform, TransformResult, base, configure, run, steps_through
 from inlay.transforms.base import transform
 from inlay.transforms.instruments import Dump
+from inlay.transforms.lock import lock_model
 from inlay.transforms.pass_manager import TransformStep, expected_count
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program import Program
+    from inlay.transforms import TransformRecord
 
 pytestmark = pytest.mark.fast
 
@@ -96,7 +104,13 @@ def test_dumps(program: Program, tmp_path: Path) -> None:
     assert {"000_capture_program.py", "001_canonicalize_match_rms_norm.py", "002_fuse_fuse_add_rms_norm.py"} <= names
     index = {entry["transform"]: entry for entry in json.loads((folder / "index.json").read_text())}
     assert index["match_rope"]["why"] == "enabled: false"
-    assert index["match_swiglu"]["why"] == "no node starts a match"
+    assert index["clean_noops"]["why"] == "no node starts a match"
+    assert index["match_swiglu"] == {
+        "transform": "match_swiglu",
+        "stage": "canonicalize",
+        "status": "skipped",
+        "why": "the program has no aten.silu.default",
+    }
 
 
 def test_dump_leaves_files_of_others_alone(program: Program, tmp_path: Path) -> None:
@@ -123,6 +137,60 @@ def test_anchor_without_a_match_is_an_error_with_the_nearest_miss() -> None:
     assert "aten.mean.dim expected, aten.sum.dim_IntList found" in text
     allowed = resolve_config(settings=["match_rms_norm.expect=any", "match_rms_norm.reason=other norm"])
     run(written_differently, configure(allowed))
+
+
+def _silu_by_hand(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x) * y
+
+
+def _norm_by_root(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _one(program: Program, name: str, *settings: str) -> TransformRecord:
+    steps = steps_through(name, configure(resolve_config(settings=[f"{name}.{each}" for each in settings])))
+    return run(program, steps[-1:])[1][0]
+
+
+def test_skipped_says_what_the_program_lacks() -> None:
+    record = _one(program_of(_silu_by_hand, [torch.randn(2, 8)] * 2), "match_swiglu")
+    assert (record.status, record.sites, record.was_applied) == ("skipped", 0, True)
+    assert record.summary == "match_swiglu: [SUMMARY] skipped (the program has no aten.silu.default)"
+    assert record.to_json()["skip_reason"] == "the program has no aten.silu.default"
+    norm = _one(program_of(torch.relu, [torch.ones(2)]), "fuse_add_rms_norm")  # has no pattern: its anchors decide
+    assert norm.skip_reason == "the program has no inlay.rms_norm.default"
+    assert _one(program_of(torch.abs, [torch.ones(2, dtype=torch.int64)]), "match_swiglu").skip_reason == (
+        "the program has no floating-point values"
+    )
+
+
+def test_a_zero_that_matters_is_not_skipped(program: Program) -> None:
+    """A contract that is not met, an anchor, a miss, and a transform that needs nothing in particular."""
+    by_hand = program_of(_silu_by_hand, [torch.randn(2, 8)] * 2)
+    with pytest.raises(ContractError, match="matched 0 sites, expected 1"):
+        _one(by_hand, "match_swiglu", "expect=1")
+    there = program_of(torch.nn.functional.silu, [torch.randn(2, 8)])  # an anchor, and no multiplication at all
+    assert _one(there, "match_swiglu", "expect=any", "reason=any").status == "ran"
+    written_differently = program_of(_other_norm, [torch.randn(2, 3, 8), torch.rand(8)])
+    record = _one(written_differently, "match_rms_norm", "expect=any", "reason=other norm")
+    assert record.status == "ran"
+    assert record.misses
+    assert _one(program, "clean_noops").status == "ran"
+
+
+def test_a_skipped_transform_is_locked_verified_and_explained() -> None:
+    by_root = program_of(_norm_by_root, [torch.randn(2, 8), torch.rand(8)])
+    resolved = resolve_config()
+    seen = NumericsCheck({"match_rms_norm": 1}, rounds=1)
+    _, records = run(by_root, configure(resolved), [seen])
+    skipped = {record.key for record in records if record.status == "skipped"}
+    assert "match_rms_norm" in skipped
+    assert skipped <= set(lock_model("by root", by_root, resolved, records).transforms)
+    (lost,) = seen.verdicts
+    assert (lost.transform, lost.change) == ("match_rms_norm", Change.MATCH_LOSS)
+    (explained,) = explain(by_root, configure(resolved), "match_rms_norm")
+    assert explained.status == "skipped"
+    assert "aten.rsqrt.default expected, aten.sqrt.default found" in explained.findings[0].text
 
 
 def test_stated_counts(program: Program) -> None:
@@ -288,3 +356,60 @@ def test_only_the_last_row_of_an_output() -> None:
     assert text.index("aten.slice") < text.index("aten.linear")
     with pytest.raises(TransformError, match="no output score\\. "):
         run(before, configure(resolve_config(settings=["gather_last_logits.output=score"])))
+
+
+def test_a_broken_package_is_named_and_the_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("mine", "no_such_module_of_mine", "inlay.transforms")
+    monkeypatch.setattr(base, "entry_points", lambda group: [broken])
+    base._load.cache_clear()
+    with pytest.warns(
+        UserWarning, match="The transforms of no_such_module_of_mine .* cannot be loaded: ModuleNotFound"
+    ):
+        assert "match_rope" in base.registry()
+    base._load.cache_clear()
+
+
+def test_a_setting_enables_a_transform_that_no_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base._REGISTRY, "half", Half)
+    assert "half" in [step.key for step in configure(resolve_config(settings=["half.enabled=true"]))]
+    with pytest.raises(UsageError, match="has no transform half"):
+        resolve_config(settings=["half.enabled=false"])
+    with pytest.raises(UsageError, match="Did you mean match_rope"):
+        configure(resolve_config(settings=["match_rop.enabled=true"]))
+
+
+def test_nodes_do_not_count_getitem(program: Program) -> None:
+    """A fused norm has two results, each read by a getitem."""
+    result, records = run(program, configure(resolve_config()))
+    before, after = next(record.nodes for record in records if record.key == "fuse_add_rms_norm")
+    assert any(node.target is operator.getitem for node in result.graph.nodes)
+    assert after < before
+
+
+class _Same(Rule):
+    name = "same"
+
+    def examples(self, dtype: torch.dtype) -> dict[str, Any]:
+        one = torch.ones(3, dtype=dtype)
+        return {"x": one, "y": one}
+
+    def pattern(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.relu() * y
+
+
+def test_mistakes_of_authors_are_sentences() -> None:
+    module = torch.nn.ReLU()
+    exported = torch.export.export(module, (torch.ones(3),))
+    with pytest.raises(UsageError, match=r"ReLU cannot be captured\. Use Example\(module, args\)"):
+        capture(module)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"ExportedProgram cannot be captured.* or Program\.from_graph"):
+        capture(exported)  # type: ignore[arg-type]
+    assert capture(Example(exported.module(), (torch.ones(3),))).op_counts() == {"aten.relu.default": 1}
+    with pytest.raises(UsageError, match="x and y of its examples are the same tensor"):
+        list(_Same().alternatives({torch.float32}))
+    silu = torch.nn.functional.silu
+    with pytest.raises(AssertionError, match=r"0 sites instead of 1: extra node: neg .* stands in between"):
+        assert_rewrites(lambda g, u: silu(g).neg() * u, "match_swiglu", args=[torch.ones(3)] * 2, sites=1)
+    node = next(node for node in exported.graph.nodes if node.op == "call_function")
+    with pytest.raises(UsageError, match=r"no argument wieght. Did you mean weight\?"):
+        Match.at(node, weight=node).value("wieght")

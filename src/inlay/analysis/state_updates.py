@@ -67,6 +67,8 @@ class StateUpdate:
     reason: str = ""
     is_certain: bool = True
     """Whether the reason is known to cost a copy. False where a backend only may copy."""
+    note: str = ""
+    """Why a backend may copy a state that is too small for the copy to count. It is still eligible."""
     versions: dict[fx.Node, tuple[StorageSlice, int]] = field(default_factory=dict, repr=False)
     """Nodes that equal a part of the state → that part, and the number of writes before it."""
 

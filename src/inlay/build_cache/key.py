@@ -158,9 +158,9 @@ def _operator_modules(program: Program) -> set[str]:
 
 
 def _source_factors(modules: Iterable[str]) -> dict[str, str]:
-    read, began = collect_sources(modules, without_imports=("inlay.flow",)), machine.process_start_time()
+    read = collect_sources(modules, without_imports=("inlay.flow",))
     for name, (file, _) in read.files.items():
-        if file.stat().st_mtime > began:
+        if machine.is_newer_than_process(file):
             raise NotCacheable(f"{name} was changed after this process started, which may run the old version.")
     found = {f"source {name}": value for name, (_, value) in read.files.items()}
     headers = (Path(lowering.__file__).parent / "headers").iterdir()

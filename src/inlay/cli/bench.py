@@ -15,6 +15,8 @@ from inlay.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from inlay.package.manifest import Manifest
+
 SCRIPTS = Path("tools/benchmarks/contestants")
 
 
@@ -45,6 +47,12 @@ def bench(
     chart: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="Write a bar chart of the rates and limits.")
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Only time the kernel choices in PACKAGE again: what autotune would change, p50 and p99."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
 ) -> None:
     """Measure the speed of a package, relative to its roofline (its linear layers alone) and to other engines.
@@ -53,6 +61,8 @@ def bench(
     anything else on the machine at the same time.
 
     Example: [bold]inlay bench ./smollm2[/]
+
+    Example: [bold]inlay bench ./smollm2 --probe[/]
 
     Example: [bold]inlay bench ./smollm2 --against ./peers --model model.gguf --picture speed.svg[/]
     """
@@ -64,6 +74,9 @@ def bench(
         from inlay.package.loader import read_manifest
 
         manifest, _ = read_manifest(package)
+        if probe:
+            _probe(manifest, as_json)
+            return
         if manifest.kind != "decoder":
             raise UsageError(f"{package} is a compiled program, not a language model.", "Choose a language model.")
         if chart is not None and not chart.parent.is_dir():
@@ -117,6 +130,36 @@ def _print(made: Mapping[str, Any], batch: int) -> None:
     )
     for note in made["notes"]:
         err.print(note, markup=False)
+
+
+WORTH = 1.05
+"""A smaller gain is within the noise of most machines."""
+
+
+def _probe(manifest: Manifest, as_json: bool) -> None:
+    from inlay.bench.probe import probe_kernels
+
+    with progress({"timing": 1.0}) as step:
+        rows = probe_kernels(manifest, step)
+    if as_json:
+        print_json([row.to_json() for row in rows])
+        return
+    if not rows:
+        out.print("The package contains no measured kernel choice: it has no packed weights, or portable kernels.")
+        return
+    table = _table("bucket", "linear layer", "bits", "rows", "in package", "p50 / p99 µs", "autotune", "p50 / p99 µs ")
+    for row in rows:
+        times = [f"{row.p50_us[way]:g} / {row.p99_us[way]:g}" for way in (row.recorded, row.tuned)]
+        layer = f"{row.features} × {row.depth}"
+        other = (row.tuned, times[1]) if row.tuned != row.recorded else ("same", "")
+        table.add_row(row.bucket, layer, str(row.bits), str(row.rows), row.recorded, times[0], *other)
+    out.print(table)
+    changed = sum(row.tuned != row.recorded for row in rows)
+    faster = sum(row.gain > WORTH for row in rows)
+    out.print(
+        f"\nAutotune would change {changed} of {len(rows)} choices. {faster} of them would gain more than"
+        f" {WORTH - 1:.0%} (p50). To apply them, build again on this machine."
+    )
 
 
 def _table(*columns: str) -> Table:

@@ -14,8 +14,9 @@ from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer read
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inlay.insight.bisect import Culprit
-    from inlay.program.program import Program
 
 
 def bisect(
@@ -37,6 +38,7 @@ def bisect(
         Path | None, typer.Option("--state", help="Store finished runs in this file, and continue from it next time.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a reproduction script.")] = None,
+    find_all: Annotated[bool, typer.Option("--all", help="Find every wrong site, not only the first three.")] = False,
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
@@ -45,7 +47,7 @@ def bisect(
 ) -> None:
     """Find the transform and the sites that make results wrong, including pairs that are wrong only together.
 
-    Results are compared on random inputs. If one of n sites is faulty, at most log2(n) + 3 runs are needed. The
+    Results are compared on random inputs. If one of n sites is faulty, at most log2(n) + 4 runs are needed. The
     transforms are those of the default configuration, without `insert_kv_cache` and `pack_weights`. Exit code 0:
     nothing is wrong. Exit code 1: a faulty site was found.
 
@@ -71,15 +73,13 @@ def bisect(
 
         answers = load_answers(resume) if resume is not None else {}
         bisection = Bisection(program, steps, make_oracle(oracle, program), answers, note)
-        found = bisection.find()
+        found = bisection.find_all(None if find_all else 3)
         if as_json:
-            print_json({"runs": bisection.runs, "culprits": [vars(each) for each in found]})
+            print_json(found.to_json())
         else:
-            for each in found:
-                out.print(_sentence(each, program), markup=False, soft_wrap=True)
-            together = " The results are wrong only with all of them." if len(found) > 1 else ""
-            out.print(f"{bisection.runs} runs.{together}" if found else "Nothing is wrong.")
-        if found and output is not None:
+            for line in (*found.sentences, f"{found.runs} runs."):
+                out.print(line, markup=False, soft_wrap=True)
+        if found.groups and output is not None:
             options = {
                 "oracle": oracle,
                 "dtype": dtype.value if dtype else "",
@@ -87,20 +87,12 @@ def bisect(
                 "settings": list(settings or ()),
                 "trust_remote_code": trust,
             }
-            output.write_text(_script(model, found, options))
-        if found:
+            output.write_text(_script(model, found.groups[0], options))
+        if found.groups:
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _sentence(culprit: Culprit, program: Program) -> str:
-    if culprit.site is None:
-        return f"{culprit.transform} makes the results wrong."
-    node = next((each for each in program.graph.nodes if each.name == culprit.root), None)
-    source = f" ({node.meta.get('source')})" if node is not None and node.meta.get("source") else ""
-    return f"{culprit.transform}, site {culprit.site}: {culprit.root}{source}."
-
-
-def _script(model: str, found: list[Culprit], options: dict[str, Any]) -> str:
+def _script(model: str, found: Sequence[Culprit], options: dict[str, Any]) -> str:
     """Return a script that runs the model with and without the culprits."""
     chosen: dict[str, set[int] | None] = {}
     for each in found:

@@ -54,7 +54,7 @@ def build(
     ] = None,
     dump: Annotated[
         Path | None,
-        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="Folder for a dump after each transform."),
+        typer.Option("--dump", help="Folder for a dump after each transform; default: INLAY_DUMP_GRAPHS_DIR."),
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,

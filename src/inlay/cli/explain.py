@@ -24,6 +24,9 @@ def explain(
     pass_name: Annotated[
         str | None, typer.Option("--pass", metavar="NAME", help="Explain only this transform, with all its remarks.")
     ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Also print trivial misses: one node, or under half.")
+    ] = False,
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
@@ -31,6 +34,8 @@ def explain(
     trust: TrustOption = False,
 ) -> None:
     """Explain why transforms did not match: near misses, what differs there, and in which layers.
+
+    First come the transforms that matched nothing and have near misses.
 
     Example: [bold]inlay explain ./SmolLM2-135M[/]
 
@@ -63,22 +68,31 @@ def explain(
         if as_json:
             print_json([each.to_json() for each in explained])
             return
-        for each in explained:
-            _print(each, most=None if pass_name is not None else _MOST)
-        silent = [each.key for each in explained if not each.findings and not each.sites and each.status == "ran"]
-        if silent:
-            out.print(Text(f"No match and no near miss: {', '.join(silent)}.", style="dim"))
+        near = sum(len(finding.roots) for each in explained for finding in each.near_misses)
+        hidden = sum(len(finding.roots) for each in explained for finding in each.findings) - near
+        shown = "shown" if show_all else "hidden, --all shows them"
+        trivial = f"; {hidden} trivial ones {shown}" if hidden else ""
+        if pass_name is None or hidden:
+            out.print(f"{near} near miss{'' if near == 1 else 'es'}{trivial}.", highlight=False)
+        for each in sorted(explained, key=lambda each: (bool(each.sites), not each.near_misses)):
+            _print(each, show_all, most=None if pass_name is not None else _MOST)
+        silent = [each for each in explained if not each.near_misses and not each.sites]
+        if ran := [each.key for each in silent if each.status == "ran"]:
+            out.print(Text(f"No match and no near miss: {', '.join(ran)}.", style="dim"))
+        if skipped := [f"{each.key} ({each.skip_reason})" for each in silent if each.status == "skipped"]:
+            out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
 
 
-def _print(explained: Explanation, most: int | None) -> None:
+def _print(explained: Explanation, show_all: bool, most: int | None) -> None:
     """Print the number of matches, then the near misses, closest first."""
-    if not explained.sites and not explained.findings:
+    findings = explained.findings if show_all else explained.near_misses
+    if not explained.sites and not findings:
         return
     matched = f"matched {explained.sites}" if explained.sites else "matched nothing"
     out.print(Text.assemble((explained.key, "bold"), f"  {matched}"))
-    for finding in explained.findings[:most]:
+    for finding in findings[:most]:
         out.print(Padding(Text(finding.text), (0, 0, 0, 2)))
         if finding.suggestion:
             out.print(Padding(Text(finding.suggestion, style="dim"), (0, 0, 0, 4)))
-    if most is not None and len(explained.findings) > most:
-        out.print(Padding(Text(f"… and {len(explained.findings) - most} more (--pass {explained.key})"), (0, 0, 0, 2)))
+    if most is not None and len(findings) > most:
+        out.print(Padding(Text(f"… and {len(findings) - most} more (--pass {explained.key})"), (0, 0, 0, 2)))

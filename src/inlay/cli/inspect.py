@@ -84,12 +84,11 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
 
 def _print_kernels(manifest: Manifest) -> None:
     """Print the kernel chosen for each packed linear layer and row count, with the measured times."""
+    from inlay.lowering.buckets import measured_kernels
+
     rows = {
-        (bucket.name, f"{row.features} × {row.depth}", f"{row.bits}"): row
-        for bucket in manifest.buckets
-        for piece in bucket.pieces
-        for row in piece.kernels
-        if row.timings
+        (name, f"{features} × {depth}", str(bits)): row
+        for (name, features, depth, bits), row in measured_kernels(manifest.buckets).items()
     }
     if not rows:
         return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inlay import derived_cache
 from inlay._version import __version__
 from inlay.cli import (
     bench,
@@ -102,4 +103,5 @@ def options(
 def main() -> None:
     """Entry point of the `inlay` command."""
     share_cores()
+    derived_cache.enable()
     app()

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 _FORMS = "Hugging Face folder or id (org/name@revision), GGUF file, or package.module:function (returns inlay.Example)"
 BuildModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=f"{_FORMS}.", show_default=False)]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help=f"{_FORMS}, or a file written by `inlay show --full -o FILE.py`.", show_default=False
-    ),
-]
+_MODEL = typer.Argument(
+    metavar="MODEL", help=f"{_FORMS}, or a file written by `inlay show --full -o FILE.py`.", show_default=False
+)
+ModelArgument = Annotated[str, _MODEL]
+OptionalModelArgument = Annotated[str | None, _MODEL]
 
 PackageOrModelArgument = Annotated[
     str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +39,8 @@ def review(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for the review and its files.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="LOCK|PACKAGE", help="Compare with the matches recorded here.")
+        Path | None,
+        typer.Option("--against", metavar="LOCK|PACKAGE", help="Compare with these matches; default: matches.lock."),
     ] = None,
     files: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
@@ -52,13 +54,12 @@ def review(
     Example: [bold]inlay review match_swiglu --model ./my-model --model other/model[/]
     """
     with error_boundary():
-        from inlay.cli.verify import read_expected_sites
         from inlay.testing.review import review as evaluate
         from inlay.testing.review.note import render_markdown
 
         cls = _transform(name)
-        locked = read_expected_sites(against) if against is not None else {}
         programs = {_model_label(model): read_program(model, dtype, trust) for model in models}
+        locked = _locked_sites(against)
         place = folder or Path(f"review-{cls.name}")
         with progress(STEPS) as step:
             done = evaluate(
@@ -80,6 +81,17 @@ def _model_label(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
+def _locked_sites(against: Path | None) -> dict[str, dict[str, int]]:
+    """Return the sites of a lock or package by model and transform; by default of matches.lock, if there is one."""
+    from inlay.transforms.lock import read_lock
+
+    path = against or Path("matches.lock")
+    if against is None and not path.exists():
+        return {}
+    read = read_lock(path / "current" / "matches.lock" if path.is_dir() else path)
+    return {_model_label(each.model): {key: row.sites for key, row in each.transforms.items()} for each in read.models}
+
+
 def _transform(name: str) -> type[Transform]:
     """Return a registered transform, or the one that a file registers."""
     from inlay.transforms import registry
@@ -91,6 +103,9 @@ def _transform(name: str) -> type[Transform]:
     if not file.is_file():
         raise UsageError(f"There is no file {name}.", "Name a transform, or its file.")
     known = set(registry())
+    installed = [cls for cls in registry().values() if Path(inspect.getfile(cls)).resolve() == file.resolve()]
+    if len(installed) == 1:
+        return installed[0]
     sys.path.insert(0, str(file.parent.resolve()))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -40,7 +40,7 @@ def show(
     ] = None,
     dump_to: Annotated[
         Path | None,
-        typer.Option("--dump", envvar="INLAY_DUMP_GRAPHS_DIR", help="With --pass: folder for dumps of each step."),
+        typer.Option("--dump", help="With --pass: folder for dumps of each step; default: INLAY_DUMP_GRAPHS_DIR."),
     ] = None,
     files: ConfigOption = None,
     settings: SetOption = None,

@@ -45,10 +45,10 @@ def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None
     from inlay.program.text.diff import diff
     from inlay.program.text.printer import dump
     from inlay.transforms import run
-    from inlay.transforms.instruments import Dump, TransformSnapshot
+    from inlay.transforms.instruments import TransformSnapshot, dump_instruments
 
     around = TransformSnapshot(steps[-1].key)
-    instruments: list[Instrument] = [around, *([Dump(dump_to)] if dump_to is not None else [])]
+    instruments: list[Instrument] = [around, *dump_instruments(dump_to)]
     _, records = run(program, steps, instruments)
     record = records[-1]
     assert around.pair is not None
@@ -64,7 +64,7 @@ def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None
         err.print(each.summary, markup=False, soft_wrap=True)
     for remark in record.notes:
         err.print(f"  {remark.reason}", markup=False, soft_wrap=True)
-    for remark in record.misses[:5]:
+    for remark in sorted(record.misses, key=lambda each: -each.matched_nodes / max(each.pattern_nodes, 1))[:5]:
         where = f" ({remark.source})" if remark.source else ""
         matched = f"{remark.matched_nodes} of {remark.pattern_nodes}"
         text = f"  {remark.kind.value} {remark.nodes[0]}: {matched}: {remark.reason}{where}"

@@ -103,7 +103,7 @@ def resolve_config(
             place.update({name: Setting(value, origin) for name, value in (values or {}).items()})
     for text in settings:
         key, name, value = _parse_setting(text, options, aliases)
-        options[key][name] = Setting(value, f"--set {text}")
+        options.setdefault(key, {})[name] = Setting(value, f"--set {text}")
     entries = tuple(TransformEntry(key, values) for key, values in options.items())
     return ResolvedConfig(entries, {alias: _resolve_alias(alias, aliases) for alias in aliases})
 
@@ -187,12 +187,13 @@ def _parse_setting(text: str, known: dict[str, Any], aliases: dict[str, str]) ->
     key = _resolve_alias(key, aliases)
     if not equals or not dot:
         raise UsageError(f"{text!r} is not a setting.", "Write --set TRANSFORM.OPTION=VALUE.")
-    if key not in known:
-        raise UsageError(f"--set {text}: the configuration has no transform {key}.", suggest(key, known))
     try:
-        return key, name, yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UsageError(f"--set {text}: {value!r} is not a YAML value.") from error
+    if key not in known and (name, parsed) != ("enabled", True):  # a registered transform may be added
+        raise UsageError(f"--set {text}: the configuration has no transform {key}.", suggest(key, known))
+    return key, name, parsed
 
 
 def find_overlays(name: str) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,12 @@ def capture(
         model = open_model(model, options)
     if isinstance(model, Example):
         model = SourceModel(type(model.module).__name__, "module", model, {})
-    example = model.example
-    module = example.module.eval()
+    if not isinstance(model, SourceModel):
+        remedy = "Use Example(module, args), or Program.from_graph for an exported graph."  # type: ignore[unreachable]
+        raise UsageError(f"{type(model).__name__} cannot be captured.", remedy)
+    example, module = model.example, model.example.module
+    with suppress(NotImplementedError):  # the module of an ExportedProgram has one mode only
+        module.eval()
     exported, assumed = _export(model, module, on_step)
     on_step("reading the program")
     written = set(exported.graph_signature.buffers_to_mutate.values())

@@ -1,4 +1,4 @@
-"""Bisection: find the site of the transform, or the combination of sites, that makes the results of a model wrong.
+"""Bisection: find the sites of transforms, or the combinations of sites, that make the results of a model wrong.
 
 Each run applies a subset of the sites. Answers are stored, so that an interrupted bisection resumes and no subset is
 run twice.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from inlay.errors import TransformError, UsageError
 from inlay.insight.explanation import drop_contract
-from inlay.program.graphs import origin
+from inlay.insight.findings import layer_of
+from inlay.program.bindings import Role
+from inlay.program.fold import fold
+from inlay.program.graphs import MODULE, SOURCE, all_nodes, origin
 from inlay.transforms.pass_manager import run
 
 if TYPE_CHECKING:
@@ -37,6 +41,59 @@ class Culprit:
     """None for a pass that does not report sites; it counts as one site."""
     root: str = ""
     """The name of the rewritten node, before the rewrite."""
+    layer: int | None = None
+    weights: tuple[str, ...] = ()
+    """The parameters that are read nearest before the rewritten node, in its module."""
+    source: str = ""
+    """The model's source line."""
+
+    @property
+    def text(self) -> str:
+        """The culprit as one sentence."""
+        if self.site is None:
+            return f"{self.transform} makes the results wrong."
+        layer = f", layer {self.layer}" if self.layer is not None else ""
+        weights = f", weights {', '.join(self.weights)}" if self.weights else ""
+        source = f" ({self.source})" if self.source else ""
+        return f"{self.transform}, site {self.site}: {self.root}{layer}{weights}{source}."
+
+
+@dataclass(frozen=True)
+class BisectResult:
+    """Every group of sites that was found."""
+
+    groups: tuple[tuple[Culprit, ...], ...]
+    """Each group alone makes the results wrong; the sites of one group do so only together."""
+    runs: int
+    is_complete: bool = True
+    """Whether the results are right without these sites. Otherwise more sites are wrong."""
+    right_without: tuple[str, ...] = ()
+    """If more sites are wrong: the transforms without which the results are right, if these are all."""
+
+    @property
+    def culprits(self) -> list[Culprit]:
+        """The sites of all groups. The list is empty if nothing is wrong."""
+        return [each for group in self.groups for each in group]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The result as text: each culprit, and how they are wrong."""
+        lines = [each.text for each in self.culprits]
+        if len(self.groups) == 1 and len(lines) > 1:
+            lines.append("The results are wrong only with all of them.")
+        elif len(self.groups) > 1:
+            together = [" with ".join(str(each.root or each.transform) for each in group) for group in self.groups]
+            lines.append(f"Several are wrong, each of these by itself: {'; '.join(together)}.")
+        if not self.is_complete:
+            lines.append("More sites are wrong; --all finds every one.")
+            names = ", ".join(self.right_without)
+            lines.append(f"Without {names} the results are right." if names else "Other transforms are wrong too.")
+        return lines or ["Nothing is wrong."]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON data."""
+        rows = [vars(each) | {"group": number} for number, group in enumerate(self.groups) for each in group]
+        return {**vars(self), "groups": len(self.groups), "culprits": rows}
 
 
 @dataclass
@@ -45,16 +102,33 @@ class _SiteFilter:
 
     selection: Collection[str] | None
     """Selected sites, named by captured nodes so that other sites do not rename them; None selects all."""
-    output_names: dict[str, str] = field(default_factory=dict)
-    """Site → name of its output node in this run."""
+    parameters: Mapping[str, str]
+    """Name of each parameter in the program → its name in the model."""
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Site → name and provenance of its output node in this run."""
     times: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, output: fx.Node) -> bool:
         name = origin(output)
         self.times[name] += 1
         site = name if self.times[name] == 1 else f"{name}#{self.times[name]}"
-        self.output_names[site] = output.name
+        source = str(output.meta.get(SOURCE, ""))
+        self.outputs[site] = {"root": output.name, "weights": self._weights(output), "source": source}
         return self.includes(site)
+
+    def _weights(self, output: fx.Node) -> tuple[str, ...]:
+        """Return the parameters that are read nearest before a node, in its module."""
+        found, seen, todo = dict[str, None](), {output}, [output]
+        while todo:
+            inputs = todo.pop().all_input_nodes
+            if own := [self.parameters[each.name] for each in inputs if each.name in self.parameters]:
+                found.update(dict.fromkeys(own))
+            else:
+                module = str(output.meta.get(MODULE, ""))
+                near = [each for each in inputs if str(each.meta.get(MODULE, "")).startswith(module)]
+                todo += [each for each in reversed(near) if each not in seen]
+                seen.update(near)
+        return tuple(found)
 
     def includes(self, site: str) -> bool:
         """Return whether a site is selected."""
@@ -73,8 +147,7 @@ class _CachedRun:
     def is_reusable(self, key: str, chosen: Collection[str] | None) -> bool:
         """Return whether this selection gives the same result for every site that was found."""
         taken = (
-            self.site_filter.includes(site) == (chosen is None or site in chosen)
-            for site in self.site_filter.output_names
+            self.site_filter.includes(site) == (chosen is None or site in chosen) for site in self.site_filter.outputs
         )
         return key == self.key and all(taken)
 
@@ -103,9 +176,14 @@ class Bisection:
         _, worked, found = self._run({step.key: None for step in self.steps})
         self.site_index: dict[_SiteKey, Culprit] = {}
         """Every possible culprit, in order, by the captured node of its site."""
+        nodes = {node.name: node for node in all_nodes(self.program.graph)}
+        blocks = cache(lambda: fold(self.program).layer_of)
         for key, sites in found.items():
             if sites:
-                self.site_index |= {(key, site): Culprit(key, n, sites[site]) for n, site in enumerate(sites)}
+                for number, (site, about) in enumerate(sites.items()):
+                    node = nodes.get(site.partition("#")[0])
+                    layer = layer_of(node, blocks) if node is not None else None
+                    self.site_index[key, site] = Culprit(key, number, layer=layer, **about)
             elif key in worked:
                 self.site_index[key, ""] = Culprit(key, None)
 
@@ -121,8 +199,22 @@ class Bisection:
         the remaining sites that is bad together with it ends with the next one. A pair takes two binary searches.
         """
         rest = list(self.site_index)
-        if self._is_good(rest):
-            return []
+        return [] if self._is_good(rest) else [self.site_index[unit] for unit in self._find_group(rest)]
+
+    def find_all(self, most: int | None = 3) -> BisectResult:
+        """Find culprits as `find` does, then others without the sites already found, up to `most` times."""
+        rest, groups = list(self.site_index), list[tuple[Culprit, ...]]()
+        while not self._is_good(rest):
+            if most is not None and len(groups) == most:
+                blamed = dict.fromkeys(each.transform for group in groups for each in group)
+                suffices = self._is_good([unit for unit in self.site_index if unit[0] not in blamed])
+                return BisectResult(tuple(groups), self.runs, False, tuple(blamed) if suffices else ())
+            culprits = self._find_group(rest)
+            groups.append(tuple(self.site_index[unit] for unit in culprits))
+            rest = [unit for unit in rest if unit not in culprits]
+        return BisectResult(tuple(groups), self.runs)
+
+    def _find_group(self, rest: list[_SiteKey]) -> list[_SiteKey]:
         if not self._is_good([]):
             raise UsageError(
                 "The oracle rejects the model before any transform ran.", "Use an oracle that accepts the model."
@@ -135,7 +227,7 @@ class Bisection:
             culprits = [last, *culprits]
             kept = [*kept, last, *prepared]
             rest = [unit for unit in rest if unit not in prepared]
-        return [self.site_index[unit] for unit in culprits]
+        return culprits
 
     def is_good(self, sites: Collection[Culprit]) -> bool:
         """Return whether the program is good when only these sites are rewritten."""
@@ -187,7 +279,7 @@ class Bisection:
             return False
         return site in found[key] if site else key in worked
 
-    def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, str]]]:
+    def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, Any]]]:
         """Apply only these sites; return the program, the transforms that matched, and the sites of each."""
         asked = [step for step in self.steps if step.key in chosen]
         done: list[_CachedRun] = []
@@ -196,15 +288,16 @@ class Bisection:
                 break
             done.append(before)
         for step in asked[len(done) :]:
-            chooser, limited = _SiteFilter(chosen[step.key]), drop_contract(step)
-            limited.transform.site_filter = chooser
-            made, (record,) = run(done[-1].result if done else self.program, [limited])
+            given, limited = done[-1].result if done else self.program, drop_contract(step)
+            parameters = {row.name: row.target for row in given.bindings.with_role(Role.PARAMETER)}
+            chooser = limited.transform.site_filter = _SiteFilter(chosen[step.key], parameters)
+            made, (record,) = run(given, [limited])
             done.append(_CachedRun(step.key, chooser, made, record.sites))
         self._last_run = done
         return (
             done[-1].result if done else self.program,
             {each.key for each in done if each.sites},
-            {each.key: each.site_filter.output_names for each in done},
+            {each.key: each.site_filter.outputs for each in done},
         )
 
 

@@ -32,12 +32,19 @@ class Explanation:
     status: str
     sites: int
     findings: tuple[Finding, ...] = ()
+    skip_reason: str = ""
+
+    @property
+    def near_misses(self) -> tuple[Finding, ...]:
+        """The findings without the trivial ones."""
+        return tuple(each for each in self.findings if not each.is_trivial)
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON data."""
         return {
             "transform": self.key,
             "status": self.status,
+            "skip_reason": self.skip_reason,
             "matches": self.sites,
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -84,8 +91,11 @@ class _Explainer:
         if self.key and record.key != self.key:
             return
         assert self._before is not None
-        findings = collect_findings(transform, self._before, record) if record.status == "ran" else []
-        self.explanations.append(Explanation(record.key, record.status, record.sites, tuple(findings)))
+        findings = collect_findings(transform, self._before, record) if record.was_applied else []
+        # Trivial findings last, otherwise closest first.
+        findings.sort(key=lambda finding: finding.is_trivial)
+        explained = Explanation(record.key, record.status, record.sites, tuple(findings), record.skip_reason)
+        self.explanations.append(explained)
 
 
 def collect_findings(step: Transform, before: Program, record: TransformRecord) -> list[Finding]:

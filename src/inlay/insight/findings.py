@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from inlay.program.graphs import MODULE, target_text
 from inlay.rewrite.differences import code_location
 from inlay.rewrite.near_misses import NearMiss
+from inlay.rewrite.pattern_search import is_trivial
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class Finding:
     suggestion: str
 
     @property
+    def is_trivial(self) -> bool:
+        """Whether so little matched, with no site at this code location, that it is no near miss."""
+        return not self.sites and self.matched < self.of and is_trivial(self.matched, self.of)
+
+    @property
     def text(self) -> str:
         """The finding as one sentence."""
         total = self.sites + len(self.roots)
@@ -67,7 +73,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON data."""
-        return asdict(self) | {"kind": self.kind.value, "text": self.text}
+        return asdict(self) | {"kind": self.kind.value, "trivial": self.is_trivial, "text": self.text}
 
 
 def format_layers(numbers: Sequence[int]) -> str:

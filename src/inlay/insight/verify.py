@@ -132,7 +132,7 @@ class NumericsCheck:
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
         """Compare the results and classify the change."""
-        if record.status != "ran" or self._last.error:
+        if not record.was_applied or self._last.error:
             return
         refused = [each.reason for each in record.misses if Reason.parse(each.reason)[0] is Reason.REPLACEMENT]
         lost = self.expected_sites.get(record.key, record.sites) - record.sites

@@ -63,6 +63,13 @@ class ExternalPass(Transform):
             return TransformResult(made, _count_changed_calls(program, made), has_site_count=False)
         return TransformResult(made, count or 1, has_site_count=bool(count))
 
+    def skip_reason(self, program: Program) -> str:
+        """Return why the pass says that it was skipped, or that the program lacks operators of all its patterns."""
+        patterns, lacking = _lacking_operators(self.adapter.source, program)
+        if patterns and len(lacking) == len(patterns):
+            return f"the program does not call {_names(lacking)}"
+        return str(getattr(self.adapter.source, "skip_reason", ""))
+
 
 def _count_changed_calls(before: Program, after: Program) -> int:
     """Count the calls that only one of the programs has, regardless of names and operands; at least 1."""
@@ -203,19 +210,28 @@ _MAX_NAMES = 6
 
 def level_notes(source: Any, program: Program) -> list[str]:
     """Explain why a pass that changed nothing may need another graph, such as Inductor's post-grad graph."""
-    patterns = [pattern for each in _collections(source) for pattern in _patterns(each)]
+    patterns, impossible = _lacking_operators(source, program)
     if not patterns:
         by_form = callable(source) and takes_graph(source)
         return [f"It takes a graph, as Inductor's post-grad passes do. {_LEVEL}. {_REMEDY}."] if by_form else []
-    there = {node.target for node in all_nodes(program.graph)}
-    absent = [[calls for calls in called_operators(each) if there.isdisjoint(calls)] for each in patterns]
-    impossible = [each for each in absent if each]
     if not impossible:
         return []
-    names = sorted({" or ".join(sorted(map(target_text, calls))[:2]) for each in impossible for calls in each})
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    lacks = f"the program does not call {', '.join(names[:_MAX_NAMES])}{more} at all"
+    lacks = f"the program does not call {_names(impossible)} at all"
     return [f"{len(impossible)} of its {len(patterns)} patterns cannot match: {lacks}. {_LEVEL}. {_REMEDY}."]
+
+
+def _lacking_operators(source: Any, program: Program) -> tuple[list[Any], list[list[set[Any]]]]:
+    """Return the patterns of a pass, and for each that cannot match the calls that the program does not have."""
+    patterns = [pattern for each in _collections(source) for pattern in _patterns(each)]
+    there = {node.target for node in all_nodes(program.graph)}
+    absent = [[calls for calls in called_operators(each) if there.isdisjoint(calls)] for each in patterns]
+    return patterns, [each for each in absent if each]
+
+
+def _names(lacking: list[list[set[Any]]]) -> str:
+    names = sorted({" or ".join(sorted(map(target_text, calls))[:2]) for each in lacking for calls in each})
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def takes_graph(found: Any) -> bool:

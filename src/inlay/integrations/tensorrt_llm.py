@@ -43,6 +43,7 @@ class AutoDeployPass:
     def __init__(self, name: str, transform: Any, shared_config: Any) -> None:
         self.name, self.transform, self.shared_config = name, transform, shared_config
         self.matched_count = 0
+        self.skip_reason = ""
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the transform, and set `matched_count` to its number of matches."""
@@ -57,6 +58,7 @@ class AutoDeployPass:
         if info is None:
             raise TransformError(f"{PREFIX}{self.name} did not report its number of matches.")
         self.matched_count = 0 if info.skipped else int(info.num_matches)
+        self.skip_reason = "its TransformInfo says that AutoDeploy skipped it" if info.skipped else ""
         result: fx.GraphModule = made
         return result
 

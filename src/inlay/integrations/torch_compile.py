@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from inlay.integrations.dynamo_graph import capture_dynamo_graph
 from inlay.lowering.inner_backend import INNER_BACKENDS, build_inner_module, compile_with, is_restart
 from inlay.program.remarks import Remark, RemarkKind
 from inlay.transforms import Transform, TransformRecord, configure, run
+from inlay.transforms.instruments import dump_instruments
 from inlay.transforms.pass_manager import TransformStep
 from inlay.transforms.structured_trace import trace_instruments
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from inlay.transforms.pass_manager import Instrument
 
 _LOG = logging.getLogger("inlay")
+_GRAPHS = itertools.count()
+"""Numbers of the graphs of this process; with INLAY_DUMP_GRAPHS_DIR each is dumped into a folder of its own."""
 _WAIVER = "torch.compile compiles parts of a model"
 
 
@@ -150,7 +154,8 @@ def _options(given: Mapping[str, Any] | None, mode: str | None) -> _Options:
 def _transform(program: Program, steps: list[TransformStep]) -> CompiledGraph:
     """Run the transforms. One that fails is not applied, and the next gets the program without it."""
     unmet = _UnmetContracts(frozenset(step.key for step in steps if step.transform.options.expect is None))
-    instruments: list[Instrument] = [unmet, *trace_instruments()]
+    dumps = dump_instruments(below=f"graph_{next(_GRAPHS):03d}")
+    instruments: list[Instrument] = [unmet, *dumps, *trace_instruments()]
     records: list[TransformRecord] = []
     notes: list[str] = []
     for step in steps:

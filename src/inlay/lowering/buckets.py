@@ -108,3 +108,14 @@ class Bucket:
             f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
             for name, (low, high) in self.sizes.items()
         )
+
+
+def measured_kernels(buckets: Sequence[Bucket]) -> dict[tuple[str, int, int, int], KernelRow]:
+    """Return the choices that were measured at build by bucket name, features, depth and bits."""
+    return {
+        (bucket.name, row.features, row.depth, row.bits): row
+        for bucket in buckets
+        for piece in bucket.pieces
+        for row in piece.kernels
+        if row.timings
+    }

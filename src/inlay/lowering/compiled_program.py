@@ -10,14 +10,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from inlay.errors import UsageError
 from inlay.lowering.backends import find_backend
+from inlay.lowering.owned_state import OwnedState
 from inlay.lowering.state.buffers import lift_mutated_buffers
-from inlay.lowering.state.declared_aliases import declare_aliases
+from inlay.lowering.state.declared_aliases import PREALLOCATED, declare_aliases, preallocate_outputs
 from inlay.lowering.state.in_place_writes import InPlaceProgram, write_in_place
 from inlay.lowering.state.state_copies import find_compiled_copies
 from inlay.program.bindings import Role, tensor_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from inlay.analysis.state_updates import StateUpdate
     from inlay.lowering.backends import BindableCode, Run
@@ -35,11 +36,13 @@ def compile_program(
     *,
     alias: Mapping[str | int, str | int] | None = None,
     lift_mutable_buffers: bool = False,
+    preallocate: bool = False,
 ) -> CompiledProgram:
     """Compile a program without transforms and without a package.
 
     `alias` declares outputs that live in the storage of inputs. With `lift_mutable_buffers`, state that the module owns
-    becomes arguments: the caller reads `bindings`, creates tensors of those types, and passes them by name.
+    becomes arguments: the caller reads `bindings`, creates tensors of those types, and passes them by name. With
+    `preallocate`, outputs of fixed shape that alias nothing are allocated now, and the next call overwrites them.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -52,6 +55,10 @@ def compile_program(
         program = declare_aliases(program, alias)
     if lift_mutable_buffers:
         program = lift_mutated_buffers(program)
+    if preallocate:
+        if backend == "aot":
+            raise UsageError("AOTInductor allocates the outputs of a library at each call.", "Use inductor or eager.")
+        program = preallocate_outputs(program)
     code = find_backend(backend)(program)
     made = write_in_place(program)
     if backend != "eager":
@@ -70,12 +77,24 @@ class CompiledProgram:
     """Weights, and the state that the program owns."""
 
     def __post_init__(self) -> None:
-        self._validator = InputValidator(self.in_place_program.program)
+        program = self.in_place_program.program
+        self._validator = InputValidator(program)
         self._bound_run: tuple[list[int], Run] | None = None
-        written = {row.name for row in self.bindings.state}
-        for row in self.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
-            value = self.in_place_program.program.tensors[row.name].read()
+        written = {row.name for row in program.bindings.state}
+        for row in program.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
+            value = program.tensors[row.name].read()
             self.owned_tensors[row.name] = value.clone() if row.name in written else value
+        self.initial = {name: program.tensors[name].read().clone() for name in written & set(program.tensors)}
+        """Initial values of states, by name. The model writes to its own tensors when it is called; these stay."""
+        kinds = {row.alias.binding: row.alias.kind for row in program.bindings.outs if row.alias is not None}
+        owned = {name: program.bindings[name].target for name in self.owned_tensors if name in kinds}
+        names = {target: name for name, target in owned.items() if kinds[name] != PREALLOCATED}
+        self.state = OwnedState(self.owned_tensors, names, self.initial)
+        """The state that the program owns, by its names in the model."""
+        users = [index for index, row in enumerate(program.bindings.outs) if row.alias is None]
+        declared = self.in_place_program.declared_outputs
+        self._declared = [(users.index(index), name) for index, name in declared.items()]
+        """Place of a returned value → the state that it is."""
 
     @property
     def bindings(self) -> Bindings:
@@ -98,13 +117,13 @@ class CompiledProgram:
         given, spec = tree_flatten((args, kwargs))
         if spec != calling.in_spec:
             given = self._reorder(args, kwargs)
-        rows = self.bindings.with_role(Role.INPUT)
-        values = self._validator(self.owned_tensors | dict(zip((row.name for row in rows), given, strict=True)))
-        results = iter(self._bind()([values[row.name] for row in rows]))
-        states = {state.output_index: values[state.binding.name] for state in self.states}
-        every = [states[index] if index in states else next(results) for index in range(len(self.bindings.outs))]
-        users = [self._user_value(index, every, values) for index in self._user_outputs()]
-        return tree_unflatten(users, calling.out_spec)
+        values = self._validator(given)
+        with self.state.exclusive():
+            results = list(self._bind()(values))
+        for place, name in self._declared:
+            owned = self.owned_tensors.get(name)
+            results[place] = values[self._validator.places[name]] if owned is None else owned
+        return tree_unflatten(results, calling.out_spec)
 
     def _bind(self) -> Run:
         """Return the code, bound to the current `owned_tensors`."""
@@ -112,14 +131,6 @@ class CompiledProgram:
         if self._bound_run is None or self._bound_run[0] != places:
             self._bound_run = places, self.code(self.owned_tensors)
         return self._bound_run[1]
-
-    def _user_outputs(self) -> list[int]:
-        return [index for index, row in enumerate(self.bindings.outs) if row.alias is None]
-
-    def _user_value(self, index: int, every: list[Any], values: Mapping[str, Any]) -> Any:
-        """Return an output value; a declared output is the state itself."""
-        declared = self.in_place_program.declared_outputs.get(index)
-        return every[index] if declared is None else values[declared]
 
     def _reorder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Reorder arguments that are passed by name where the capture had positions, or in another order."""
@@ -147,23 +158,29 @@ class InputValidator:
 
     def __init__(self, program: Program) -> None:
         captured = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-        self.rows = [row for row in program.bindings.with_role(Role.INPUT) if row.is_tensor]
+        inputs = program.bindings.with_role(Role.INPUT)
+        self.places = {row.name: place for place, row in enumerate(inputs)}
+        """Name of an input → its place in the list of arguments."""
+        self.rows = [(place, row) for place, row in enumerate(inputs) if row.is_tensor]
         self.state = {row.name for row in program.bindings.state}
         self.symbols = {symbol.name: symbol for symbol in program.symbols.values()}
         self.contiguous_inputs = {
-            row.name for row in self.rows if (value := captured[row.name]) is not None and value.is_contiguous()
+            row.name for _, row in self.rows if (value := captured[row.name]) is not None and value.is_contiguous()
         }
 
-    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all values, made contiguous where required."""
+    def __call__(self, given: Sequence[Any]) -> list[Any]:
+        """Return all arguments, made contiguous where required."""
         sizes: dict[int | str, int] = {}
-        for row in self.rows:
-            for name, size in zip(row.shape, getattr(values[row.name], "shape", ()), strict=False):
+        values = list(given)
+        for place, row in self.rows:
+            for name, size in zip(row.shape, getattr(values[place], "shape", ()), strict=False):
                 known, first = self.symbols.get(str(name)), sizes.setdefault(name, size)
                 if known is not None and not known.low <= size == first <= (known.high or size):
                     other = f" and {first}" if size != first else ""
                     raise UsageError(f"{name} is {size}{other}; the program takes one size, {known.range_text}.")
-        return {**values, **{row.name: self._validate(row, values[row.name]) for row in self.rows}}
+        for place, row in self.rows:
+            values[place] = self._validate(row, values[place])
+        return values
 
     def _validate(self, row: Binding, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from inlay.errors import PackageError, UsageError
 from inlay.lowering.buckets import find_decode_buckets
+from inlay.lowering.owned_state import OwnedState
 from inlay.program.bindings import Role, tensor_text
 from inlay.program.decoder import SIGNATURE, has_kv_cache
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[Any]], Sequence[Any]]
     RunPlan = Callable[[Mapping[str, Any]], list[Any]]
+
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,10 @@ class PlanExecutor:
 class Executable:
     """A program in one or several buckets that share their weights, and the state it works on.
 
-    Any number of threads may call it concurrently, each with its own state, or with slots of a shared state that no
-    other concurrent call uses. A state that a remark reports as copied is written as a whole: calls with the same such
-    state must not overlap. Overlapping calls follow each other through the pieces.
+    A call that passes no state uses the state that the executable owns (`state`), one call at a time. With state that
+    they pass, any number of threads may call it concurrently, each with its own state, or with slots of a shared state
+    that no other concurrent call uses. A state that a remark reports as copied is written as a whole: calls with the
+    same such state must not overlap. Overlapping calls follow each other through the pieces.
     """
 
     def __init__(
@@ -71,11 +77,16 @@ class Executable:
         buckets: Sequence[tuple[Bucket, RunPlan]],
         initial: Mapping[str, torch.Tensor],
         remarks: Sequence[Remark] = (),
+        device: torch.device = _CPU,
     ) -> None:
-        """`remarks` report which states are not updated in place, and why."""
+        """`remarks` report which states are not updated in place, and why. State is allocated on `device`."""
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
+        self.device = device
         self.remarks = tuple(remarks)
         self.results = [row.name for row in bindings.outs if row.alias is None]
+        self._state: OwnedState | None = None
+        self._state_lock = threading.Lock()
+        self._state_names = frozenset(row.name for row in bindings.state)
         self._types = [
             (row, getattr(torch, row.dtype), _static_shape(row))
             for row in bindings.with_role(Role.INPUT)
@@ -84,8 +95,8 @@ class Executable:
         self.cache = CacheSizes.from_bindings(bindings)
         """None for programs that are not decoders with a KV cache."""
         answers = find_decode_buckets([bucket.sizes for bucket, _ in self.buckets])
-        self._prefill = [each for each, decodes in zip(self.buckets, answers, strict=True) if not decodes]
-        self._decode = [each for each, decodes in zip(self.buckets, answers, strict=True) if decodes] + self._prefill
+        self._prefill = [index for index, decodes in enumerate(answers) if not decodes]
+        self._decode = [index for index, decodes in enumerate(answers) if decodes] + self._prefill
         self.has_decode_buckets = any(answers)
         """Whether prefill and decode use different code."""
 
@@ -97,21 +108,46 @@ class Executable:
                 made[row.name] = self.initial[row.name].clone()
             else:
                 shape = [size for size in row.shape if isinstance(size, int)]
-                made[row.name] = torch.empty(shape, dtype=getattr(torch, row.dtype))
+                made[row.name] = torch.empty(shape, dtype=getattr(torch, row.dtype), device=self.device)
         return made
+
+    @property
+    def state(self) -> OwnedState:
+        """The state of calls that pass none, by its names in the model. It is allocated on first use."""
+        with self._state_lock:
+            if self._state is None:
+                for row in self.bindings.state:
+                    if _static_shape(row) is None:
+                        raise UsageError(f"{row.target} is {row.type_text}: the caller chooses its size.", "Pass it.")
+                names = {row.target: row.name for row in self.bindings.state}
+                self._state = OwnedState(self.new_state(), names, self.initial)
+                self._state.reset()
+            return self._state
 
     def __call__(self, inputs: Mapping[str, Any], *, is_prefill: bool = False) -> dict[str, Any]:
         """Run one call: inputs and state by name → results by name. State is updated in place.
 
-        With `is_prefill`, a single token uses the code for longer prompts. So a prompt token gives bitwise the same
-        result however the prompt is chunked, and a decoded token gives the same result in every batch.
+        If `inputs` contains no state, the executable's own is used. With `is_prefill`, a single token uses the code for
+        longer prompts. So a prompt token gives bitwise the same result however the prompt is chunked, and a decoded
+        token gives the same result in every batch.
         """
+        if self._state_names and self._state_names.isdisjoint(inputs):
+            with self.state.exclusive() as held:
+                return self({**held, **inputs}, is_prefill=is_prefill)
+        return self.run_bucket(self.find_bucket(inputs, is_prefill=is_prefill), inputs)
+
+    def run_bucket(self, index: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the code of a bucket, without checks."""
+        return dict(zip(self.results, self.buckets[index][1](inputs), strict=True))
+
+    def find_bucket(self, inputs: Mapping[str, Any], *, is_prefill: bool = False) -> int:
+        """Check the inputs of a call, and return the index of the bucket that runs it."""
         sizes = self._sizes(inputs)
         if self.cache is not None:
             self.cache.check(inputs)
-        for bucket, execution in self._prefill if is_prefill else self._decode:
-            if bucket.fits(sizes):
-                return dict(zip(self.results, execution(inputs), strict=True))
+        for index in self._prefill if is_prefill else self._decode:
+            if self.buckets[index][0].fits(sizes):
+                return index
         asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
         ranges = " or ".join(bucket.text for bucket, _ in self.buckets)
         raise UsageError(f"No bucket was built for {asked}.", f"Use {ranges}.")

@@ -10,7 +10,7 @@ from torch import fx
 
 from inlay.lowering.state.in_place_writes import write_in_place
 from inlay.lowering.state.index_put import canonicalize_updates
-from inlay.lowering.state.state_copies import find_compiled_copies
+from inlay.lowering.state.state_copies import find_compiled_copies, find_functional_copies
 from inlay.ops.registration import DECOMPOSITIONS
 from inlay.program.bindings import Role
 from inlay.program.graphs import copy_graph
@@ -65,7 +65,8 @@ def build_inner_module(program: Program, output_aliases: Sequence[int | None], b
     canonical, _ = canonicalize_updates(program)
     made = write_in_place(canonical)
     if backend != "eager":
-        made = replace(made, states=tuple(find_compiled_copies(program)))
+        find = find_compiled_copies if backend == "inductor" else find_functional_copies
+        made = replace(made, states=tuple(find(program)))
     graph = copy_graph(made.program.graph)
     root = graph.owning_module or torch.nn.Module()
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -118,11 +118,22 @@ def time_kernels(
     features: int, depth: int, packing: Packing, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> tuple[dict[int, dict[str, float]], float]:
     """Return microseconds of each kernel for each number of rows, and the largest ratio of median to minimum."""
+    found, spread = {}, 1.0
+    for count, took in sample_kernels(features, depth, packing, dtype, rows).items():
+        found[count] = {name: round(min(each) * 1e6, 1) for name, each in took.items()}
+        spread = max(spread, *(sorted(took[way])[len(took[way]) // 2] / min(took[way]) for way in VARIANTS))
+    return found, round(spread, 2)
+
+
+def sample_kernels(
+    features: int, depth: int, packing: Packing, dtype: torch.dtype, rows: Sequence[int]
+) -> dict[int, dict[str, list[float]]]:
+    """Return the seconds of every timed call, for each number of rows and kernel."""
     shape = packing.shape(features, depth)
     size = shape[0] * shape[1] * shape[2]
     weights = [torch.full(shape, 17, dtype=torch.uint8) for _ in range(max(1, min(_WORKING_SET // size, 64)))]
     other = _aten_int4(features, depth, packing, len(weights)) or _one_dnn(features, depth, packing, len(weights))
-    found, spread = {}, 1.0
+    found = {}
     for count in rows:
         x = torch.randn(count, depth).to(dtype)
         calls: dict[str, KernelTrial] = {
@@ -131,10 +142,8 @@ def time_kernels(
         if other is not None:
             name, run, theirs = other
             calls[name] = (run, x.bfloat16(), theirs)
-        took = _time_interleaved(calls)
-        found[count] = {name: round(min(each) * 1e6, 1) for name, each in took.items()}
-        spread = max(spread, *(sorted(took[way])[len(took[way]) // 2] / min(took[way]) for way in VARIANTS))
-    return found, round(spread, 2)
+        found[count] = _time_interleaved(calls)
+    return found
 
 
 def _time_interleaved(calls: Mapping[str, KernelTrial]) -> dict[str, list[float]]:

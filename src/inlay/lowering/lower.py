@@ -77,14 +77,17 @@ def compile_lowered(lowered: LoweredProgram, backend: str = "inductor") -> Execu
     used = {name for _, _, plan in lowered.buckets for step in plan.steps for name in step.constants}
     weights = {name: program.tensors[name].read() for name in used}
     initial = {
-        row.name: program.tensors[row.name].read() for row in program.bindings.state if row.name in program.tensors
+        row.name: program.tensors[row.name].read().clone()  # the model writes to the tensor itself when it is called
+        for row in program.bindings.state
+        if row.name in program.tensors
     }
     buckets = [
         (Bucket(name, sizes, (), (), plan.results), _execution(plan, backend, weights))
         for name, sizes, plan in lowered.buckets
     ]
     states = find_eager_copies(find_state_updates(program)) if backend == "eager" else find_compiled_copies(program)
-    return Executable(program.bindings, buckets, initial, copy_remarks(states))
+    devices = {value.device for value in weights.values()}
+    return Executable(program.bindings, buckets, initial, copy_remarks(states), *(devices if len(devices) == 1 else ()))
 
 
 def _execution(plan: Plan, backend: str, weights: dict[str, torch.Tensor]) -> PlanExecutor:

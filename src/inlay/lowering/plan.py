@@ -367,6 +367,7 @@ class _Builder:
             self._make_contiguous(self.node_map[node]) for node in outputs
         ]
         self.graph.output(tuple(results))
+        self.graph.owning_module = self.source.graph.owning_module  # has the nested graphs
         self.graph.eliminate_dead_code()
         rows = {row.name: row for row in self.rows}
         outs = [

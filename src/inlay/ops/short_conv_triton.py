@@ -1,6 +1,6 @@
 """`gated_short_conv` as one Triton kernel. Requires the package triton, so it is imported only when needed.
 
-Checked in Triton's interpreter and compiled for sm_80 and sm_90. Not timed.
+Checked in Triton's interpreter and compiled for sm_80, sm_90 and sm_100. Not timed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A package contains native code: load only packages from a trusted source. Hashes
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from inlay.ops import native
 from inlay.package import store, weights_file
 from inlay.package.integrity import check_package as check_package
 from inlay.package.integrity import read_version
+from inlay.program.remarks import Remark, RemarkKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +64,8 @@ class LoadedPackage(Executable):
             (bucket, PlanExecutor(chain_steps(steps, bucket.results), bucket.results))
             for bucket, steps in zip(manifest.buckets, self.steps, strict=True)
         ]
-        super().__init__(manifest.bindings, buckets, {name: self.weights[of] for name, of in manifest.initial.items()})
+        initial = {name: self.weights[of] for name, of in manifest.initial.items()}
+        super().__init__(manifest.bindings, buckets, initial, _read_copy_remarks(folder))
 
     def _bind_steps(self, bucket: Bucket, code: dict[str, BindConstants]) -> list[BoundStep]:
         return [
@@ -84,3 +87,12 @@ class LoadedPackage(Executable):
             return library.bind(dict(zip(piece.constants, constants, strict=True)))
 
         return bind
+
+
+def _read_copy_remarks(folder: Path) -> list[Remark]:
+    """Return the remarks of the build on states that are not updated in place."""
+    file = folder / "remarks.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = [json.loads(line) for line in lines if '"in_place"' in line]
+    rows = [row | {"kind": RemarkKind(row["kind"]), "nodes": tuple(row["nodes"])} for row in rows]
+    return [Remark(**row) for row in rows if row["transform"] == "in_place"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ class Program:
         return f"<Program {self.name}: {len(self)} nodes, {len(self.bindings)} bindings>"
 
     def __len__(self) -> int:
-        return sum(1 for _ in all_nodes(self.graph))
+        """Return the number of nodes without `getitem`, which only selects a result of a call."""
+        return sum(1 for node in all_nodes(self.graph) if node.target is not operator.getitem)
 
     @classmethod
     def from_graph(cls, graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str = "graph") -> Program:

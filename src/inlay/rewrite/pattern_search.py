@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 _MIN_MATCHED_SHARE = 0.5
-"""A site where a smaller share of the pattern matched is not reported."""
+
+
+def is_trivial(matched: int, pattern_nodes: int) -> bool:
+    """Return whether too little of a pattern matched to report a miss: one node, or less than half.
+
+    >>> is_trivial(1, 2), is_trivial(2, 2), is_trivial(2, 6), is_trivial(3, 6)
+    (True, False, True, False)
+    """
+    return matched < max(2, pattern_nodes * _MIN_MATCHED_SHARE)
 
 
 def trace_alternatives(program: Program, *rules: Rule) -> list[Alternative]:
@@ -85,7 +93,7 @@ def _search(
                     matches[root] = match
                     refusals.pop(root, None)
                     continue
-            elif result.matched < max(2, tree.num_calls * _MIN_MATCHED_SHARE):
+            elif is_trivial(result.matched, tree.num_calls):
                 continue
             else:
                 size, node = tree.num_calls, result.node or root

@@ -7,9 +7,12 @@ operators, and converted to Inductor's pattern tree. That tree is then converted
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +30,7 @@ from inlay.program.tracing_lock import tracing_lock
 from inlay.rewrite.rule import Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 def _inductor() -> Any:
@@ -254,29 +257,64 @@ def _key(function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
 
 def _torch_modes() -> tuple[Any, ...]:
     """Return the modes of torch that change what a function traces to."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return torch.get_default_dtype(), torch.get_default_device(), *modes
 
 
 def _stored_name(function: Any, example: Mapping[str, Any]) -> str:
-    """Return the name of a pattern on disk; empty unless rule and function are defined in files of Inlay.
+    """Return the name of a pattern on disk; empty unless its rule and all that it calls are defined in files of Inlay.
 
-    The source key contains the content of these files, so the name needs no more than the place in them.
+    It contains a hash of the loaded code, which a stale file of bytecode or a replaced function changes.
     """
     rule = getattr(function, "__self__", None)
     if not isinstance(rule, Rule):
         return ""
-    cls, code = type(rule), function.__func__.__code__
-    places = f"{cls.__module__}.{cls.__qualname__}", f"{function.__module__}.{function.__qualname__}"
-    if not all(each.startswith("inlay.") and "<locals>" not in each for each in places):
-        return ""
-    _, _, options, kinds = _key(function, example)
-    if not code.co_filename.startswith(_SOURCE_FOLDER) or " at 0x" in options:
-        return ""
-    return repr((places, options, kinds))
+    _, cls, options, kinds = _key(function, example)
+    code = _loaded_code(cls)
+    return repr((cls.__module__, cls.__qualname__, function.__name__, code, options, kinds)) if code else ""
 
 
 _SOURCE_FOLDER = derived_cache.__file__.removesuffix("derived_cache.py")
+
+
+_TRUSTED = {"torch", *sys.stdlib_module_names}
+
+
+def _loaded_code(cls: type) -> str:
+    """Return a hash of the methods of a class and of the functions they call; empty if one is not from Inlay."""
+    bases = [base for base in cls.__mro__ if _top(base) not in _TRUSTED]
+    if any("<locals>" in base.__qualname__ or _top(base) != "inlay" for base in bases):
+        return ""
+    todo: list[Any] = [value for base in bases for value in vars(base).values()]
+    texts, seen = [], set()
+    while todo:
+        value = todo.pop()
+        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "__wrapped__", value)
+        if not isinstance(value, FunctionType) or value in seen or _top(value) in _TRUSTED:
+            continue
+        seen.add(value)
+        if not value.__code__.co_filename.startswith(_SOURCE_FOLDER):
+            return ""
+        for code in _nested_code(value.__code__):
+            texts.append(f"{code.co_code.hex()} {code.co_names} {[each for each in code.co_consts if _is_plain(each)]}")
+            todo += [value.__globals__.get(name) for name in code.co_names]
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()
+
+
+def _top(value: Any) -> str:
+    return str(value.__module__).partition(".")[0]
+
+
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _nested_code(each)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bytes, type(None), tuple))
 
 
 def tree_lines(tree: PatternTree) -> list[Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
 
+from inlay.errors import UsageError, suggest
 from inlay.program.graphs import SOURCE
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Match:
 
     def value(self, name: str) -> Any:
         """Return the fake tensor (or number) that an argument of the pattern matched."""
+        if name not in self.values:
+            raise UsageError(f"The pattern has no argument {name}.", suggest(name, self.values))
         held = self.values[name]
         return held.meta.get("val") if isinstance(held, fx.Node) else held
 
@@ -154,4 +158,9 @@ class Rule:
             for dtype in DTYPES:
                 if dtype in dtypes:
                     example = {key: value for key, value in self.examples(dtype).items() if key in wanted}
+                    tensors = [(key, value) for key, value in example.items() if isinstance(value, torch.Tensor)]
+                    for (one, first), (two, second) in itertools.combinations(tensors, 2):
+                        if first is second:  # they would be one variable of the pattern
+                            problem = f"{self.name}: {one} and {two} of its examples are the same tensor."
+                            raise UsageError(problem, "Create a tensor for each argument.")
                     yield Alternative(function, example, self.replacement_args(name))

@@ -22,6 +22,7 @@ import torch
 
 from inlay.errors import InlayError, ProgramError, UsageError, one_line
 from inlay.program.decoder import SIGNATURE
+from inlay.runtime.decode_replay import open_steps
 from inlay.runtime.generation_state import GenerationState
 from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.kv.events import EventLog
@@ -90,13 +91,14 @@ class Engine:
             if places[0]
             else None
         )
-        self._memory = KVMemory(states, settings.block_size, places if places[0] else (), self.slots)
-        self._populate_thread = self._memory.populate()
+        with package.device:  # what is allocated here is allocated there
+            self._memory = KVMemory(states, settings.block_size, places if places[0] else (), self.slots)
+        self._populate_thread = self._memory.populate() if package.device.type == "cpu" else None
         self._counts: Counter[str] = Counter()
         self._prefix_cache = PrefixCache(
             self.cache, self._memory, self._counts, can_store_generated=not package.has_decode_buckets
         )
-        self._package = package
+        self._package = open_steps(package, self._memory.state)
         fixed = {
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
         }

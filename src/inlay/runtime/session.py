@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from inlay.errors import UsageError
+from inlay.lowering.owned_state import OwnedState
 from inlay.program.decoder import SIGNATURE
+from inlay.runtime.decode_replay import open_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from inlay.lowering.executable import Executable
 
@@ -28,8 +28,8 @@ class Session:
     """
 
     def __init__(self, executable: Executable, batch: int = 1) -> None:
-        self._run = executable
         self._state = executable.new_state()
+        self._run = open_steps(executable, self._state)
         slots, _, room, _ = executable.bindings.state[0].shape
         if batch > int(slots):
             raise UsageError(
@@ -39,7 +39,9 @@ class Session:
         self.batch, self.max_seq_len = batch, int(room)
         self._slots = torch.arange(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int64)
-        self._busy = threading.Lock()
+        held = {**self._state, SIGNATURE.lengths: self._lengths}
+        self.state = OwnedState(held, {name: name for name in held}, {})
+        """The KV cache of all slots, and the lengths."""
 
     @property
     def lengths(self) -> list[int]:
@@ -48,8 +50,7 @@ class Session:
 
     def restart(self, *sequences: int) -> None:
         """Set the length of these sequences, or of all, to 0. No memory is cleared."""
-        with self._exclusive():
-            self._lengths = self._lengths.clone()
+        with self.state.exclusive():
             self._lengths[list(sequences) if sequences else slice(None)] = 0
 
     def advance(
@@ -63,7 +64,7 @@ class Session:
         given = torch.as_tensor(tokens, dtype=torch.int64).contiguous()
         if given.dim() != 2 or given.shape[0] != self.batch or not given.shape[1]:
             raise UsageError(f"Tokens must have the shape [{self.batch}, length], but have {list(given.shape)}.")
-        with self._exclusive():
+        with self.state.exclusive():
             longest = max(self.lengths) + given.shape[1]
             if longest > self.max_seq_len:
                 raise UsageError(
@@ -78,18 +79,9 @@ class Session:
             }
             begins = given.shape[1] > 1 or not any(self.lengths)
             results = self._run(given_all, is_prefill=begins if is_prefill is None else is_prefill)
-            self._lengths = self._lengths + given.shape[1]
+            self._lengths += given.shape[1]
         scores: torch.Tensor = results[SIGNATURE.logits][:, -1]
         return scores.float()
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise UsageError("Another thread is using this session.", "Open one session for each thread.")
-        try:
-            yield
-        finally:
-            self._busy.release()
 
 
 class SequenceSession:
@@ -98,6 +90,11 @@ class SequenceSession:
     def __init__(self, executable: Executable) -> None:
         self._session = Session(executable)
         self.max_seq_len = self._session.max_seq_len
+
+    @property
+    def state(self) -> OwnedState:
+        """The KV cache of all slots, and the length."""
+        return self._session.state
 
     @property
     def length(self) -> int:

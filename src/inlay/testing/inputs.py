@@ -41,13 +41,16 @@ def call(model: Model, inputs: Inputs) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
-def copy_inputs(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Return a deep copy of the inputs, with floating-point values converted to `dtype` if it is given."""
+def copy_inputs(inputs: Inputs, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Inputs:
+    """Return a deep copy: floating-point tensors converted to `dtype`, and all tensors moved to `device`, if given."""
 
     def converted(value: Any) -> Any:
-        if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, torch.Tensor):
             return value
-        return value.detach().to(dtype).requires_grad_(value.requires_grad)
+        wanted = dtype if value.is_floating_point() else None
+        if wanted is None and (device is None or device.type == value.device.type == "cpu"):
+            return value
+        return value.detach().to(device=device, dtype=wanted).requires_grad_(value.requires_grad)
 
     made: Inputs = tree_map(converted, copy.deepcopy(inputs))
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from inlay.errors import UsageError, one_line
 from inlay.integrations.torch_compile import inlay
 from inlay.testing.compiler import record_compiles, use_eager_random
 from inlay.testing.inputs import as_input_sets, call, compile_model, copy_inputs, refuse_compiled
@@ -28,11 +30,13 @@ class ModelCheck:
     """Counts of what `check_model` compared."""
 
     runs: int
-    """Compiled runs: dtypes times input sets, without and with gradients."""
+    """Compiled runs: devices times dtypes times input sets, without and with gradients."""
     values: int
     """Compared values: outputs, arguments and state after the call, gradients."""
     frames: int
     """Compiled Python frames, including recompiles."""
+    skipped: tuple[str, ...] = ()
+    """Devices that are not available, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,15 @@ class _ModelRun:
     model: Model
     dtype: torch.dtype | None
     gradients: bool
+    device: torch.device | None = None
     prepare: Callable[[Model], Model] = field(default=lambda model: model)
 
     def execute(self, inputs: Inputs) -> dict[str, Any]:
         """Run once from fresh state and return all values by name."""
-        model, given = copy.deepcopy(self.model), copy_inputs(inputs, self.dtype)
+        model, given = copy.deepcopy(self.model), copy_inputs(inputs, self.dtype, self.device)
         if isinstance(model, torch.nn.Module):
             model.zero_grad(set_to_none=True)
-            if self.dtype is not None:
-                model.to(self.dtype)
+            model.to(device=self.device, dtype=self.dtype)
         places = {name: value.data_ptr() for name, value in _state(model).items()}
         torch.manual_seed(0)
         with nullcontext() if self.gradients else torch.no_grad():
@@ -73,6 +77,7 @@ def check_model(
     *,
     backend: str | Callable[..., Any] = "inductor",
     dtypes: Sequence[torch.dtype | None] = (torch.float32, torch.bfloat16),
+    devices: Sequence[str | torch.device | None] = ("cpu",),
     gradients: bool | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -83,30 +88,33 @@ def check_model(
 
     `inputs` is one set (a tuple by position, a mapping by name) or a list of sets, which may have different shapes. One
     compiled model serves all sets, each from the same initial state. The model and floating-point inputs are converted
-    to each of `dtypes`; None leaves them unchanged. Errors are measured against the model in float64 if it can run in
-    float64. A compiled value may differ by `tolerance` (relative to the largest value) plus twice the error of eager; a
-    tolerance of 0 means equal to eager.
+    to each of `dtypes`; None leaves them unchanged. All dtypes are checked on each of `devices`; None leaves the model
+    and the inputs where they are. A device that is not available is skipped with a warning, and `ModelCheck.skipped`
+    contains the reason. Errors are measured against the model in float64 if it can run in float64. A compiled value may
+    differ by `tolerance` (relative to the largest value) plus twice the error of eager; a tolerance of 0 means equal to
+    eager.
     Gradients are compared if a parameter or an input requires one, unless the backend is Inlay's, which has none.
     With `strides=False` the layout of outputs is not compared. State outside the arguments of a plain function is not
     reset, and tensors inside objects that are not pytrees are not converted.
 
     >>> check_model(torch.nn.Linear(4, 2), [(torch.ones(3, 4),), (torch.ones(5, 4),)], backend="aot_eager")
-    ModelCheck(runs=8, values=64, frames=8)
+    ModelCheck(runs=8, values=64, frames=8, skipped=())
     """
     refuse_compiled(model)
     sets = as_input_sets(inputs)
+    present, skipped = _find_devices(devices)
     if gradients is None:
         gradients = backend not in ("inlay", inlay) and any(_requires_grad(model, each) for each in sets)
     allowed = {**TOLERANCE, **(tolerance or {})}
     found: list[ValueDifference] = []
     compared = frames = 0
-    for dtype, training in product(dtypes, (False, True) if gradients else (False,)):
-        eager = _ModelRun(model, dtype, training)
+    for device, dtype, training in product(present, dtypes, (False, True) if gradients else (False,)):
+        eager = _ModelRun(model, dtype, training, device)
         fast = replace(eager, prepare=lambda each: compile_model(each, backend, options, dynamic))
         torch.compiler.reset()
         with record_compiles() as made, use_eager_random(), torch.random.fork_rng(devices=[]):
             for index, given in enumerate(sets):
-                run = _run_text(dtype, index, training)
+                run = _run_text(device, dtype, index, training)
                 one, two = eager.execute(given), _run_with_note(run, fast, given)
                 found += find_differences(
                     run, one, two, _reference(eager, given), _widen_tolerance(allowed, dtype), strides
@@ -118,7 +126,31 @@ def check_model(
         f"The compiled model ({_backend_text(backend)}) differs from eager in {len(found)} places.\n"
         f"{format_table(found)}"
     )
-    return ModelCheck(len(dtypes) * len(sets) * (1 + gradients), compared, frames)
+    runs = len(present) * len(dtypes) * len(sets) * (1 + gradients)
+    return ModelCheck(runs, compared, frames, skipped)
+
+
+def _find_devices(
+    devices: Sequence[str | torch.device | None],
+) -> tuple[list[torch.device | None], tuple[str, ...]]:
+    """Return the devices that compute here, and for each other one why it does not."""
+    present: list[torch.device | None] = []
+    skipped = []
+    for each in devices:
+        try:
+            device = None if each is None else torch.device(each)
+        except RuntimeError as error:
+            raise UsageError(f"{each!r} is not a device of torch.", "Give cpu, cuda, cuda:1, mps, …") from error
+        if device is not None and device.type == "meta":
+            raise UsageError("Tensors on the device meta have no values to compare.", "Give a device that computes.")
+        try:
+            torch.ones(1, device=device)
+            present.append(device)
+        except Exception as error:
+            skipped.append(f"{device}: {one_line(error)}")
+            warnings.warn(f"check_model skips the device {skipped[-1]}.", stacklevel=3)
+    assert present, f"No device is available, so nothing was checked. {'; '.join(skipped) or 'None was given'}."
+    return present, tuple(skipped)
 
 
 def _widen_tolerance(allowed: Mapping[torch.dtype, float], dtype: torch.dtype | None) -> dict[torch.dtype, float]:
@@ -137,9 +169,10 @@ def _assert_compiled(made: Sequence[CompiledFrame]) -> None:
     )
 
 
-def _run_text(dtype: torch.dtype | None, index: int, training: bool) -> str:
+def _run_text(device: torch.device | None, dtype: torch.dtype | None, index: int, training: bool) -> str:
+    where = "" if device is None or device.type == "cpu" else f"{device}, "
     name = "as given" if dtype is None else str(dtype).removeprefix("torch.")
-    return f"{name}, inputs {index}, {'with' if training else 'without'} gradients"
+    return f"{where}{name}, inputs {index}, {'with' if training else 'without'} gradients"
 
 
 def _backend_text(backend: str | Callable[..., Any]) -> str:
@@ -159,7 +192,7 @@ def _reference(eager: _ModelRun, inputs: Inputs) -> dict[str, Any]:
     if eager.dtype is None or eager.dtype is torch.float64:
         return {}
     try:
-        return _ModelRun(eager.model, torch.float64, eager.gradients).execute(inputs)
+        return replace(eager, dtype=torch.float64).execute(inputs)
     except Exception:
         return {}
 
@@ -195,5 +228,5 @@ def _backward(outputs: Any) -> None:
     if not ends:
         return
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in ends]
+    given = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in ends]
     torch.autograd.backward(ends, given)

@@ -16,6 +16,8 @@ from inlay.program.graphs import MODULE, SOURCE, all_nodes
 from inlay.program.program import Program
 from inlay.program.text.diff import diff
 from inlay.program.text.printer import dump
+from inlay.rewrite import Rule
+from inlay.rewrite.near_misses import find_near_misses
 from inlay.rewrite.reasons import Reason
 from inlay.transforms.base import Numerics, Transform, TransformResult, find_transform
 from inlay.transforms.pass_manager import check_metadata
@@ -87,9 +89,11 @@ def assert_rewrites(
     """
     program = program_of(before, args, axes, prerequisites)
     applied = _apply(program, transform)
-    assert applied.sites == sites, (
-        f"{applied.sites} sites instead of {sites}: {'; '.join(miss.reason for miss in applied.misses) or 'no misses'}"
-    )
+    if applied.sites != sites:
+        rule: Any = _instance(transform)
+        misses = find_near_misses(program, rule).misses if isinstance(rule, Rule) else applied.misses
+        why = "; ".join(miss.reason for miss in misses) or "no misses"
+        raise AssertionError(f"{applied.sites} sites instead of {sites}: {why}")
     faulty = [miss.reason for miss in applied.misses if miss.kind is Reason.REPLACEMENT]
     assert not faulty, faulty[0]
     bare = program.copy()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -12,11 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from inlay.config import default_aliases
-from inlay.errors import ProgramError, TransformError, UsageError, suggest
-from inlay.program.graphs import all_graphs
+from inlay.errors import ProgramError, TransformError, UsageError, one_line, suggest
+from inlay.program.graphs import all_graphs, target_text
 from inlay.program.symbols import fixed_symbols
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
+from inlay.rewrite.differences import subtree_calls
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
+from inlay.rewrite.pattern_trees import PATTERNS
 from inlay.rewrite.replacement import ReplacementCache
 
 if TYPE_CHECKING:
@@ -125,6 +129,12 @@ class Transform(ABC):
     @abstractmethod
     def apply(self, program: Program) -> TransformResult:
         """Transform `program`, which is a copy, and return it or another program in the result."""
+
+    def skip_reason(self, program: Program) -> str:
+        """Return why the transform has nothing to do in this program, or "". An anchor means that it has."""
+        counts = program.op_counts()
+        found = any(counts.get(name) for name in self.anchors)
+        return f"the program has no {' or '.join(self.anchors)}" if self.anchors and not found else ""
 
     @classmethod
     def summary(cls) -> str:
@@ -245,6 +255,21 @@ class PatternTransform(ProgramTransform, Rule):
             yield from refusals
             yield from matches
 
+    def skip_reason(self, program: Program) -> str:
+        """Return one operator that the program lacks for each pattern, if every pattern calls one."""
+        counts, lacking = program.op_counts(), list[set[str]]()
+        for each in trace_alternatives(program, self):
+            outputs = PATTERNS.get(each.function, each.example).outputs
+            calls = {target_text(call.target) for output in outputs for call in subtree_calls(output)}
+            lacking.append({name for name in calls if not counts.get(name)})
+        if not all(lacking) or any(counts.get(name) for name in self.anchors):
+            return ""
+        if not lacking:
+            return "the program has no floating-point values"
+        times = Counter(name for each in lacking for name in each)
+        named = {max(each, key=lambda name: (name in self.anchors, times[name], name)) for each in lacking}
+        return f"the program has no {' or '.join(sorted(named))}"
+
     def trace_key(self) -> str:
         return repr(self.options.model_dump(exclude=set(TransformOptions.model_fields)))
 
@@ -285,7 +310,12 @@ def _load() -> None:
     import inlay.transforms.library  # noqa: F401 - importing registers
 
     for point in entry_points(group="inlay.transforms"):
-        point.load()
+        try:
+            point.load()
+        except Exception as error:  # a broken package must not stop the commands that do not need it
+            package = point.dist.name if point.dist else point.module
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            warnings.warn(f"The transforms of {package} ({point.value}) cannot be loaded: {problem}.", stacklevel=2)
 
 
 def find_transform(name: str) -> type[Transform]:

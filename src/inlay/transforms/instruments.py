@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.errors import UsageError
@@ -12,11 +14,19 @@ from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.printer import save, save_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from inlay.program.program import Program
     from inlay.transforms.base import Transform
     from inlay.transforms.pass_manager import TransformRecord
+
+
+DUMP_VARIABLE = "INLAY_DUMP_GRAPHS_DIR"
+"""The environment variable that names a folder for dumps."""
+
+
+def dump_instruments(folder: Path | None = None, below: str = "") -> list[Dump]:
+    """Return an instrument that dumps into this folder, or else into the one that the environment variable names."""
+    folder = folder or (Path(named) if (named := os.environ.get(DUMP_VARIABLE)) else None)
+    return [Dump(folder / below)] if folder is not None else []
 
 
 @dataclass
@@ -48,7 +58,7 @@ class Dump:
         elif record.status == "ran":
             entry["why"] = record.misses[0].reason if record.misses else "no node starts a match"
         else:
-            entry["why"] = "enabled: false"
+            entry["why"] = record.skip_reason or "enabled: false"
         self.index.append(entry)
         (self.folder / "index.json").write_text(json.dumps(self.index, indent=2) + "\n")
 

@@ -125,7 +125,7 @@ def lock_model(
         transforms={
             record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_miss_counts(record).items())))
             for record in records
-            if record.status == "ran"
+            if record.was_applied
         },
     )
 

@@ -35,7 +35,11 @@ class TransformRecord:
     transform: str
     stage: str
     status: str
-    """`ran`, `disabled`, `skipped` (nothing to do), or `failed` (not applied; only in the torch.compile backend)."""
+    """`ran`, `disabled`, `failed` (not applied; only in the torch.compile backend), `analysis` (remarks of a build, no
+    transform), or `skipped`: it ran, met its contract, has neither sites nor misses, and the program lacks what it
+    needs."""
+    skip_reason: str = ""
+    """What the program lacks, if the transform was skipped."""
     sites: int = 0
     has_site_count: bool = True
     """Whether `sites` counts sites. Otherwise it counts the calls that changed."""
@@ -45,10 +49,15 @@ class TransformRecord:
     remarks: tuple[Remark, ...] = field(default=(), repr=False)
 
     @property
+    def was_applied(self) -> bool:
+        """Whether the transform was enabled and did not fail, so that `sites` is its count even if it is 0."""
+        return self.status in ("ran", "skipped")
+
+    @property
     def summary(self) -> str:
         """One line for logs and scripts."""
         if self.status != "ran":
-            return f"{self.key}: [SUMMARY] {self.status}"
+            return f"{self.key}: [SUMMARY] {self.status}" + (f" ({self.skip_reason})" if self.skip_reason else "")
         before, after = self.nodes
         found = (
             f"matches={self.sites}" if self.has_site_count else f"changed_nodes={self.sites} (matches are not counted)"
@@ -73,6 +82,7 @@ class TransformRecord:
             "transform": self.transform,
             "stage": self.stage,
             "status": self.status,
+            "skip_reason": self.skip_reason,
             "matches": self.sites if self.has_site_count else None,
             "changed_nodes": None if self.has_site_count else self.sites,
             "seconds": round(self.seconds, 4),
@@ -163,7 +173,7 @@ def run(
     for step in steps:
         for instrument in instruments:
             instrument.before(step.transform, program)
-        program, record = _run_step(program, step, [each.key for each in records if each.status == "ran"])
+        program, record = _run_step(program, step, [each.key for each in records if each.was_applied])
         records.append(record)
         for instrument in instruments:
             instrument.after(step.transform, program, record)
@@ -197,9 +207,11 @@ def _run_step(program: Program, step: TransformStep, predecessors: list[str]) ->
     seconds = time.perf_counter() - start
     remarks = tuple(_remark(each, miss) for miss in applied.misses)
     remarks += tuple(Remark(RemarkKind.ANALYSIS, each.name, each.name, note) for note in applied.notes)
+    why = "" if applied.sites or applied.misses else each.skip_reason(program)
     record = replace(
         record,
-        status="ran",
+        status="skipped" if why else "ran",
+        skip_reason=why,
         sites=applied.sites,
         has_site_count=applied.has_site_count,
         seconds=seconds,

@@ -102,6 +102,84 @@ def test_settings_say_where_they_come_from() -> None:
     assert _transform(facts, "match_rope")["status"] == "disabled"
 
 
+def misses() -> Example:
+    """A norm that nearly matches, one of two nodes of a gate, and a gate that matches."""
+
+    class Misses(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            silu = torch.nn.functional.silu
+            normed = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            scaled = x * normed
+            gate = silu(x) * normed
+            return scaled, torch.nn.functional.gelu(x) + 1, gate
+
+    return Example(Misses(), (torch.randn(3, 8),))
+
+
+def chains() -> Example:
+    """Two equal chains of operators."""
+
+    class Chains(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.tanh(torch.tanh(x / 30) * 30 @ x / 30) * 30 @ x
+
+    return Example(Chains(), (torch.randn(4, 4),))
+
+
+def test_trivial_misses_stand_apart() -> None:
+    facts = report_program(capture(misses()))
+    assert [each["trivial"] for each in _transform(facts, "match_geglu")["misses"]] == [True]
+    assert [each["trivial"] for each in _transform(facts, "match_rms_norm")["misses"]] == [False]
+    skipped = _transform(facts, "match_rms_norm")
+    assert (skipped["status"], skipped["skip_reason"]) == (
+        "skipped",
+        "the program has no aten.rms_norm.default or aten.rsqrt.default",
+    )
+
+
+def test_explain_puts_what_nearly_matched_on_top() -> None:
+    command = ["explain", "tests.insight.report.test_report:misses"]
+    lines = _run(*command).stdout.splitlines()
+    assert lines[0] == "1 near miss; 1 trivial ones hidden, --all shows them."
+    assert lines[1] == "match_rms_norm  matched nothing"
+    assert "aten.rsqrt.default expected, aten.sqrt.default found" in lines[2]
+    text = "\n".join(lines)
+    assert text.index("match_rms_norm") < text.index("match_swiglu  matched 1")
+    assert "match_geglu  " not in text
+    assert "Skipped: match_layer_norm (the program has no " in text
+    shown = _run(*command, "--all").stdout
+    assert "1 near miss; 1 trivial ones shown." in shown
+    assert "match_geglu  matched nothing" in shown
+
+
+def test_a_report_and_the_candidates_agree_about_a_module() -> None:
+    told = report_program(capture(chains()))["candidates"]
+    found = json.loads(_run("candidates", "tests.insight.report.test_report:chains", "--as-built", "--json").stdout)
+    assert len(told["rows"]) == 1
+    assert (told["rows"], told["searched"]) == (found["candidates"], found["searched"])
+    assert found["searched"] == "the program after the transforms, without a KV cache"
+    text = _run("candidates", "tests.insight.report.test_report:chains", "--no-transforms").stdout
+    assert text.startswith("Searched: the program as captured.")
+    assert "\n1 candidate; together at most" in text
+
+
+@pytest.mark.nightly
+def test_a_report_and_the_candidates_agree(tmp_path: Path) -> None:
+    """About the program of a build, with its cache; without it, both say so and the program is another one."""
+    folder = str(config_folder(tmp_path / "model"))
+    told = report_program(capture(folder))["candidates"]
+    built, plain, captured = (
+        json.loads(_run("candidates", folder, "--json", *options).stdout)
+        for options in (["--as-built"], [], ["--no-transforms"])
+    )
+    assert told["searched"] == built["searched"] == "the program after the transforms, with a KV cache"
+    assert told["rows"] == built["candidates"]
+    assert plain["searched"] == "the program after the transforms, without a KV cache"
+    assert captured["searched"] == "the program as captured"
+    assert len({len(each["candidates"]) for each in (built, plain, captured)}) > 1
+    assert _run("candidates", folder, "--as-built", "--no-transforms").exit_code == 2
+
+
 def test_a_broken_contract_is_shown() -> None:
     facts = report_program(capture(norms()), BuildOptions(settings=("match_rms_norm.expect=2",)))
     assert "matched 1 sites, expected 2" in _transform(facts, "match_rms_norm")["contract"]["broken"]

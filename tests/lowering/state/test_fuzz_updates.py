@@ -17,15 +17,19 @@ import torch
 
 from inlay.analysis.state_updates import find_state_updates
 from inlay.lowering.compiled_program import compile_program
+from inlay.lowering.inner_backend import build_inner_module, compile_with
+from inlay.lowering.lower import compile_lowered, lower
 from inlay.lowering.state.declared_aliases import declare_aliases
 from inlay.lowering.state.index_put import canonicalize_updates
 from inlay.package.memory_profiler import allocate_arena, find_written_pages, record_torch_allocations
+from inlay.program.bindings import Role
 from inlay.testing import program_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inlay.program import Program
+    from inlay.program.remarks import Remark
 
 SHAPE = (2, 3, 8, 4)
 
@@ -242,24 +246,43 @@ class _Caches:
         return found
 
 
-def _caches(count: int) -> _Caches:
-    shapes = {str(index): ((3, 5, 40 + index, 16), torch.float32) for index in range(count)}
+def _caches(count: int, *, tiny: bool = False) -> _Caches:
+    shape = (3, 1, 4, 1) if tiny else (3, 5, 40, 16)
+    shapes = {str(index): ((*shape[:2], shape[2] + index, shape[3]), torch.float32) for index in range(count)}
     whole, held = allocate_arena(shapes)
     return _Caches(whole, list(held.values()))
 
 
-def _check_backend(backend: str, seeds: Sequence[int]) -> int:
+def _compile(program: Program, backend: str) -> tuple[Callable[..., Any], Sequence[Remark]]:
+    """The program on any way to run it in this process, and what is said of its states."""
+    if backend == "aot_eager":
+        users = [None for row in program.bindings.outs if row.alias is None]
+        made = build_inner_module(program, users, backend)
+        values = [node.meta["val"] for node in made.module.graph.nodes if node.op == "placeholder"]
+        return torch.no_grad()(compile_with(backend, made.module, values)), made.remarks
+    if backend == "executable":
+        rows = program.bindings.with_role(Role.INPUT)
+        executable, names = (compile_lowered(lower(program), "eager"), [row.name for row in rows])
+        return lambda *given: [*executable(dict(zip(names, given, strict=True))).values()], executable.remarks
+    compiled = compile_program(program, backend)
+    assert {state.binding.name for state in compiled.states if not state.is_eligible} <= {
+        remark.nodes[0] for remark in compiled.remarks
+    }
+    return compiled, compiled.remarks
+
+
+def _check_backend(backend: str, seeds: Sequence[int], *, tiny: bool = False) -> int:
     """How many of the states are in place. One program writes to all of them, so that it is compiled once."""
     models = [_model(seed) for seed in seeds]
 
     def model(x: torch.Tensor, at: torch.Tensor, *caches: torch.Tensor) -> Any:
         return tuple(value for each, cache in zip(models, caches, strict=True) for value in each(cache, x, at))
 
-    held, at = _caches(len(seeds)), torch.tensor([3, 1])
+    held, at = _caches(len(seeds), tiny=tiny), torch.tensor([3, 1])
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(len(seeds)))
     held.fill(0)
     program = program_of(model, [x, at, *(cache.clone() for cache in held.caches)])
-    compiled = compile_program(program, backend)
+    compiled, said = _compile(program, backend)
     expected = [cache.clone() for cache in held.caches]
     for left, right in zip(model(x, at, *expected), compiled(x, at, *held.caches), strict=True):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
@@ -270,22 +293,34 @@ def _check_backend(backend: str, seeds: Sequence[int]) -> int:
     held.fill(1)
     written = held.pages(lambda: compiled(x, at, *held.caches))
     blocks = record_torch_allocations(lambda: compiled(x, at, *held.caches))
-    states = {state.binding.name: state for state in compiled.states}
-    remarks = {remark.nodes[0] for remark in compiled.remarks}
+    states = {row.name for row in program.bindings.state}
+    remarks = {remark.nodes[0] for remark in said}
     for index, seed in enumerate(seeds):
-        state = states.get(f"values_{index + 2}")
-        if state is None:
-            continue  # nothing is written to it
-        assert state.is_eligible == (state.binding.name not in remarks)
-        if state.is_eligible:
+        name = f"values_{index + 2}"
+        if name in states and name not in remarks:
             size = math.prod(held.caches[index].shape) * 4
-            assert not blocks.count(size), f"seed {seed}: {state.form} is said to be in place, and copied"
-            assert written[index] <= needed[index], f"seed {seed}: {state.form} writes more pages than eager"
-    return sum(state.is_eligible for state in states.values())
+            assert not blocks.count(size), f"seed {seed}: {name} is said to be in place, and copied"
+            assert written[index] <= needed[index], f"seed {seed}: {name} writes more pages than eager"
+    return len(states - remarks)
 
 
 def test_backends_do_what_they_say_eager() -> None:
     assert 10 < _check_backend("eager", range(60)) < 60
+
+
+def test_executables_do_what_they_say() -> None:
+    assert 2 < _check_backend("executable", range(12)) < 12
+
+
+def test_functionalized_calls_copy_every_state() -> None:
+    assert _check_backend("aot_eager", range(5)) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["eager", "executable", "inductor", "aot"])
+def test_tiny_states_are_not_silent(backend: str) -> None:
+    """One state of 48 bytes a program: a block of that size is a copy of it."""
+    assert 0 < sum(_check_backend(backend, [seed], tiny=True) for seed in range(12)) < 12
 
 
 @pytest.mark.parametrize("backend", ["aot", pytest.param("inductor", marks=pytest.mark.nightly)])

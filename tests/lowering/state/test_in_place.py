@@ -13,8 +13,10 @@ from inlay.frontend import Example, capture
 from inlay.lowering.compiled_program import compile_program
 from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers
 from inlay.lowering.state.declared_aliases import declare_aliases
-from inlay.lowering.state.in_place_writes import write_in_place
+from inlay.lowering.state.in_place_writes import copy_remarks, write_in_place
 from inlay.lowering.state.index_put import canonicalize_updates
+from inlay.lowering.state.state_copies import find_compiled_copies
+from inlay.program.remarks import RemarkKind
 from inlay.program.text.parser import parse
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
@@ -428,3 +430,23 @@ def test_state_is_the_programs_own() -> None:
     one, two = compile_program(program, "eager"), compile_program(program, "eager")
     one(torch.ones(1, 4))
     assert torch.equal(two(torch.ones(1, 4)), Net.forward(model, torch.ones(1, 4)))
+
+
+def test_a_small_state_has_a_remark_too() -> None:
+    """A counter that is read after it was written counts as in place; that it may be copied is told."""
+
+    def read_back(count: Any, x: Any) -> Any:
+        count.add_(1)
+        return x * count
+
+    for function, said in ((read_back, 1), (lambda count, x: (x * count, count.add_(1))[0], 0)):
+        program = program_of(function, [torch.zeros(2), torch.ones(2)])
+        (state,) = found = find_compiled_copies(program)
+        assert state.is_eligible
+        remarks = copy_remarks(found)
+        assert len(remarks) == said
+        for remark in remarks:
+            assert (remark.kind, remark.nodes) == (RemarkKind.ANALYSIS, ("values_0",))
+            assert remark.reason.startswith("read after the write: ")
+            assert remark.reason.endswith("; f32[2], 8 bytes, may be copied at every call")
+        assert not compile_program(program, "eager").remarks

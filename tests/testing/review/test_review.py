@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +15,21 @@ import torch
 from typer.testing import CliRunner
 
 from inlay.cli.main import app
+from inlay.cli.review import _transform as find_file_transform
 from inlay.frontend import capture
+from inlay.program import Fact, Facts
 from inlay.testing import assert_rewrites, program_of
-from inlay.testing.review import review
+from inlay.testing.review import checklist, note, review
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING, WRONG, find_conditions, make_mutants
 from inlay.testing.review.note import render_markdown
-from inlay.transforms import registry
+from inlay.testing.review.previous_revision import previous_sites
+from inlay.transforms import Numerics, Stage, Transform, TransformResult, base, registry
 from inlay.transforms.base import find_transform
 from tests.models import llama_folder
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
+    from inlay.testing.review import ChecklistItem
 
 ROOT = Path(__file__).parents[3]
 NOTE = ("Candidate:", "Path:", "Rationale:", "Graph validation:", "Summary logs:", "Tests:", "Open risks:")
@@ -44,12 +51,171 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Program:
     ],
 )
 def test_library_transforms_pass(name: str, llama: Program, tmp_path: Path) -> None:
-    done = review(find_transform(name), {"llama": llama}, folder=tmp_path)
+    before = {"llama": {name: 0}}  # so that git is not asked
+    done = review(find_transform(name), {"llama": llama}, folder=tmp_path, expected_sites=before)
     text = render_markdown(done)
     assert done.passed, text
     assert "- [ ]" not in text
     assert tuple(line.partition(":")[0] + ":" for line in text.strip().splitlines()[-7:]) == NOTE
     assert (tmp_path / "llama" / "before.folded.py").read_text() != (tmp_path / "llama" / "after.folded.py").read_text()
+
+
+class Clamp(Transform):
+    """Writes relu as clamp_min."""
+
+    name, stage, numerics = "clamp", Stage.CLEAN, Numerics.EXACT
+    runs = 0
+
+    def apply(self, program: Program) -> TransformResult:
+        type(self).runs += 1
+        found = [node for node in program.graph.nodes if node.target is torch.ops.aten.relu.default]
+        for node in found:
+            node.target, node.args = torch.ops.aten.clamp_min.default, (node.args[0], 0)
+        return TransformResult(program, len(found), [node.name for node in found])
+
+
+class Moody(Clamp):
+    """Matches twice and then no more."""
+
+    def apply(self, program: Program) -> TransformResult:
+        return super().apply(program) if type(self).runs < 2 else TransformResult(program, 0)
+
+
+class Idle(Clamp):
+    """Claims a site and changes nothing."""
+
+    def apply(self, program: Program) -> TransformResult:
+        return TransformResult(program, 1)
+
+
+class Absent(Clamp):
+    """Finds nothing."""
+
+    def apply(self, program: Program) -> TransformResult:
+        return TransformResult(program, 0)
+
+
+class Wrong(Clamp):
+    """Clamps at 1."""
+
+    def apply(self, program: Program) -> TransformResult:
+        made = super().apply(program)
+        for node in [each for each in program.graph.nodes if each.target is torch.ops.aten.clamp_min.default]:
+            node.args = (node.args[0], 1)
+        return made
+
+
+class Costly(Clamp):
+    """Writes its result once more."""
+
+    def apply(self, program: Program) -> TransformResult:
+        made = super().apply(program)
+        for node in [each for each in program.graph.nodes if each.target is torch.ops.aten.clamp_min.default]:
+            with program.graph.inserting_after(node):
+                copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        return made
+
+
+def _items(
+    cls: type[Transform], folder: Path, monkeypatch: pytest.MonkeyPatch, before: int | None = 1
+) -> dict[str, ChecklistItem]:
+    monkeypatch.setitem(base._REGISTRY, "clamp", cls)
+    cls.runs = 0  # type: ignore[attr-defined]
+    file = folder / "clamp.yaml"
+    file.write_text("transforms: {clamp: {}}")
+    program = program_of(lambda x: torch.relu(x) + 1, [torch.randn(3, 4)])
+    locked = {"small": {"clamp": before}} if before is not None else {}
+    done = review(cls, {"small": program}, folder=folder, config=[file], expected_sites=locked)
+    return {" ".join(each.title.split()[:2]): each for each in done.checks}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("cls", "item", "evidence"),
+    [
+        (Absent, "The models", "small: absent"),
+        (Absent, "It matches,", "small: none: no near misses"),
+        (Wrong, "Outputs: no", "small: wrong"),
+        (Moody, "Saved toggles,", "small: saved as enabled, it has 0 sites instead of 1"),
+        (Idle, "The programs", "before.folded.py, after.folded.py: equal, with 1 sites"),
+        (Costly, "Build time", "kernels write 0.0 → 0.0 MB"),
+    ],
+)
+def test_each_item_can_fail(
+    cls: type[Transform], item: str, evidence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _items(cls, tmp_path, monkeypatch)[item]
+    assert not found.passed
+    assert evidence in found.evidence[0]
+    assert _items(Clamp, tmp_path, monkeypatch)[item].passed
+    assert not checklist._check_registration(cls, []).passed, "no configuration names it"
+
+
+@pytest.mark.fast
+def test_an_overlay_whose_count_is_not_met_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    title = "The count that overlays or files expect of it is met"
+    for layers, passed in ((1, True), (3, False)):
+        gates = replace(
+            program_of(_gated, [torch.randn(3, 4)] * 2),
+            facts=Facts(architecture="llama", layers=Fact(layers, "config")),
+        )
+        cls = find_transform("match_swiglu")
+        model = checklist._review_model(cls, "gates", gates, (), tmp_path, {"match_swiglu": 1}, lambda step: None)
+        item = checklist._check_overlays(cls, [model])
+        assert (item.title, item.passed) == (title, passed)
+        assert item.evidence[0].startswith("gates: models/llama.yaml, expect layers: ")
+        assert any(line.startswith("models/qwen3.yaml: ") and "not checked" in line for line in item.evidence)
+
+
+@pytest.mark.fast
+def test_matches_before_come_from_a_lock_or_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = _items(Clamp, tmp_path, monkeypatch, before=4)
+    assert locked["It matches,"].evidence == ("small: 1 sites; before: 4 (lock)",)
+    assert "3 fewer sites than expected" in locked["Outputs: no"].evidence[0]
+    assert not locked["Outputs: no"].passed
+    monkeypatch.setattr(checklist, "previous_sites", lambda transform, program: (None, "no revision"))
+    assert (
+        "before: unknown (no revision)" in _items(Clamp, tmp_path, monkeypatch, before=None)["It matches,"].evidence[0]
+    )
+
+
+@pytest.mark.nightly
+def test_matches_before_come_from_the_previous_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A revision that does not load says so."""
+    file = tmp_path / "my_clamp.py"
+    file.write_text(_FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    cls = importlib.import_module("my_clamp").MyClamp
+    program = program_of(lambda x: torch.relu(x) + 1, [torch.randn(3, 4)])
+    assert previous_sites(cls(), program) == (None, "neither a lock nor git has an earlier revision")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["add", "my_clamp.py"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    assert previous_sites(cls(), program)[0] is None
+    file.write_text(_FILE.replace("relu", "gelu"))
+    sites, origin = previous_sites(cls(), program)
+    assert (sites, origin.partition(" ")[0]) == (1, "revision")
+    subprocess.run([*git, "commit", "-qam", "two"], check=True)
+    assert previous_sites(cls(), program)[0] == 1
+    file.write_text("import no_such_module")
+    subprocess.run([*git, "commit", "-qam", "three"], check=True)
+    file.write_text(_FILE)
+    assert "does not run: ModuleNotFoundError" in previous_sites(cls(), program)[1]
+
+
+_FILE = """
+import torch
+from inlay.transforms.base import Numerics, Stage, Transform, TransformResult, transform
+
+
+@transform("my_clamp", stage=Stage.CLEAN, numerics=Numerics.EXACT)
+class MyClamp(Transform):
+    def apply(self, program):
+        return TransformResult(program, sum(node.target is torch.ops.aten.relu.default for node in program.graph.nodes))
+"""
 
 
 def _scaffold(folder: Path) -> Path:
@@ -106,3 +272,19 @@ def test_every_condition_of_the_library_can_be_taken_out() -> None:
                 count += breakage.name.startswith("omits")
     files = {Path(str(__import__(cls.__module__, fromlist=["x"]).__file__)) for cls in registry().values()}
     assert count >= sum(len(find_conditions(file)) for file in files) > 30
+
+
+@pytest.mark.fast
+def test_the_file_of_an_installed_transform() -> None:
+    file = ROOT / "src" / "inlay" / "transforms" / "library" / "match_geglu.py"
+    assert find_file_transform(str(file)).name == "match_geglu"
+
+
+@pytest.mark.fast
+def test_a_custom_operator_is_called_opaque() -> None:
+    @torch.library.custom_op("review_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert "opaque to Inductor" in note._kernel(torch.ops.review_test.twice.default)[1]
+    assert "opaque" not in note._kernel(torch.ops.inlay.swiglu.default)[1]

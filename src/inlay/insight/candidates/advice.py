@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, op_kind
 from inlay.ops.catalog import KernelEntry, lookup
+from inlay.ops.catalog.source_tree import TreeEntry, entries_for
 from inlay.transforms import registry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inlay.insight.candidates.region import FusionRegion
 
 _CODE = "inlay.testing.generated_code shows"
@@ -24,15 +27,26 @@ class Recommendation(StrEnum):
     DEFER = "defer"
 
 
+class Support(StrEnum):
+    """Whether a kernel exists, best first."""
+
+    CALLABLE = "callable here"
+    EXISTING = "exists elsewhere"
+    NONE = "must be written"
+
+
 @dataclass(frozen=True)
 class Advice:
-    """Kernels from the catalog, the recommendation, and its strengths, weaknesses and risks."""
+    """Existing kernels, the recommendation, and its strengths, weaknesses and risks."""
 
     kernels: tuple[KernelEntry, ...]
     recommendation: Recommendation
     strengths: str
     weaknesses: str
     risks: str
+    support: Support = Support.NONE
+    tree: tuple[TreeEntry, ...] = ()
+    """Entries of the searched source trees that have the name of the operation."""
 
     @property
     def lookup(self) -> str:
@@ -49,8 +63,22 @@ class Advice:
         return first.evidence + (f"; also {also}" if also else "")
 
 
-def advise(region: FusionRegion, dtype: str) -> Advice:
-    """Return the advice for a region of this dtype."""
+def advise(region: FusionRegion, dtype: str, entries: Sequence[TreeEntry] = ()) -> Advice:
+    """Return the advice for a region of this dtype, with the entries of source trees that have its name."""
+    advice = _advise_from_catalog(region, dtype)
+    operation = region.catalog_keys[0]
+    is_specific = region.replacement is not None or "+" in operation
+    tree = tuple(entries_for(operation, entries)) if is_specific else ()
+    if tree and not advice.kernels:
+        check = f"only the name matches; read {tree[0].evidence} and compare what it computes"
+        strength = f"{tree[0].name} may compute it"
+        advice = Advice((), Recommendation.DEFER, strength, "not callable here", check)
+    usable = advice.kernels and advice.kernels[0].is_usable(dtype)
+    support = Support.CALLABLE if usable else Support.EXISTING if advice.kernels or tree else Support.NONE
+    return replace(advice, support=support, tree=tree)
+
+
+def _advise_from_catalog(region: FusionRegion, dtype: str) -> Advice:
     found = tuple(lookup(region.catalog_keys, dtype))
     if not found:
         return _nothing(region)

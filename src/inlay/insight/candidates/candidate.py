@@ -6,6 +6,7 @@ regions continues in the resulting program, so that no region is found twice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,21 +14,24 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from inlay.config import resolve_config
-from inlay.insight.candidates.advice import Advice, advise
+from inlay.insight.candidates.advice import Advice, Support, advise
 from inlay.insight.candidates.chains import find_chains
 from inlay.insight.candidates.neighbours import find_attention_prologues, find_epilogues, find_shared_inputs
-from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, is_kernel, op_kind, op_name
+from inlay.insight.candidates.op_kinds import FUSIBLE, OpKind, is_kernel, numerical_risk, op_kind, op_name
 from inlay.insight.candidates.pattern import format_pattern
 from inlay.insight.candidates.region import PREFILL_ROWS, ConcreteSizes, FusionRegion, Savings, estimate_savings
 from inlay.insight.findings import layer_of
+from inlay.program.decoder import has_kv_cache
 from inlay.program.fold import fold
 from inlay.program.graphs import SOURCE, all_graphs, all_nodes, operands, target_text
 from inlay.transforms import Stage, configure, registry
+from inlay.transforms.base import Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from inlay.insight.candidates.measurement import Measurement
+    from inlay.ops.catalog.source_tree import TreeEntry
     from inlay.program.program import Program
     from inlay.transforms import Transform, TransformResult
 
@@ -122,6 +126,8 @@ class Candidate:
     """Over all occurrences, in addition to the savings of contained candidates."""
     advice: Advice
     dtype: str
+    risk: Numerics
+    """What a kernel for it can change in the results."""
     sharing: str = ""
     """Operands that occurrences share, such as `30 × 2 that share 2 operands`."""
     overlaps: tuple[str, ...] = ()
@@ -139,10 +145,17 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """The ranking key: measured seconds, or bytes with launches converted to bytes."""
+        """The savings: measured seconds, or bytes with launches converted to bytes."""
         if self.measurement is not None:
             return self.measurement.savings
         return float(self.savings.decode + self.savings.launches * LAUNCH_BYTES)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The sorting key: savings in powers of four, then support, then numerical risk, then savings."""
+        magnitude = math.floor(math.log(self.score, 4)) if self.score > 0 else -math.inf
+        support, risk = list(Support).index(self.advice.support), list(Numerics).index(self.risk)
+        return -magnitude, support, risk, -self.score, self.name
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as JSON data."""
@@ -165,6 +178,9 @@ class Candidate:
                 {"name": entry.name, "source": entry.source, "evidence": entry.evidence, "here": entry.is_available}
                 for entry in advice.kernels
             ],
+            "tree": [entry.to_json() for entry in advice.tree],
+            "support": advice.support.value,
+            "numerical_risk": self.risk.value,
             "recommendation": advice.recommendation.value,
             "strengths": advice.strengths,
             "weaknesses": advice.weaknesses,
@@ -195,8 +211,16 @@ class CandidateSearch:
         return sum(wanted, Savings(0, 0, 0))
 
 
-def find_candidates(program: Program, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:
-    """Return the repeated unfused regions of a program, ranked by possible savings.
+def searched_text(program: Program, *, is_captured: bool = False) -> str:
+    """Say which program was searched: reports and `inlay candidates` use the same words for the same program."""
+    cache = "with" if has_kv_cache(program.bindings) else "without"
+    return "the program as captured" if is_captured else f"the program after the transforms, {cache} a KV cache"
+
+
+def find_candidates(
+    program: Program, on_step: Callable[[str], None] = lambda step: None, entries: Sequence[TreeEntry] = ()
+) -> CandidateSearch:
+    """Return the repeated unfused regions of a program, best first. `entries` are existing kernels of source trees.
 
     >>> import torch
     >>> from inlay.testing import program_of
@@ -221,14 +245,14 @@ def find_candidates(program: Program, on_step: Callable[[str], None] = lambda st
     groups: dict[Any, list[FusionRegion]] = defaultdict(list)
     for region in regions:
         groups[_kind(region)].append(region)
-    made = [_candidate(group, sizes, layers) for group in groups.values() if len(group) > 1]
+    made = [_candidate(group, sizes, layers, entries) for group in groups.values() if len(group) > 1]
     made = [each for each in made if each.savings.launches]
     return CandidateSearch(program, canonical, rank(_make_names_unique(made)))
 
 
 def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates, best first, with their overlaps."""
-    ordered = sorted(candidates, key=lambda each: (-each.score, each.name))
+    ordered = sorted(candidates, key=lambda each: each.order)
     return [replace(each, overlaps=tuple(_overlaps(each, ordered))) for each in ordered]
 
 
@@ -250,7 +274,9 @@ def _kind(region: FusionRegion) -> Any:
     return region.name, wiring
 
 
-def _candidate(group: list[FusionRegion], sizes: dict[str, ConcreteSizes], layers: dict[Any, int]) -> Candidate:
+def _candidate(
+    group: list[FusionRegion], sizes: dict[str, ConcreteSizes], layers: dict[Any, int], entries: Sequence[TreeEntry]
+) -> Candidate:
     usual = Counter(len(region.nodes) for region in group).most_common(1)[0][0]
     first = next(region for region in group if len(region.nodes) == usual)
     total = sum((estimate_savings(region, sizes) for region in group), Savings(0, 0, 0))
@@ -263,8 +289,9 @@ def _candidate(group: list[FusionRegion], sizes: dict[str, ConcreteSizes], layer
         (first, *(each for each in group if each is not first)),
         format_pattern(first),
         total,
-        advise(first, dtype),
+        advise(first, dtype, entries),
         dtype,
+        registry()[first.transform].numerics if first.transform else numerical_risk(first.kernels),
         together,
     )
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import inlay.ops  # noqa: F401 - registers the operators
-from inlay.program.graphs import is_mutation, is_view, target_text
+from inlay.program.graphs import is_mutation, is_view, operands, target_text
+from inlay.transforms.base import Numerics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import fx
 
 _ATEN: Any = torch.ops.aten
@@ -54,6 +57,11 @@ _BY_TARGET = {
     _ATEN.scaled_dot_product_attention.default: OpKind.ATTENTION,
     _INLAY.gated_short_conv.default: OpKind.STENCIL,
 }
+_TRANSCENDENTAL = (
+    *("acos", "asin", "atan", "atan2", "clamped_swiglu", "cos", "cosh", "elu", "erf", "exp", "exp2", "expm1", "geglu"),
+    *("gelu", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mish", "pow", "sigmoid", "silu", "sin"),
+    *("sinh", "softmax", "softplus", "swiglu", "tan", "tanh"),
+)
 _CONVOLUTIONS = {_ATEN.conv1d.default, _ATEN.conv2d.default}
 
 
@@ -96,6 +104,24 @@ def op_name(node: fx.Node) -> str:
     'mul'
     """
     return target_text(node.target).split(".")[1].strip("_")
+
+
+def numerical_risk(nodes: Iterable[fx.Node]) -> Numerics:
+    """Return what one kernel instead of these calls can change in the results.
+
+    `approximate`: a transcendental function, which libraries approximate differently. `rounding`: a sum, whose order
+    can change, or a change of dtype, which a kernel can omit. `exact`: only copies and elementwise arithmetic.
+    """
+    risk = Numerics.EXACT
+    for node in nodes:
+        is_product = op_name(node) == "pow" and len(node.args) > 1 and node.args[1] in (2, 3)
+        if op_kind(node) is OpKind.ATTENTION or (op_name(node) in _TRANSCENDENTAL and not is_product):
+            return Numerics.APPROXIMATE
+        values = [each.meta.get("val") for each in (node, *operands(node))]
+        dtypes = {each.dtype for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()}
+        if op_kind(node) in (OpKind.REDUCTION, OpKind.STENCIL, OpKind.GEMM) or len(dtypes) > 1:
+            risk = Numerics.ROUNDING
+    return risk
 
 
 def _is_tensor(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from inlay import flow, machine
 from inlay.config import resolve_config
 from inlay.errors import InlayError
-from inlay.insight.candidates import SIZES_TEXT, find_candidates
+from inlay.insight.candidates import SIZES_TEXT, find_candidates, searched_text
 from inlay.insight.explanation import drop_contract
 from inlay.insight.report.line_table import LineTable
 from inlay.insight.report.recorder import TransformRecorder
@@ -99,7 +99,8 @@ def _candidates(program: Program, clock: dict[str, float]) -> dict[str, Any]:
     search = find_candidates(program)
     clock["candidates"] = time.perf_counter() - start
     why = "" if search.candidates else "No repeated operators can be fused further."
-    return {"rows": [each.to_json() for each in search.candidates], "sizes": SIZES_TEXT, "why": why}
+    rows, searched = [each.to_json() for each in search.candidates], searched_text(program)
+    return {"rows": rows, "sizes": SIZES_TEXT, "searched": searched, "why": why}
 
 
 def _empty_drift() -> dict[str, Any]:

@@ -50,13 +50,12 @@ class TransformRecorder:
         self.on_step(f"transforming ({record.key})")
         asked = self.steps[len(self.transforms)]
         made = describe_transform(transform, record)
-        if record.status == "ran":
-            made["contract"] = _contract(asked, self._before, record)
+        if record.was_applied:
+            made["contract"] = contract_status(asked, self._before, record)
             made["places"] = _group_sites(self._before, record)
-            made["misses"] = [
-                _summarize_finding(each.to_json()) for each in collect_findings(transform, self._before, record)
-            ]
-        if record.status == "ran" and record.sites:
+            findings = sorted(collect_findings(transform, self._before, record), key=lambda each: each.is_trivial)
+            made["misses"] = [_summarize_finding(each.to_json()) for each in findings]
+        if record.sites:
             made["diff"] = compare_programs(self._before, program, self.lines)
         self.transforms.append(made)
 
@@ -67,6 +66,7 @@ def describe_transform(step: type[Transform] | Transform, record: TransformRecor
         "key": record.key,
         "stage": record.stage,
         "status": record.status,
+        "skip_reason": record.skip_reason,
         "summary": step.summary(),
         "numerics": step.numerics.value,
         "sites": record.sites,
@@ -92,7 +92,8 @@ def compare_programs(left: Program, right: Program, lines: LineTable) -> dict[st
     }
 
 
-def _contract(step: TransformStep, before: Program, record: TransformRecord) -> dict[str, Any]:
+def contract_status(step: TransformStep, before: Program, record: TransformRecord) -> dict[str, Any]:
+    """Return the contract of a step, and what is broken about it."""
     options = step.transform.options
     broken, wanted = "", None
     try:
@@ -129,7 +130,7 @@ def _group_sites(before: Program, record: TransformRecord) -> list[dict[str, Any
 
 def _summarize_finding(finding: dict[str, Any]) -> dict[str, Any]:
     """Return the report data of a finding."""
-    kept = ("kind", "reason", "source", "matched", "of", "suggestion")
+    kept = ("kind", "reason", "source", "matched", "of", "suggestion", "trivial")
     made = {name: finding[name] for name in kept}
     made["count"] = len(finding["roots"])
     made["layers"] = format_layers(finding["layers"]) if finding["layers"] else ""

@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 
-def write_scaffold(search: CandidateSearch, name: str, folder: Path, kernel: str = "") -> list[Path]:
-    """Write transform, YAML entry and test for a candidate into a folder; with `kernel`, a kernel and its test."""
+def write_scaffold(
+    search: CandidateSearch, name: str, folder: Path, kernel: str = "", force_kernel: bool = False
+) -> list[Path]:
+    """Write transform, YAML entry and test for a candidate into a folder; with `kernel`, a kernel and its test.
+
+    A kernel is refused if one exists, unless `force_kernel` is set.
+    """
     candidate = _select_candidate(search, name)
-    if kernel and candidate.advice.kernels:
+    if kernel and candidate.advice.kernels and not force_kernel:
         first = candidate.advice.kernels[0]
         raise UsageError(
             f"{name} does not need a new kernel: {first.name} computes it ({first.evidence}).",
-            "Omit --kernel.",
+            "Omit --kernel, or add --force-kernel.",
         )
     fields = _fields(candidate, search.program)
     files = {f"fuse_{name}.py": TRANSFORM, f"fuse_{name}.yaml": YAML, f"test_fuse_{name}.py": TEST}

@@ -1,19 +1,25 @@
-"""Aliases declared by the user: an output that lives in the storage of an input."""
+"""Aliases declared by the user: an output that lives in the storage of an input, or in memory allocated once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from inlay.analysis.state_updates import find_aliases
 from inlay.errors import UsageError, suggest
 from inlay.program.bindings import Alias, Binding, Bindings, Role
+from inlay.program.weights import InMemoryTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inlay.program.program import Program
 
-DECLARED = "declared"
+DECLARED, PREALLOCATED = "declared", "preallocated"
+RETURNED_KINDS = (DECLARED, PREALLOCATED)
+"""Kinds of alias whose output is returned to the caller: it is the updated tensor."""
 
 
 def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> Program:
@@ -52,6 +58,39 @@ def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> P
     node.args = ((*declared, *kept),)
     table = Bindings((*program.bindings.ins, *rows, *program.bindings.outs))
     return replace(program, graph=graph, bindings=table)
+
+
+def preallocate_outputs(program: Program) -> Program:
+    """Return the program with a buffer for each output that has a fixed shape and shares no storage with an input.
+
+    >>> from inlay.testing import program_of
+    >>> preallocate_outputs(program_of(lambda x: x * 2, [torch.ones(2)])).bindings.outs[0].alias
+    Alias(binding='preallocated_0', kind='preallocated')
+    """
+    made, tensors = program.copy(), dict(program.tensors)
+    output, first = made.graph.output_node(), next(iter(made.graph.nodes))
+    values: Any = output.args[0]
+    rows = list(zip(program.bindings.outs, values, strict=True))
+    known = [node for node in made.graph.nodes if node.op == "placeholder"]
+    shared = find_aliases(dict.fromkeys([*known, *(value for row, value in rows if row.alias is not None)], 0))
+    ins: list[Binding] = []
+    outs: list[Binding] = []
+    chosen: list[Any] = []
+    for place, (row, value) in enumerate(rows):
+        shape = [size for size in row.shape if isinstance(size, int)]
+        if row.alias is not None or not row.is_tensor or len(shape) < len(row.shape) or value in shared:
+            continue
+        name, held = f"preallocated_{place}", value.meta["val"]
+        with made.graph.inserting_before(first):
+            made.graph.placeholder(name).meta["val"] = held.new_empty(shape)
+        ins.append(Binding(name, Role.BUFFER, name, row.dtype, row.shape, persistent=False))
+        outs.append(Binding(f"{name}.out", Role.OUTPUT, name, row.dtype, row.shape, Alias(name, PREALLOCATED)))
+        tensors[name] = InMemoryTensor(torch.zeros(shape, dtype=held.dtype, device=held.device))
+        chosen.append(value)
+        shared |= find_aliases({value: 0})
+    output.args = ((*chosen, *values),)
+    bindings = Bindings((*ins, *program.bindings.ins, *outs, *program.bindings.outs))
+    return replace(made, bindings=bindings, tensors=tensors)
 
 
 def _find(key: str | int, rows: Sequence[Binding], what: str) -> Binding:

@@ -10,7 +10,7 @@ from torch import fx
 
 from inlay.analysis.auto_functionalized import is_auto_functionalized, parse_auto_functionalized
 from inlay.analysis.state_updates import StateUpdate, find_aliases
-from inlay.lowering.state.declared_aliases import DECLARED
+from inlay.lowering.state.declared_aliases import RETURNED_KINDS
 from inlay.lowering.state.defunctionalization import call_in_place
 from inlay.lowering.state.returned_parts import copy_returned_parts
 from inlay.lowering.state.state_copies import find_eager_copies
@@ -58,7 +58,7 @@ def write_in_place(program: Program) -> InPlaceProgram:
     declared = {
         index: state.binding.name
         for state in states
-        if state.output.alias is not None and state.output.alias.kind == DECLARED
+        if state.output.alias is not None and state.output.alias.kind in RETURNED_KINDS
         for index, value in enumerate(values)
         if value is values[state.output_index] and index != state.output_index
     }
@@ -71,7 +71,7 @@ def write_in_place(program: Program) -> InPlaceProgram:
         if any(write.call is call for state in eligible for write in state.writes):
             _unwrap(rewriter, call)
     made = rewriter.finish()
-    _set_outputs(rewriter, states, bases)
+    _set_outputs(rewriter, states, bases, declared)
     rewriter.erase_unused(*reversed(list(graph.nodes)))
     return InPlaceProgram(replace(made, bindings=_mark_aliases(made.bindings, states)), tuple(told), declared)
 
@@ -119,7 +119,9 @@ def _unwrap(rewriter: Rewriter, call: fx.Node) -> None:
     call_in_place(wrapped, wrapped.bases, lambda target, *args: rewriter.call(target, args, origin=call))
 
 
-def _set_outputs(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node]) -> None:
+def _set_outputs(
+    rewriter: Rewriter, states: list[StateUpdate], bases: dict[str, fx.Node], declared: Mapping[int, str]
+) -> None:
     """Return each state's binding as its output; copy the states that are not in place at the end."""
     graph, values = rewriter.program.graph, rewriter.current_outputs()
     before = find_aliases({bases[state.binding.name]: 0 for state in states if not state.is_eligible})
@@ -132,6 +134,8 @@ def _set_outputs(rewriter: Rewriter, states: list[StateUpdate], bases: dict[str,
             if not state.is_eligible:
                 rewriter.call(aten.copy_.default, (base, values[state.output_index]))
             values[state.output_index] = base
+        for index, name in declared.items():
+            values[index] = bases[name]
     rewriter.set_outputs(graph, values)
 
 
@@ -140,7 +144,7 @@ def _mark_aliases(bindings: Bindings, states: list[StateUpdate]) -> Bindings:
     recognised = {state.output.name for state in states if state.is_eligible}
 
     def row(each: Binding) -> Binding:
-        if each.alias is None or each.name not in recognised or each.alias.kind == DECLARED:
+        if each.alias is None or each.name not in recognised or each.alias.kind in RETURNED_KINDS:
             return each
         return replace(each, alias=Alias(each.alias.binding, KV_CACHE_UPDATE))
 
@@ -159,11 +163,12 @@ def _size_text(binding: Binding) -> str:
 
 
 def copy_remarks(states: Sequence[StateUpdate]) -> list[Remark]:
-    """Return a remark for each state that is not in place: why, and what it costs."""
-    return [_remark(state) for state in states if not state.is_eligible]
+    """Return a remark for each state that is not in place, or not known to be: why, and what it costs."""
+    return [_remark(state) for state in states if state.reason or state.note]
 
 
 def _remark(state: StateUpdate) -> Remark:
-    copied = "is copied" if state.is_certain else "may be copied"
-    reason = f"{state.reason}; {state.binding.type_text}, {_size_text(state.binding)}, {copied} at every call"
-    return Remark(RemarkKind.REFUSED, "in_place", state.form, reason, nodes=(state.binding.name,))
+    copied = "is copied" if state.reason and state.is_certain else "may be copied"
+    size = f"{state.binding.type_text}, {_size_text(state.binding)}, {copied} at every call"
+    kind = RemarkKind.REFUSED if state.reason else RemarkKind.ANALYSIS
+    return Remark(kind, "in_place", state.form, f"{state.reason or state.note}; {size}", nodes=(state.binding.name,))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from inlay.analysis.state_updates import find_state_updates
-from inlay.lowering.state.declared_aliases import DECLARED
+from inlay.lowering.state.declared_aliases import RETURNED_KINDS
 from inlay.program.graphs import is_view
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def copy_returned_parts(rewriter: Rewriter) -> list[StateUpdate]:
     places = {node: place for state in states for node, (place, _) in state.versions.items()}
     values: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     own = {state.output_index for state in states}
-    declared = {values[state.output_index] for state in states if state.output.alias.kind == DECLARED}  # type: ignore[union-attr]
+    declared = {values[state.output_index] for state in states if state.output.alias.kind in RETURNED_KINDS}  # type: ignore[union-attr]
     returned = [
         index
         for index, value in enumerate(values)

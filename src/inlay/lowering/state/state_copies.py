@@ -29,17 +29,22 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _TINY = 64
-"""Bytes up to which a copy costs less than the call that copies: counters, positions."""
+"""Bytes up to which a copy costs less than the call that copies: counters, positions. They count as in place."""
 _POINTWISE_OPS = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.full.default)
 _ROWS = ("aten.index_", "aten.scatter")
 _MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 """Eager writes only the masked elements; compilers write all of them."""
 
 
+_INDEXED_WRITES = (aten.index_copy_.default, aten.index_add_.default, aten.scatter_.src, aten.scatter_add_.default)
+_STORED_VALUES = {aten.copy_.default: 0, aten.index_put_.default: 1, **dict.fromkeys(_INDEXED_WRITES, 2)}
+"""Writes that store a value → the place of that value in their arguments."""
+
+
 def find_eager_copies(states: Sequence[StateUpdate]) -> list[StateUpdate]:
     """Return these states, with a reason on each that the eager backend copies."""
     return [
-        _with_reason(state, _full_value_reason(state) or _partial_view_reason(state), certain=True) for state in states
+        _with_reason(state, _find_full_value(state) or _partial_view_reason(state), certain=True) for state in states
     ]
 
 
@@ -48,22 +53,24 @@ def find_compiled_copies(program: Program) -> list[StateUpdate]:
     reasons = {
         state.binding.name: _compiler_reason(state) for state in find_state_updates(canonicalize_updates(program)[0])
     }
-    states = find_state_updates(program)
-    return [
-        _with_reason(state, reasons[state.binding.name] or _partial_view_reason(state), certain=False)
-        for state in states
-    ]
+    found = []
+    for state in find_state_updates(program):
+        reason, view = reasons[state.binding.name], _partial_view_reason(state)
+        if _is_tiny(state) and state.is_eligible and not view:
+            found.append(replace(state, note=reason))
+        else:
+            found.append(_with_reason(state, reason or view, certain=False))
+    return found
+
+
+def find_functional_copies(program: Program) -> list[StateUpdate]:
+    """Return the states of a program that runs as functionalized calls: each is computed anew and copied back."""
+    reason = "functionalized: the calls run out of place, and the new state is copied back at the end"
+    return [_with_reason(state, reason, certain=True) for state in find_state_updates(program)]
 
 
 def _with_reason(state: StateUpdate, reason: str, *, certain: bool) -> StateUpdate:
     return state if state.reason or not reason else replace(state, reason=reason, is_certain=certain)
-
-
-def _full_value_reason(state: StateUpdate) -> str:
-    """Return why the eager backend copies a state, or ""."""
-    if state.reason:
-        return ""
-    return next((_full_value_text(write.args[0]) for write in state.writes if _puts_all(write, state)), "")
 
 
 def _partial_view_reason(state: StateUpdate) -> str:
@@ -83,20 +90,16 @@ def _view_root(value: fx.Node) -> fx.Node:
     return value
 
 
-def _full_value_text(value: fx.Node) -> str:
-    return f"out of place: {value} is a new tensor as large as the state"
-
-
-def _puts_all(write: StateWrite, state: StateUpdate) -> bool:
-    """Whether a write stores a value that was computed before and is as large as the state."""
-    if write.target is aten.copy_.default:
-        value = write.args[0]
-    elif write.target is aten.index_put_.default:
-        value = write.args[1]
-    else:
-        return False
-    whole = not write.storage_slice.views and write.target is aten.copy_.default
-    return (whole or str(write.size) == str(_whole(state).numel())) and _is_new(value, state)
+def _find_full_value(state: StateUpdate) -> str:
+    """Return the reason if a write stores a value that was computed before and is as large as the state, or ""."""
+    for write in state.writes if state.is_eligible else ():
+        place = _STORED_VALUES.get(write.target)
+        if place is None:
+            continue
+        whole = not write.storage_slice.views and write.target is aten.copy_.default
+        if (whole or str(write.size) == str(_whole(state).numel())) and _is_new(write.args[place], state):
+            return f"out of place: {write.args[place]} is a new tensor as large as the state"
+    return ""
 
 
 def _whole(state: StateUpdate) -> torch.Tensor:
@@ -121,10 +124,8 @@ def _compiler_reason(state: StateUpdate) -> str:
     if state.reason:
         return state.reason
     others = [write for write in state.writes if not _is_row_write(write)]
-    if _is_tiny(state):
-        return ""
     if not others:
-        return next((_full_value_text(write.args[1]) for write in state.writes if _puts_all(write, state)), "")
+        return _find_full_value(state)
     if len(others) < len(state.writes) or any(write.storage_slice.views for write in others):
         return f"no index_put: {others[0].form} is not an index_put into the whole state, which compilers keep in place"
     apart = next((node for write in others for node in _non_pointwise_calls(write.node, state)), None)

@@ -36,7 +36,7 @@ def fuzz(
     seed: Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same programs.")] = 0,
     only: Annotated[list[str] | None, typer.Option("--pass", help="Only sites of this transform; repeatable.")] = None,
     folder: Annotated[Path, typer.Option("-o", "--output", help="Folder for the scripts of failures.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Output JSON.")] = False,
 ) -> None:
     """Generate random programs around the patterns of every transform, run all transforms, and compare results.
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from inlay.config import resolve_config
 from inlay.config.layers import find_overlays
 from inlay.insight.candidates.op_kinds import OpKind, op_kind
 from inlay.insight.candidates.region import ConcreteSizes
 from inlay.insight.explanation import drop_contract, explain
+from inlay.insight.report.recorder import contract_status
 from inlay.insight.verify import Change, NumericsCheck, NumericsVerdict
 from inlay.machine import peak_memory
 from inlay.program.graphs import all_nodes
@@ -20,8 +23,11 @@ from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.printer import save_text
 from inlay.testing.review.mutant_runs import MutantReport, run_mutants
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING
-from inlay.transforms import configure, run, steps_through
+from inlay.testing.review.previous_revision import previous_sites
+from inlay.transforms import configure, registry, run, steps_through
 from inlay.transforms.base import Numerics, Stage
+from inlay.transforms.lock import Lock, LockOptions
+from inlay.transforms.pass_manager import TransformStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +40,8 @@ _ROWS = 512
 """Number of rows for which the memory of values is computed."""
 _LIMIT = 0.5
 """Relative error from which a result is not an approximation any more."""
+_MAX_SECONDS = 10
+"""Seconds from which a transform that takes most of the time of all transforms is too slow."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,12 @@ class ModelReview:
     memory: int
     """Growth of the peak memory of the process, in bytes."""
     folder: str
+    before: tuple[int | None, str]
+    """Sites of the lock or of the previous revision, and which; None if unknown, and why."""
+    contract: Mapping[str, Any]
+    """The contract, whether it is broken, and the `origin` of its count."""
+    toggle_problem: str
+    """How a saved toggle gives another result."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +112,23 @@ def review(
     tests: Sequence[Path] = (),
     config: Sequence[Path] = (),
     folder: Path,
-    expected_sites: Mapping[str, int] | None = None,
+    expected_sites: Mapping[str, Mapping[str, int]] | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Review:
-    """Evaluate the review checklist of a transform on these models."""
+    """Evaluate the review checklist of a transform on these models.
+
+    `expected_sites` are the counts of a lock, by model and transform. Without one, git's previous revision is run.
+    """
     models = tuple(
-        _review_model(cls, name, program, config, folder, expected_sites or {}, on_step)
+        _review_model(cls, name, program, config, folder, (expected_sites or {}).get(name, {}), on_step)
         for name, program in programs.items()
     )
     noticing = run_mutants(cls, tests or _sibling_tests(cls), on_step)
     checks = (
         _check_presence(models),
         _check_registration(cls, config),
-        _check_overlays(cls),
+        _check_toggles(models),
+        _check_overlays(cls, models),
         _check_matches(models),
         _check_dumps(models),
         _check_tests(cls, noticing),
@@ -162,12 +180,42 @@ def _review_model(
         (_bytes_written(before), _bytes_written(after)),
         grown,
         _save(folder, name, before, after),
+        (locked[cls.name], "lock") if cls.name in locked else previous_sites(steps[-1].transform, before),
+        contract_status(steps[-1], before, record) | {"origin": _expect_origin(cls, program, config)},
+        _toggle_problem(steps[-1].key, before, record, config, folder),
     )
 
 
-def _steps(cls: type[Transform], program: Program, config: Sequence[Path]) -> list[Any]:
-    from inlay.transforms.pass_manager import TransformStep
+def _expect_origin(cls: type[Transform], program: Program, config: Sequence[Path]) -> str:
+    resolved = resolve_config(architecture=program.facts.architecture, model=program.name, files=config)
+    stated = [each.options["expect"] for each in resolved.entries if each.name == cls.name and "expect" in each.options]
+    return stated[0].origin if stated else ""
 
+
+def _toggle_problem(key: str, before: Program, record: TransformRecord, config: Sequence[Path], folder: Path) -> str:
+    """Save both toggles in a configuration file and in a lock, and run what is read back."""
+    if record.transform not in registry():
+        return "no file can name it, because it is not registered"
+    for enabled in (True, False):
+        file = folder / "toggle.yaml"
+        file.write_text(yaml.safe_dump({"transforms": {key: {"enabled": enabled}}}))
+        text = Lock(models=[], options=LockOptions.from_files([*config, file], (), "")).text()
+        locked = Lock.model_validate(yaml.safe_load(text)).options.files
+        saved = [
+            next(step for step in configure(resolve_config(model=before.name, files=files)) if step.key == key)
+            for files in ([*config, file], locked)
+        ]
+        if saved[0].transform.options != saved[1].transform.options:
+            return f"enabled: {enabled} is not the same in a lock"
+        made, (again,) = run(before, [drop_contract(saved[0])])
+        if enabled and again.sites != record.sites:
+            return f"saved as enabled, it has {again.sites} sites instead of {record.sites}"
+        if not enabled and (again.status != "disabled" or made is not before):
+            return f"saved as disabled, it {again.status}"
+    return ""
+
+
+def _steps(cls: type[Transform], program: Program, config: Sequence[Path]) -> list[TransformStep]:
     resolved = resolve_config(architecture=program.facts.architecture, model=program.name, files=config)
     steps = configure(resolved)
     if cls.name in {step.key for step in steps}:
@@ -223,9 +271,22 @@ def _check_registration(cls: type[Transform], config: Sequence[Path]) -> Checkli
     )
 
 
-def _check_overlays(cls: type[Transform]) -> ChecklistItem:
-    lines = tuple(f"{name}: {settings}" for name, settings in find_overlays(cls.name).items())
-    return ChecklistItem("Overlays that configure it", True, lines or ("none",))
+def _check_toggles(models: Sequence[ModelReview]) -> ChecklistItem:
+    lines = [f"{each.model}: {each.toggle_problem or 'enabled and disabled give the same again'}" for each in models]
+    passed = not any(each.toggle_problem for each in models)
+    return ChecklistItem("Saved toggles, in a configuration file or a lock, are reproducible", passed, tuple(lines))
+
+
+def _check_overlays(cls: type[Transform], models: Sequence[ModelReview]) -> ChecklistItem:
+    lines, used = [], {each.contract["origin"] for each in models}
+    for each in models:
+        terms, origin = each.contract, each.contract["origin"] or "no layer states a count"
+        stated = f", expect {terms['expect']}" if terms["expect"] is not None else ""
+        lines.append(f"{each.model}: {origin}{stated}: {terms['broken'] or f'{each.record.sites} sites, met'}")
+    others = (item for item in find_overlays(cls.name).items() if item[0] not in used)
+    lines += [f"{name}: {settings}: not checked, no such model was given" for name, settings in others]
+    passed = not any(each.contract["broken"] for each in models)
+    return ChecklistItem("The count that overlays or files expect of it is met", passed, tuple(lines))
 
 
 def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
@@ -233,7 +294,8 @@ def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
     for each in models:
         if each.record.sites:
             refused = len(each.record.misses)
-            lines.append(f"{each.model}: {each.record.sites} sites" + (f", {refused} misses" if refused else ""))
+            more = (f", {refused} misses" if refused else "") + f"; before: {before_text(each)}"
+            lines.append(f"{each.model}: {each.record.sites} sites{more}")
         elif each.anchors and not each.near_miss and not each.record.misses:
             passed = False
             lines.append(f"{each.model}: none, although it contains {', '.join(each.anchors)}; the reason is unknown")
@@ -243,12 +305,23 @@ def _check_matches(models: Sequence[ModelReview]) -> ChecklistItem:
     return ChecklistItem("It matches, or the reason for no match is known", passed, tuple(lines))
 
 
+def before_text(model: ModelReview) -> str:
+    """Return the number of sites before this revision and its origin, or that it is unknown."""
+    sites, origin = model.before
+    return f"{'unknown' if sites is None else sites} ({origin})"
+
+
 def _check_dumps(models: Sequence[ModelReview]) -> ChecklistItem:
-    return ChecklistItem(
-        "The programs before and after are saved",
-        True,
-        tuple(f"{each.folder}/before.folded.py, after.folded.py" for each in models),
-    )
+    lines, passed = [], True
+    for each in models:
+        files = [Path(each.folder) / f"{name}.folded.py" for name in ("before", "after")]
+        texts = [file.read_text() if file.exists() else "" for file in files]
+        fault = "" if all(texts) else "not saved"
+        if all(texts) and (texts[0] != texts[1]) != bool(each.record.sites):
+            fault = f"{'equal' if texts[0] == texts[1] else 'different'}, with {each.record.sites} sites"
+        passed = passed and not fault
+        lines.append(f"{each.folder}/before.folded.py, after.folded.py" + (f": {fault}" if fault else ""))
+    return ChecklistItem("The programs before and after are saved, and differ where it matches", passed, tuple(lines))
 
 
 def _check_tests(cls: type[Transform], noticing: MutantReport) -> ChecklistItem:
@@ -288,7 +361,7 @@ def _check_outputs(cls: type[Transform], models: Sequence[ModelReview]) -> Check
 
 
 def _check_cost(models: Sequence[ModelReview]) -> ChecklistItem:
-    lines = []
+    lines, passed = [], True
     for each in models:
         before, after = each.record.nodes
         lines.append(
@@ -296,4 +369,7 @@ def _check_cost(models: Sequence[ModelReview]) -> ChecklistItem:
             f" grew by {each.memory / 1e6:.0f} MB; kernels write {each.bytes_written[0] / 1e6:.1f} →"
             f" {each.bytes_written[1] / 1e6:.1f} MB for {_ROWS} rows"
         )
-    return ChecklistItem("Effect on build time and memory", True, tuple(lines))
+        slow = each.record.seconds > _MAX_SECONDS and each.record.seconds > each.seconds / 2
+        passed = passed and not slow and each.bytes_written[1] <= each.bytes_written[0]
+    title = "Build time and memory: kernels write no more, and it does not take most of the time"
+    return ChecklistItem(title, passed, tuple(lines))

@@ -8,6 +8,7 @@ import torch
 
 from inlay.ops.catalog import KERNELS
 from inlay.ops.registration import DECOMPOSITIONS, DEVICE_KERNELS
+from inlay.testing.review.checklist import before_text
 
 if TYPE_CHECKING:
     from inlay.testing.review.checklist import Review
@@ -31,7 +32,9 @@ def iteration_note(review: Review) -> list[str]:
     open_risks += [f"killed only by the fuzzer: it {name}" for name in sorted(review.mutant_report.killed_by_fuzzer)]
     sites = "; ".join(f"{each.model} {each.record.sites}" for each in review.models)
     drift = {each.verdict.change.value for each in review.models if each.verdict is not None}
-    logs = "; ".join(f"matches before 0 / after {each.record.sites} ({each.model})" for each in review.models)
+    logs = "; ".join(
+        f"matches before {before_text(each)} / after {each.record.sites} ({each.model})" for each in review.models
+    )
     tests = review.mutant_report
     return [
         f"Candidate: {cls.name}",

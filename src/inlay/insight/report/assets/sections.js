@@ -5,7 +5,10 @@ function tile(name, value, more, kind) {
 
 function overview() {
   const ran = facts.transforms.filter((each) => each.status === "ran");
-  const bad = ran.filter(broken);
+  const bad = facts.transforms.filter(broken);
+  const skipped = facts.transforms.filter((each) => each.status === "skipped").length;
+  const lost = (trivial) => facts.transforms.reduce((sum, each) => sum + missed(each, trivial), 0);
+  const nearness = plural(lost(false), "near miss", "near misses") + (lost(true) ? `; ${number(lost(true))} trivial` : "");
   const total = ran.reduce((sum, each) => sum + each.sites, 0);
   const weights = facts.memory.weights.reduce((sum, row) => sum + row.bytes, 0);
   const [before, after] = facts.nodes;
@@ -16,8 +19,8 @@ function overview() {
     h("p", { class: "why", "data-find": true }, `Created with ${versions}${facts.target ? `, for ${facts.target}` : ""}.`),
     h("dl", { class: "tiles" },
     before !== null ? tile("nodes", after !== null ? `${number(before)} → ${number(after)}` : number(before), after !== null ? "captured → transformed" : "captured") : null,
-    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, "that ran have matches"),
-    tile("sites", number(total), plural(ran.reduce((sum, each) => sum + missed(each), 0), "miss", "misses")),
+    tile("transforms", `${ran.filter((each) => each.sites).length} of ${ran.length}`, `that ran have matches${skipped ? `; ${skipped} skipped` : ""}`),
+    tile("sites", number(total), nearness),
     tile("contracts", bad.length ? `${bad.length} broken` : facts.kind === "package" ? "met at build" : "met", bad.map((each) => each.key).join(", "), bad.length ? "bad" : ""),
     tile("weights", bytes(weights), plural(facts.memory.weights.reduce((sum, row) => sum + row.count, 0), "tensor")),
     tile("state", bytes(facts.memory.state), "per session"),
@@ -41,12 +44,13 @@ function programs() {
 
 function candidates() {
   const found = facts.candidates;
-  section("candidates", "Fusion candidates", why(found.why), found.rows.length ? h("p", { class: "why" }, `Savings are computed for ${found.sizes}.`) : null,
+  section("candidates", "Fusion candidates", why(found.why), found.searched ? why(`Searched: ${found.searched}. \`inlay candidates MODEL --as-built\` searches the same.`) : null,
+    found.rows.length ? h("p", { class: "why" }, `Savings are computed for ${found.sizes}.`) : null,
     found.rows.map((each) => h("details", { "data-find": true },
       h("summary", {}, h("b", {}, each.name), `${times(each.occurrences)} · ${plural(each.saved.launches, "launch", "launches")} and ${bytes(each.saved.decode)} per decode step saved `, tag(each.recommendation)),
       table(each.name, ["", ""], [
         ["pattern", code(each.pattern)], ["source", code(each.source)], ["sharing", each.together], ["saved in prefill", bytes(each.saved.prefill)],
-        ["kernels", each.lookup], ["evidence", each.evidence], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
+        ["kernels", each.lookup], ["evidence", each.evidence], ["support", each.support], ["numerical risk", each.numerical_risk], ["strengths", each.strengths], ["weaknesses", each.weaknesses],
         ["risks", each.risks], ["overlaps", each.overlaps.join("; ")],
       ].filter(([, text]) => typeof text !== "string" || text)))));
 }

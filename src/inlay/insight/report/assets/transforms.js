@@ -1,7 +1,7 @@
 /* The timeline, and the details of one transform. */
 const STAGES = ["clean", "canonicalize", "shard", "weights", "fuse", "state", "schedule", "lower"];
 const colour = (stage) => `var(--c${(Math.max(0, STAGES.indexOf(stage)) % 8) + 1})`;
-const missed = (each) => each.misses.reduce((sum, miss) => sum + miss.count, 0);
+const missed = (each, trivial = false) => each.misses.filter((miss) => miss.trivial === trivial).reduce((sum, miss) => sum + miss.count, 0);
 const broken = (each) => Boolean(each.contract && each.contract.broken);
 
 function strip(parts) {
@@ -117,7 +117,7 @@ function drawDetail() {
 
 function difference(each) {
   if (!each.diff) {
-    const text = each.status !== "ran" ? `This transform is ${each.status}: \`enabled\` is false in the configuration.`
+    const text = each.status !== "ran" ? `This transform is ${each.status}: ${each.skip_reason || "`enabled` is false in the configuration"}.`
       : !each.sites ? "No matches; the program is unchanged."
       : "A package does not contain the programs before and after. Use `inlay report MODEL`.";
     return why(text);
@@ -139,11 +139,14 @@ function sites(each) {
 }
 
 function misses(each) {
-  if (!each.misses.length) return each.status === "ran" ? [why(facts.kind === "package" ? "No misses were recorded." : "No near misses.")] : [];
+  const near = each.misses.filter((miss) => !miss.trivial), trivial = each.misses.filter((miss) => miss.trivial);
+  const rows = (list, label) => table(label, ["#sites", "reason", "#nodes matched", "layers", "source", ""],
+    list.map((miss) => [number(miss.count), [miss.reason, miss.suggestion ? h("div", { class: "why" }, miss.suggestion) : null],
+      `${miss.matched} of ${miss.of}`, miss.layers, code(miss.source), names(miss.names, miss.count)]));
   const kinds = new Map();
-  for (const miss of each.misses) kinds.set(miss.kind, (kinds.get(miss.kind) || 0) + miss.count);
+  for (const miss of near) kinds.set(miss.kind, (kinds.get(miss.kind) || 0) + miss.count);
   const counted = [...kinds].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${kind}${times(count)}`).join(", ");
-  return [h("h4", {}, "Misses by reason: ", counted), table("Misses", ["#sites", "reason", "#nodes matched", "layers", "source", ""],
-    each.misses.map((miss) => [number(miss.count), [miss.reason, miss.suggestion ? h("div", { class: "why" }, miss.suggestion) : null],
-      `${miss.matched} of ${miss.of}`, miss.layers, code(miss.source), names(miss.names, miss.count)]))];
+  const none = each.status === "ran" ? [why(facts.kind === "package" ? "No misses were recorded." : "No near misses.")] : [];
+  return [...(near.length ? [h("h4", {}, "Misses by reason: ", counted), rows(near, "Misses")] : none),
+    trivial.length ? h("details", {}, h("summary", {}, `${plural(missed(each, true), "trivial miss", "trivial misses")}: one node of the pattern matched, or less than half`), rows(trivial, "Trivial misses")) : null].filter(Boolean);
 }

@@ -1,0 +1,66 @@
+"""Count the matches of the previous revision of a transform, which git has, in a new process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inlay.program.text.printer import save
+from inlay.transforms import registry
+
+if TYPE_CHECKING:
+    from inlay.program.program import Program
+    from inlay.transforms.base import Transform
+
+_SCRIPT = """
+import importlib.util, sys
+from inlay.program.text.parser import load
+from inlay.transforms import registry
+name, module, file, program, options = sys.argv[1:]
+registry()
+spec = importlib.util.spec_from_file_location(module, file)
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+cls = registry()[name]
+print(cls(cls.Options.model_validate_json(options)).apply(load(program)).sites)
+"""
+
+
+def previous_sites(transform: Transform, program: Program) -> tuple[int | None, str]:
+    """Return the matches of the revision before this one and its name, or None and the reason."""
+    if transform.name not in registry():
+        return None, "it is not registered"
+    file = Path(inspect.getfile(type(transform))).resolve()
+    revisions = (_git(file, "log", "-n", "2", "--format=%h", "--", file.name) or "").split()
+    if not revisions:
+        return None, "neither a lock nor git has an earlier revision"
+    is_changed = _git(file, "diff", "--quiet", "HEAD", "--", file.name) is None
+    if not is_changed and len(revisions) == 1:
+        return None, "git has one revision of it, and no lock has a count"
+    revision = revisions[0 if is_changed else 1]
+    with tempfile.TemporaryDirectory() as folder:
+        old = Path(folder) / file.name
+        old.write_text(_git(file, "show", f"{revision}:./{file.name}") or "")
+        save(program, Path(folder) / "program.py")
+        options = transform.options.model_dump_json()
+        words = [transform.name, type(transform).__module__, str(old), f"{folder}/program.py", options]
+        paths = os.pathsep.join([str(file.parent), *filter(None, sys.path)])
+        command, environment = [sys.executable, "-c", _SCRIPT, *words], {**os.environ, "PYTHONPATH": paths}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode:
+        return None, f"revision {revision} does not run: {run.stderr.strip().splitlines()[-1]}"
+    return json.loads(run.stdout.splitlines()[-1]), f"revision {revision}"
+
+
+def _git(file: Path, *words: str) -> str | None:
+    """Return what git prints in the folder of a file, or None if it fails."""
+    try:
+        run = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return run.stdout if run.returncode == 0 else None
