@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,6 +165,60 @@ def test_a_model_that_changes_during_its_build_is_built_again(
         cache.ensure(str(folder), OPTIONS)
     cache.ensure(str(folder), OPTIONS)
     cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize("changed", ["source", "setting"])
+def test_what_changes_during_a_build_is_built_again(
+    changed: str, folder: Path, builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package of the old source is not current for the new one."""
+    source = tmp_path / "inlay" / "machine.py"
+    source.parent.mkdir()
+    source.write_text("old = 1\n")
+    monkeypatch.setattr(machine, "__file__", str(source))
+    monkeypatch.setattr(machine, "process_start_time", lambda: time.time() + 60)  # the source is older
+    cache, counted = PackageCache(tmp_path / "packages"), flow.build
+
+    def build(*arguments: Any, **keywords: Any) -> None:
+        counted(*arguments, **keywords)
+        if changed == "setting":
+            monkeypatch.setenv("CXXFLAGS", "-g")
+        elif len(builds) == 1:
+            source.write_text("new = 2\n")
+
+    monkeypatch.setattr(flow, "build", build)
+    for _ in range(3):
+        cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2
+
+
+def test_a_process_that_may_run_older_source_leaves_no_current_package(
+    folder: Path, builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source that changed between the start of the process and the build."""
+    source, cache = tmp_path / "inlay" / "machine.py", PackageCache(tmp_path / "packages")
+    source.parent.mkdir()
+    source.write_text("new = 2\n")
+    monkeypatch.setattr(machine, "__file__", str(source))
+    for _ in range(2):
+        cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 2, "this process is older than the source"
+    monkeypatch.setattr(machine, "process_start_time", lambda: time.time() + 60)
+    for _ in range(2):
+        cache.ensure(str(folder), OPTIONS)
+    assert len(builds) == 3, "a new process builds once"
+
+
+def test_another_content_of_a_configuration_file_is_built(folder: Path, builds: list[str], tmp_path: Path) -> None:
+    cache, config = PackageCache(tmp_path / "packages"), tmp_path / "mine.yaml"
+    config.write_text("transforms: {match_rope: {enabled: false}}")
+    package = cache.ensure(str(folder), {**OPTIONS, "config": (config,)})
+    os.utime(config, (1, 1))
+    assert cache.ensure(str(folder), {**OPTIONS, "config": (config,)}) == package
+    assert len(builds) == 1, "the same content"
+    config.write_text("transforms: {match_rope: {enabled: true}}")
+    assert cache.ensure(str(folder), {**OPTIONS, "config": (config,)}) == package
     assert len(builds) == 2
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from inlay import machine
 from inlay.errors import MachineError, PackageError, one_line
 from inlay.package import store
-from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_file, stamp, unlock
+from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_file, sha256, stamp, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,7 +111,8 @@ class PackageCache:
             shutil.rmtree(home, ignore_errors=True)
         build(_location(model), home / _PACKAGE, BuildOptions(**options), on_step=on_step)
         built = _compute_key(model, options)
-        if key["files"] in (None, built["files"]):  # files that changed during the build are captured again next time
+        is_same = built == {**key, "files": key["files"] or built["files"]}
+        if is_same and not any(map(machine.is_newer_than_process, _sources())):  # otherwise the next start builds again
             staged = home / f".{_KEY}"
             staged.write_text(json.dumps(built, indent=1))
             staged.rename(home / _KEY)
@@ -157,16 +158,21 @@ def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that the package depends on. `files` is None if it cannot be known without building."""
     from inlay.build_cache.key import machine_factors
 
-    root = Path(machine.__file__).parent
-    sources = [file for kind in ("py", "cpp", "h", "yaml") for file in root.rglob(f"*.{kind}")]
     return {
         "model": _location(model),
         "files": _model_files(model),
         "options": _plain(options),
+        # the build reports a file that cannot be read
+        "config": [sha256(Path(file)) if os.path.isfile(file) else None for file in options.get("config", ())],
         # a finished package needs no compiler, so it may be missing or another one
         "machine": {name: value for name, value in machine_factors("native").items() if name != "C++ compiler"},
-        "source": _digest(root, sources),
+        "source": _digest(Path(machine.__file__).parent, _sources()),
     }
+
+
+def _sources() -> list[Path]:
+    root = Path(machine.__file__).parent
+    return [file for kind in ("py", "cpp", "h", "yaml") for file in root.rglob(f"*.{kind}")]
 
 
 def _model_files(model: str) -> str | None:
