@@ -106,12 +106,17 @@ class Executable:
         With `is_prefill`, a single token uses the code for longer prompts. So a prompt token gives bitwise the same
         result however the prompt is chunked, and a decoded token gives the same result in every batch.
         """
-        sizes = self._sizes(inputs)
+        _, execution = self.find_bucket(inputs, is_prefill=is_prefill)
         if self.cache is not None:
             self.cache.check(inputs)
+        return dict(zip(self.results, execution(inputs), strict=True))
+
+    def find_bucket(self, inputs: Mapping[str, Any], *, is_prefill: bool = False) -> tuple[Bucket, RunPlan]:
+        """Return the bucket that runs these inputs, and its code."""
+        sizes = self._sizes(inputs)
         for bucket, execution in self._prefill if is_prefill else self._decode:
             if bucket.fits(sizes):
-                return dict(zip(self.results, execution(inputs), strict=True))
+                return bucket, execution
         asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
         ranges = " or ".join(bucket.text for bucket, _ in self.buckets)
         raise UsageError(f"No bucket was built for {asked}.", f"Use {ranges}.")
