@@ -19,6 +19,7 @@ from inlay.cli.main import app
 from inlay.errors import ModelError, UsageError
 from inlay.flow import BuildOptions, build
 from inlay.insight import accuracy
+from inlay.package.loader import LoadedPackage, load_package, read_manifest
 from inlay.package.refit import refit
 from inlay.runtime.text_codec import TextCodec
 from tests.models import random_model
@@ -28,6 +29,8 @@ from tests.text_models import byte_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from inlay.program.program import Program
 
 LAYERS, HEADS, KV_HEADS, HEAD = 4, 4, 2, 16
 FIELDS: dict[str, Any] = {
@@ -39,7 +42,7 @@ FIELDS: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD,
     "vocab_size": 320,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "initializer_range": 0.15,
 }
 Weights = dict[str, torch.Tensor]
@@ -52,7 +55,7 @@ def home() -> Path:
     def make(folder: Path) -> None:
         random_model(FIELDS).save_pretrained(folder / "model")
         byte_tokenizer().save_pretrained(folder / "model")
-        build(str(folder / "model"), folder / "package", BuildOptions(max_length=128, max_batch=4))
+        build(str(folder / "model"), folder / "package", BuildOptions(max_length=320, max_batch=4))
 
     return once_a_run("accuracy", make)
 
@@ -61,9 +64,11 @@ def test_a_right_package_agrees(home: Path) -> None:
     steps: list[str] = []
     report = api.measure_accuracy(home / "package", source=str(home / "model"), max_tokens=300, on_step=steps.append)
     assert report.tokens == 300
-    assert (report.decode.positions, report.prefill.positions) == (297, 12)
+    assert (report.decode.positions, report.prefill.positions) == (298, 10)
+    assert report.serving.positions > 150
     assert report.kl < 1e-6
-    assert report.decode.same_top == report.prefill.same_top == 1
+    assert report.decode.same_top == report.prefill.same_top == report.serving.same_top == 1
+    assert report.unreached == ()
     assert report.decode.perplexity == pytest.approx(report.decode.reference_perplexity, rel=1e-4)
     assert [each.layer for each in report.layers] == list(range(LAYERS))
     assert max(each.drift for each in report.layers) < 1e-4
@@ -122,6 +127,128 @@ def test_faults_exceed_the_limit_and_the_layer_is_shown(
     assert max(drifts[:layer], default=0.0) < 1e-4 < drifts[layer], drifts
 
 
+Inputs = dict[str, torch.Tensor]
+
+
+class Wrapped:
+    """A package whose calls are made by a function."""
+
+    def __init__(self, package: Any, call: Callable[[Any, Inputs, bool], Inputs]) -> None:
+        self.package, self.call = package, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.package, name)
+
+    def __call__(self, inputs: Inputs, *, is_prefill: bool = False) -> Inputs:
+        return self.call(self.package, inputs, is_prefill)
+
+
+def _zeros_if(condition: Callable[[Inputs, bool], bool]) -> Callable[[Any, Inputs, bool], Inputs]:
+    """Return a call whose logits are zeros under a condition."""
+
+    def call(package: Any, inputs: Inputs, is_prefill: bool) -> Inputs:
+        results: Inputs = package(inputs, is_prefill=is_prefill)
+        wrong = condition(inputs, is_prefill)
+        return {**results, "logits": torch.zeros_like(results["logits"])} if wrong else results
+
+    return call
+
+
+def _one_length(package: Any, inputs: Inputs, is_prefill: bool) -> Inputs:
+    lengths = inputs["lengths"][:1].repeat(len(inputs["lengths"]))
+    result: Inputs = package({**inputs, "lengths": lengths}, is_prefill=is_prefill)
+    return result
+
+
+def _ignored_slots(package: Any, inputs: Inputs, is_prefill: bool) -> Inputs:
+    result: Inputs = package({**inputs, "slots": torch.arange(len(inputs["slots"]))}, is_prefill=is_prefill)
+    return result
+
+
+def _other_slot_in_prefill(package: Any, inputs: Inputs, is_prefill: bool) -> Inputs:
+    slots = (inputs["slots"] + is_prefill) % package.cache.slots
+    result: Inputs = package({**inputs, "slots": slots}, is_prefill=is_prefill)
+    return result
+
+
+SERVING_FAULTS = {
+    "decode of 1": _zeros_if(lambda inputs, is_prefill: not is_prefill and len(inputs["slots"]) == 1),
+    "decode of 2 or 3": _zeros_if(lambda inputs, is_prefill: not is_prefill and len(inputs["slots"]) in (2, 3)),
+    "one length": _one_length,
+    "ignored slots": _ignored_slots,
+    "other slot in prefill": _other_slot_in_prefill,
+    "large chunk": _zeros_if(lambda inputs, _: inputs["input_ids"].shape[1] > 32),
+    "far position": _zeros_if(lambda inputs, _: int(inputs["lengths"].max()) + inputs["input_ids"].shape[1] > 256),
+}
+
+
+@pytest.fixture(scope="module")
+def program(home: Path) -> Program:
+    return api.as_program(str(home / "model"))
+
+
+@pytest.fixture(scope="module")
+def measure(home: Path, program: Program) -> Callable[[Any], accuracy.AccuracyReport]:
+    """Measure a package on four sequences at once."""
+    tokens = TextCodec.load(home / "package" / "current" / "tokenizer").encode(api.SAMPLE_TEXT.read_text())[:772]
+    return lambda package: accuracy.measure_accuracy(package, lambda: program, tokens)
+
+
+@pytest.mark.parametrize("fault", SERVING_FAULTS)
+def test_faults_that_only_a_server_would_see(
+    home: Path, measure: Callable[[Any], accuracy.AccuracyReport], fault: str
+) -> None:
+    """Decode and prefill of equal sequences agree, and the calls of a server do not."""
+    report = measure(Wrapped(load_package(home / "package"), SERVING_FAULTS[fault]))
+    assert max(report.decode.kl_mean, report.prefill.kl_mean) < 1e-6
+    assert report.serving.kl_mean == report.kl > 1e-3
+
+
+def test_the_calls_of_a_server(home: Path, measure: Callable[[Any], accuracy.AccuracyReport]) -> None:
+    """The right package agrees, and serving makes the calls that decode and prefill do not make."""
+    sizes, ends, ragged, slots = set(), set(), 0, set()
+
+    def watch(package: Any, inputs: Inputs, is_prefill: bool) -> Inputs:
+        nonlocal ragged
+        batch, length = inputs["input_ids"].shape
+        sizes.add((is_prefill, batch, length))
+        ends.add(int(inputs["lengths"].max()) + length)
+        ragged += len(set(inputs["lengths"].tolist())) > 1
+        slots.add(tuple(inputs["slots"].tolist()))
+        result: Inputs = package(inputs, is_prefill=is_prefill)
+        return result
+
+    assert measure(Wrapped(load_package(home / "package"), watch)).kl < 1e-6
+    assert {(False, batch, 1) for batch in (1, 2, 3, 4)} <= sizes
+    assert {(True, 1, length) for length in (1, 3, 9, 27)} <= sizes
+    assert max(length for _, _, length in sizes) > 200
+    assert max(ends) == 320, "the last row of a slot"
+    assert ragged > 20
+    assert len(slots) > 4
+
+
+def test_buckets_that_no_call_reaches_are_listed(
+    home: Path, measure: Callable[[Any], accuracy.AccuracyReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one sequence are reached wherever buckets begin. Two sequences of three tokens are not prefilled."""
+    manifest, folder = read_manifest(home / "package")
+    single, every = manifest.buckets
+    ranges = {"small": (1, 2, 4), "large": (1, 200, 300), "full": (1, 310, 320), "pair": (2, 3, 3)}
+    more = [
+        replace(every, name=name, sizes={"batch": (batch, batch), "length": (low, high)})
+        for name, (batch, low, high) in ranges.items()
+    ]
+    report = measure(LoadedPackage(replace(manifest, buckets=(single, *more, every)), folder))
+    assert report.unreached == ("batch 2, length 3",)
+    assert report.kl < 1e-6
+    monkeypatch.setattr(api, "measure_accuracy", lambda *args, **kwargs: report)
+    shown = CliRunner().invoke(app, ["verify", str(home / "package")])
+    assert "No call reached the code for batch 2, length 3." in shown.output
+    listed = json.loads(CliRunner().invoke(app, ["verify", str(home / "package"), "--json"]).stdout)
+    assert listed["unreached"] == ["batch 2, length 3"]
+    assert listed["serving"]["positions"] == report.serving.positions
+
+
 def test_the_command(home: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 8)
@@ -129,6 +256,8 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, [*arguments, "--max-kl", "1e-4"])
     assert shown.exit_code == 0, shown.output
     assert "within the limit of 0.0001" in shown.output
+    assert "serving" in shown.output
+    assert "No call reached" not in shown.output
     assert "relative error of the hidden state after each layer" in shown.output
     assert CliRunner().invoke(app, ["verify", str(home / "model"), "--max-kl", "1"]).exit_code == 2
     gone = CliRunner().invoke(app, arguments[:2])
@@ -175,8 +304,10 @@ def test_values_that_are_not_finite_are_not_agreement() -> None:
     found = _agreement(wrong, reference)
     assert math.isnan(found.kl_mean)
     assert math.isnan(found.kl_max)
-    report = accuracy.AccuracyReport(3, found, _agreement(reference, reference), ())
+    right = _agreement(reference, reference)
+    report = accuracy.AccuracyReport(3, found, right, right, ())
     assert report.kl == math.inf
+    assert accuracy.AccuracyReport(3, right, right, found, ()).kl == math.inf
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["decode"]["kl_max"] is None
     reference[:, 5] = float("-inf")
     same = _agreement(reference, reference)
@@ -184,6 +315,21 @@ def test_values_that_are_not_finite_are_not_agreement() -> None:
     more = reference.clone()
     more[0, 1] = float("-inf")
     assert _agreement(more, reference).kl_max == math.inf, "a token that only the package excludes"
+    reference[0, 1] = -1e4
+    assert _agreement(more, reference).kl_max < 1e-6, "its probability in the reference is 0 after rounding"
+
+
+def test_a_reference_that_is_not_finite_is_not_blamed_on_the_package(program: Program) -> None:
+    """-inf excludes a token and is accepted; NaN and inf are not."""
+    runner: Any = accuracy._Reference(program, 320)
+    made = torch.zeros(1, 4, 320)
+    runner._run = lambda *args, **kwargs: [made]
+    made[0, 0, 0] = -math.inf
+    assert runner.logits(torch.zeros(1, 4)).isinf().any()
+    for wrong in (math.nan, math.inf):
+        made[0, 0, 0] = wrong
+        with pytest.raises(ModelError, match="The reference is not finite"):
+            runner.logits(torch.zeros(1, 4))
 
 
 def test_kl_is_what_torch_computes() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inlay.insight.accuracy import AccuracyReport
     from inlay.insight.verify import NumericsVerdict
 
-_STEPS = {**CAPTURE_STEPS, "reference": 6, "package": 6, "layers": 1}
+_STEPS = {**CAPTURE_STEPS, "longest": 4, "reference": 6, "package": 6, "serving": 3, "layers": 1}
 
 
 def verify(
@@ -60,9 +60,9 @@ def verify(
 ) -> None:
     """Compare numbers: a package with the model it was built from, or a model before and after each transform.
 
-    PACKAGE: KL divergence and perplexity on a text, in decode and prefill, and the relative error after each layer. The
-    reference is the model in float32. Exit code 1 if the mean KL divergence of decode or prefill is above --max-kl, or
-    if logits are not finite.
+    PACKAGE: KL divergence and perplexity on a text, in decode, in prefill and with the calls of a server, and the
+    relative error after each layer. The reference is the model in float32. Exit code 1 if one of the three mean KL
+    divergences is above --max-kl, or if logits are not finite.
 
     MODEL: the effect of each transform (no change, rounding or wrong) on random inputs. The reference is the captured
     program in float64. Exit code 1 if a result is wrong, has a wrong type, or matches are lost. The transforms are
@@ -130,10 +130,12 @@ def _print_accuracy(report: AccuracyReport) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("", "positions", "mean KL", "max KL", "same top token", "perplexity", "reference"):
         table.add_column(column, justify="right" if column else "left")
-    for name, row in (("decode", report.decode), ("prefill", report.prefill)):
+    for name, row in (("decode", report.decode), ("prefill", report.prefill), ("serving", report.serving)):
         divergence = f"{row.kl_mean:.2e}", f"{row.kl_max:.2e}", f"{row.same_top:.1%}"
         table.add_row(name, str(row.positions), *divergence, f"{row.perplexity:.3f}", f"{row.reference_perplexity:.3f}")
     out.print(table)
+    if report.unreached:
+        out.print(f"No call reached the code for {' or '.join(report.unreached)}.", markup=False)
     if report.note:
         out.print(report.note)
         return

@@ -1,7 +1,7 @@
 """Accuracy of a package: its next-token distributions compared with those of the model it was built from.
 
 The reference is the captured program, computed in float32 without a transform. Both read the same text. The package is
-measured as it is used: token by token (decode), and in chunks (prefill).
+measured as it is used: token by token (decode), in chunks (prefill), and with the calls that a server makes (serving).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from inlay.errors import UsageError
+from inlay.errors import ModelError, UsageError
 from inlay.insight.interpreter import ProgramInterpreter
 from inlay.lowering.aoti_runtime import chain_steps
 from inlay.lowering.executable import PlanExecutor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from inlay.lowering.executable import CacheSizes
     from inlay.package.loader import LoadedPackage
     from inlay.program.program import Program
 
@@ -35,6 +36,14 @@ WINDOW = 256
 """Tokens that are read as one sequence."""
 CHUNK = 32
 """Tokens of a prefill call."""
+LONGEST = 2048
+"""Positions of the longest sequence, if the package has room for as many."""
+_MAX_CHUNK = 512
+"""Tokens of the largest prefill call, unless a bucket starts above."""
+_MAX_ROWS = 16
+"""Sequences that are served at once."""
+_DECODE_CALLS = 64
+"""Decode calls of served sequences, and those at the end of the longest one."""
 _MIN_TOKENS = 2
 _MAX_LOGITS = 1 << 28
 """Logits of the reference that are kept at once."""
@@ -69,14 +78,18 @@ class AccuracyReport:
     tokens: int
     decode: Agreement
     prefill: Agreement
+    serving: Agreement
+    """Calls as a server makes them: any slots, lengths and batch sizes, and one long sequence."""
     layers: tuple[LayerDrift, ...]
     note: str = ""
     """Why there are no layers."""
+    unreached: tuple[str, ...] = ()
+    """Sizes of the buckets that no call reached."""
 
     @property
     def kl(self) -> float:
-        """The larger mean KL divergence of decode and prefill; infinite if logits are not finite."""
-        means = self.decode.kl_mean, self.prefill.kl_mean
+        """The largest mean KL divergence of decode, prefill and serving; infinite if logits are not finite."""
+        means = self.decode.kl_mean, self.prefill.kl_mean, self.serving.kl_mean
         return max(means) if all(map(math.isfinite, means)) else math.inf
 
     def to_json(self) -> dict[str, Any]:
@@ -107,18 +120,25 @@ def measure_accuracy(
         raise UsageError("The text has tokens that the package does not have.", "Pass the model it was built from.")
     runner = _Reference(reference(), cache.vocab_size)
     windows = torch.tensor(tokens[: length * count]).reshape(count, length)
-    decode, prefill = _Sums(), _Sums()
+    calls, decode, prefill, serving = _Calls(package, cache), _Sums(), _Sums(), _Sums()
+    on_step("longest sequence")
+    _add_longest(calls, runner, tokens, serving)
     rows = min(cache.slots, max(1, _MAX_LOGITS // (length * cache.vocab_size)))
     for start in range(0, len(windows), rows):
         batch = windows[start : start + rows]
         on_step(f"reference {start + len(batch)} of {len(windows)}")
         logits = torch.cat([runner.logits(batch[row : row + 1]) for row in range(len(batch))])
         on_step(f"package {start + len(batch)} of {len(windows)}")
-        _add_decode(package, batch, logits, decode)
-        _add_prefill(package, batch, logits, prefill)
+        _add_decode(calls, batch, logits, decode)
+        _add_prefill(calls, batch, logits, prefill)
+        if start == 0:
+            on_step("serving")
+            _add_serving(calls, batch, logits, serving)
     on_step("layers")
     drifts, note = _layer_drifts(package, runner, windows[:1])
-    return AccuracyReport(windows.numel(), decode.agreement(), prefill.agreement(), drifts, note)
+    agreements = decode.agreement(), prefill.agreement(), serving.agreement()
+    unreached = tuple(bucket.text for bucket in package.manifest.buckets if bucket.name not in calls.reached)
+    return AccuracyReport(windows.numel(), *agreements, drifts, note, unreached)
 
 
 class _Reference:
@@ -143,6 +163,9 @@ class _Reference:
         if logits.shape[-1] != self.vocab_size:
             problem = f"The model has {logits.shape[-1]} tokens in its vocabulary, and the package {self.vocab_size}."
             raise UsageError(problem, "Pass the model that the package was built from as --source.")
+        if not bool((logits < math.inf).all()):
+            problem = "The reference is not finite: the model itself computes NaN or infinity in float32."
+            raise ModelError(problem, "Check the weights of the model. The package was not compared.")
         return logits.float()
 
 
@@ -155,7 +178,7 @@ class _Sums:
     def add(self, logits: torch.Tensor, reference: torch.Tensor, following: torch.Tensor) -> None:
         """Add positions: logits of both as `[positions, vocabulary]`, and the token that follows each."""
         ours, theirs = logits.double().log_softmax(-1), reference.double().log_softmax(-1)
-        kl = (theirs.exp() * (theirs - ours)).masked_fill(theirs.isneginf(), 0.0).sum(-1)
+        kl = (theirs.exp() * (theirs - ours)).masked_fill(theirs.exp() == 0, 0.0).sum(-1)
         self.count += len(kl)
         self.same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self.kl += float(kl.sum())
@@ -170,33 +193,91 @@ class _Sums:
         return Agreement(self.count, self.kl / count, self.kl_max, self.same / count, *perplexities)
 
 
-def _add_decode(package: LoadedPackage, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
-    state = package.new_state()
+class _Calls:
+    """Calls of a package, and the names of the buckets that they reached."""
+
+    def __init__(self, package: LoadedPackage, cache: CacheSizes) -> None:
+        self.package, self.cache, self.reached = package, cache, set[str]()
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor], *, is_prefill: bool) -> torch.Tensor:
+        index = self.package.find_bucket(inputs, is_prefill=is_prefill)
+        self.reached.add(self.package.buckets[index][0].name)
+        logits: torch.Tensor = self.package(inputs, is_prefill=is_prefill)[SIGNATURE.logits][:, -1]
+        return logits.float()
+
+
+def _add_decode(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
+    state = calls.package.new_state()
     for place in range(windows.shape[1] - 1):
-        logits = _call(package, state, windows[:, place : place + 1], place, is_prefill=False)
+        logits = calls(state | _inputs(windows[:, place : place + 1], place), is_prefill=False)
         sums.add(logits, reference[:, place], windows[:, place + 1])
 
 
-def _add_prefill(package: LoadedPackage, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
-    state, length = package.new_state(), windows.shape[1]
+def _add_prefill(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
+    state, length = calls.package.new_state(), windows.shape[1]
     for start in range(0, length - 1, CHUNK):
         stop = min(start + CHUNK, length - 1)
-        logits = _call(package, state, windows[:, start:stop].contiguous(), start, is_prefill=True)
+        logits = calls(state | _inputs(windows[:, start:stop], start), is_prefill=True)
         sums.add(logits, reference[:, stop - 1], windows[:, stop])
 
 
-def _call(
-    package: LoadedPackage, state: Mapping[str, torch.Tensor], tokens: torch.Tensor, filled: int, *, is_prefill: bool
-) -> torch.Tensor:
-    results = package({**state, **_inputs(tokens, filled)}, is_prefill=is_prefill)
-    logits: torch.Tensor = results[SIGNATURE.logits][:, -1]
-    return logits.float()
+class _Sequences:
+    """Sequences that share a state, as in a server: their slots are not in order and contain other numbers before."""
+
+    def __init__(self, calls: _Calls, count: int, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
+        self.calls, self.windows, self.reference, self.sums = calls, windows, reference, sums
+        self.state, self.filled = calls.package.new_state(), torch.zeros(count, dtype=torch.long)
+        self.slots = torch.arange(calls.cache.slots).flip(0)[:count]
+        random, length = torch.Generator().manual_seed(0), windows.shape[1]
+        for name, value in self.state.items():
+            if calls.cache.is_cache(value.shape) and value.is_floating_point() and name not in calls.package.initial:
+                past = torch.randn(value[0, :, :length].shape, generator=random)
+                value[self.slots, :, :length] = past.to(value.dtype)
+
+    def advance(self, rows: list[int], count: int, *, is_prefill: bool) -> None:
+        """Run the next tokens of these sequences in one call."""
+        filled, texts = self.filled[rows], torch.tensor(rows) % len(self.windows)
+        tokens = self.windows[texts[:, None], filled[:, None] + torch.arange(count)]
+        logits = self.calls(self.state | _inputs(tokens, filled, self.slots[rows]), is_prefill=is_prefill)
+        self.filled[rows] = stop = filled + count
+        self.sums.add(logits, self.reference[texts, stop - 1], self.windows[texts, stop])
 
 
-def _inputs(tokens: torch.Tensor, filled: int) -> dict[str, torch.Tensor]:
+def _add_serving(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
+    """Prefill each sequence alone to a different length, in growing chunks; then decode in every batch size."""
+    length, count = windows.shape[1], min(calls.cache.slots, _MAX_ROWS)
+    served = _Sequences(calls, count, windows, reference, sums)
+    for row in range(count):
+        size, stop = 1, max(1, length * (row + 1) // (count + 1))
+        while left := stop - int(served.filled[row]):
+            served.advance([row], min(size, left), is_prefill=True)
+            size *= 3
+    for step in range(_DECODE_CALLS):
+        if rows := [row for row in range(count) if served.filled[row] < length - 1]:
+            first = step % len(rows)
+            served.advance([*rows[first:], *rows[:first]][: first + 1], 1, is_prefill=False)
+
+
+def _add_longest(calls: _Calls, runner: _Reference, tokens: Sequence[int], sums: _Sums) -> None:
+    """Fill one slot up to its end: prefill with the sizes at which buckets begin and end, then decode."""
+    room = min(calls.cache.max_seq_len, LONGEST, _MAX_LOGITS // calls.cache.vocab_size)
+    text = torch.tensor(tokens).repeat(room // len(tokens) + 1)[None, : room + 1]
+    longest = _Sequences(calls, 1, text, runner.logits(text[:, :room]), sums)
+    ranges = [bucket.sizes["length"] for bucket in calls.package.manifest.buckets]
+    sizes = {size for low, high in ranges for size in (low, min(high or room, _MAX_CHUNK)) if low <= size <= room}
+    for size in sorted(sizes):
+        longest.filled.clamp_(max=room - size)
+        longest.advance([0], size, is_prefill=True)
+    prompt = room - min(_DECODE_CALLS, room // 2)
+    longest.filled.clamp_(max=prompt)
+    while (done := int(longest.filled)) < room:
+        longest.advance([0], max(1, min(prompt - done, _MAX_CHUNK)), is_prefill=done < prompt)
+
+
+def _inputs(tokens: torch.Tensor, filled: int | torch.Tensor, slots: Any = None) -> dict[str, torch.Tensor]:
     count = len(tokens)
-    lengths = torch.full((count,), filled)
-    return {SIGNATURE.tokens: tokens.contiguous(), SIGNATURE.slots: torch.arange(count), SIGNATURE.lengths: lengths}
+    slots, lengths = torch.arange(count) if slots is None else slots, torch.as_tensor(filled).expand(count).contiguous()
+    return {SIGNATURE.tokens: tokens.contiguous(), SIGNATURE.slots: slots, SIGNATURE.lengths: lengths}
 
 
 def _layer_drifts(
