@@ -15,8 +15,7 @@ from inlay.errors import ProgramError
 from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import MODULE, SOURCE, operands
 from inlay.program.symbols import FakeValues
-from inlay.rewrite.differences import children
-from inlay.rewrite.pattern_trees import PatternCall, PatternVariable
+from inlay.rewrite.pattern_trees import PatternCall, PatternVariable, children
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from inlay.program.graphs import MODULE, SOURCE, operands, target_text
-from inlay.rewrite.pattern_trees import PatternCall, PatternVariable
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+
+    from inlay.rewrite.pattern_trees import PatternCall
 
 _AXES = {"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"}
 
@@ -98,27 +98,3 @@ def missing_node_between(call: PatternCall, value: Any, reader: fx.Node) -> Patt
     return PatternDifference(
         Reason.MISSING, f"{target_text(call.target)} expected between {value} and {reader}", reader
     )
-
-
-@lru_cache(maxsize=4096)
-def children(call: PatternCall) -> tuple[PatternCall | PatternVariable, ...]:
-    """Return the values that a call of a pattern reads, in order."""
-    return tuple(_values([value for _, value in call.args]))
-
-
-def _values(values: Any) -> Iterator[PatternCall | PatternVariable]:
-    for value in values:
-        if isinstance(value, (PatternCall, PatternVariable)):
-            yield value
-        elif isinstance(value, list):
-            yield from _values(value)
-
-
-def subtree_calls(pattern: Any) -> frozenset[PatternCall]:
-    """Return a call and every call that it depends on."""
-    return _subtree_of_call(pattern) if isinstance(pattern, PatternCall) else frozenset()
-
-
-@lru_cache(maxsize=4096)
-def _subtree_of_call(call: PatternCall) -> frozenset[PatternCall]:
-    return frozenset({call}).union(*map(subtree_calls, children(call)))

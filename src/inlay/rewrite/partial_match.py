@@ -19,16 +19,14 @@ from inlay.program.graphs import operands
 from inlay.rewrite.differences import (
     PartialMatch,
     PatternDifference,
-    children,
     code_location,
     constant_difference,
     extra_node,
     missing_node,
     missing_node_between,
-    subtree_calls,
 )
 from inlay.rewrite.matcher import argument_orders, is_same_constant
-from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable
+from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, subtree_calls
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,30 @@ class PatternTree:
     outputs: tuple[PatternCall, ...]
     num_calls: int
     variables: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def children(call: PatternCall) -> tuple[PatternCall | PatternVariable, ...]:
+    """Return the values that a call of a pattern reads, in order."""
+    return tuple(_values([value for _, value in call.args]))
+
+
+def _values(values: Any) -> Iterator[PatternCall | PatternVariable]:
+    for value in values:
+        if isinstance(value, (PatternCall, PatternVariable)):
+            yield value
+        elif isinstance(value, list):
+            yield from _values(value)
+
+
+def subtree_calls(pattern: Any) -> frozenset[PatternCall]:
+    """Return a call and every call that it depends on."""
+    return _subtree_of_call(pattern) if isinstance(pattern, PatternCall) else frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _subtree_of_call(call: PatternCall) -> frozenset[PatternCall]:
+    return frozenset({call}).union(*map(subtree_calls, children(call)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,10 +109,10 @@ class RowKernelWriter(KernelWriter):
         axes = [-1] * len(given.get("normalized_shape", [0])) if is_norm else given.get("dim")
         if axes not in (-1, [-1]):
             raise self._refusal(node, "reduces over other axes than the last")
-        if any(map(_COLUMN.search, row)):
-            raise self._refusal(node, "reduces over several axes")
         if mask not in ("inside", _ANYWHERE):
             raise self._refusal(node, "convolves the result of a reduction")
+        if any(map(_COLUMN.search, row)):
+            raise self._refusal(node, "reduces over several axes")
         length, steps = source.meta["val"].shape[-1], count()
         if length == 0:
             raise self._refusal(node, "has rows of length 0")
