@@ -263,7 +263,7 @@ def fuzz(name: str) -> int:
 
 def warm_up() -> None:
     """Trace every pattern once before forking."""
-    from inlay.rewrite.pattern_trees import PATTERNS
+    from inlay.rewrite.pattern_cache import PATTERNS
     from inlay.rewrite.rule import DTYPES
     from inlay.transforms.base import PatternTransform
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from inlay import machine
 
-_MAX_KEYS = 4
-"""Number of source keys whose values are kept, most recently written first."""
+_MAX_KEYS, _MAX_VALUES = 4, 500
+"""Number of source keys, and of values of each, that are kept: the most recently written."""
 _PACKAGE = Path(__file__).parent
 _is_enabled = False
 
@@ -56,8 +56,9 @@ def write(name: str, value: Any) -> None:
         with os.fdopen(handle, "w") as out:
             json.dump({"checksum": _checksum(value), "value": value}, out)
         os.replace(made, folder / f"{name}.json")
-        others = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in others[_MAX_KEYS:]:
+        for each in _latest_first(folder)[_MAX_VALUES:]:
+            each.unlink(missing_ok=True)
+        for each in _latest_first(folder.parent)[_MAX_KEYS:]:
             shutil.rmtree(each, ignore_errors=True)
 
 
@@ -68,6 +69,10 @@ def clear() -> int:
     for each in root.iterdir() if root.is_dir() else ():
         shutil.rmtree(each, ignore_errors=True)
     return freed
+
+
+def _latest_first(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
 
 
 def _folder() -> Path | None:

@@ -57,9 +57,9 @@ class PackageCache:
             problem = f"The package cache cannot be used: {one_line(error)}."
             raise MachineError(problem, "Set XDG_CACHE_HOME to a folder of your own.") from error
         home = self.folder / _entry_name(model, options)
-        if not _is_current(home, _compute_key(model, options)):
+        if not _is_current(home, compute_key(model, options)):
             with lock_file(self.folder / f"{_LOCK}{home.name}", lambda: on_step("waiting for the same build")):
-                key = _compute_key(model, options)
+                key = compute_key(model, options)
                 if not _is_current(home, key):
                     self._build(model, options, home, key, on_step)
         with suppress(OSError):
@@ -110,7 +110,7 @@ class PackageCache:
         if not (home / _PACKAGE / store.VERSIONS).is_dir():  # what is left of a removal that was interrupted
             shutil.rmtree(home, ignore_errors=True)
         build(_location(model), home / _PACKAGE, BuildOptions(**options), on_step=on_step)
-        built = _compute_key(model, options)
+        built = compute_key(model, options)
         is_same = built == {**key, "files": key["files"] or built["files"]}
         if is_same and not any(map(machine.is_newer_than_process, _sources())):  # otherwise the next start builds again
             staged = home / f".{_KEY}"
@@ -154,8 +154,8 @@ def _location(model: str) -> str:
     return model
 
 
-def _compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that the package depends on. `files` is None if it cannot be known without building."""
+def compute_key(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that the package depends on. `files` is None if it cannot be known without opening the model."""
     from inlay.build_cache.key import machine_factors
 
     return {

@@ -32,8 +32,8 @@ from inlay.insight.findings import layer_of
 from inlay.program.graphs import all_graphs
 from inlay.program.weights import InMemoryTensor
 from inlay.rewrite.matcher import Matcher, PatternMatch
+from inlay.rewrite.pattern_cache import PATTERNS
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
-from inlay.rewrite.pattern_trees import PATTERNS
 from inlay.testing.fuzz.checker import check
 from inlay.transforms import PatternTransform, configure, run, steps_through
 from tests.architectures import without_weights

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -42,15 +42,6 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
             assert line.strip() in printed, line
 
 
-def _module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _two_linears(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     linear = torch.nn.functional.linear
     for _ in range(2):
@@ -74,7 +65,7 @@ def test_scaffolds_of_several_sorts(function: Any, count: int, tmp_path: Path) -
     for candidate in search.candidates:
         path = write_scaffold(search, candidate.name, tmp_path)[0]
         assert "enabled: false" in path.with_suffix(".yaml").read_text()
-        rule = next(value for name, value in vars(_module(path)).items() if name.startswith("Fuse"))
+        rule = next(value for name, value in runpy.run_path(str(path)).items() if name.startswith("Fuse"))
         for case in rule.positive_cases():
             assert_rewrites(case.function, rule.name, args=case.args, axes=case.axes, sites=1)
         for case in rule.negative_cases():

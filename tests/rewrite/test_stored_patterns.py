@@ -13,8 +13,8 @@ import torch
 
 from inlay import derived_cache, machine
 from inlay.cli import passes
-from inlay.rewrite import pattern_trees
-from inlay.rewrite.pattern_trees import PatternCache, parse_tree, tree_lines
+from inlay.rewrite import pattern_cache, pattern_trees
+from inlay.rewrite.pattern_cache import PatternCache, parse_tree, tree_lines
 from inlay.rewrite.rule import Rule
 from inlay.transforms.base import find_transform
 from inlay.transforms.library.match_swiglu import MatchSwiGLU
@@ -51,7 +51,8 @@ def _no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(patterns: Any) -> Any:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr(pattern_trees, "_trace", fail)
+    for module in (pattern_cache, pattern_trees):
+        monkeypatch.setattr(module, "trace_patterns", fail)
 
 
 def test_a_second_run_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_modes_of_torch_are_part_of_the_name() -> None:
     (each,) = [each for each in _alternatives("match_swiglu") if each.example["gate"].dtype is torch.float32]
     for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
         with mode:
-            names.append(pattern_trees._stored_name(each.function, each.example))
+            names.append(pattern_cache._stored_name(each.function, each.example))
     assert len(set(names)) == 4
     assert all(names)
 
@@ -166,9 +167,9 @@ def test_the_name_changes_with_the_loaded_code(monkeypatch: pytest.MonkeyPatch) 
     from inlay.transforms.library.match_geglu import MatchGeGLU
 
     (each,) = [each for each in _alternatives("match_swiglu") if each.example["gate"].dtype is torch.float32]
-    before = pattern_trees._stored_name(each.function, each.example)
+    before = pattern_cache._stored_name(each.function, each.example)
     monkeypatch.setattr(MatchSwiGLU, "activation", vars(MatchGeGLU)["activation"])
-    after = pattern_trees._stored_name(each.function, each.example)
+    after = pattern_cache._stored_name(each.function, each.example)
     assert before
     assert after
     assert before != after
@@ -223,6 +224,15 @@ def test_old_keys_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(each.name for each in folder.parent.iterdir()) == ["key2", "key3", "key4", "key5"]
     assert derived_cache.clear() > 0
     assert not list(folder.parent.iterdir())
+
+
+def test_old_values_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_cache, "_MAX_VALUES", 3)
+    for index in range(5):
+        derived_cache.write(f"value{index}", index)
+        os.utime(folder / f"value{index}.json", (index, index))
+    derived_cache.write("value5", 5)
+    assert sorted(each.name for each in folder.iterdir()) == ["value3.json", "value4.json", "value5.json"]
 
 
 def test_the_list_of_transforms_needs_no_torch(tmp_path: Path) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import hashlib
+import json
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from inlay import derived_cache
 from inlay.cli.console import error_boundary, out, print_json
 from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import steps_up_to
 
 if TYPE_CHECKING:
-    from inlay.insight import Explanation
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from inlay.cli.model_options import DType
 
 _MOST = 5
 
@@ -35,64 +42,105 @@ def explain(
 ) -> None:
     """Explain why transforms did not match: near misses, what differs there, and in which layers.
 
-    First come the transforms that matched nothing and have near misses.
+    First come the transforms that matched nothing and have near misses. An explanation is kept until Inlay, the model
+    or a library changes; only Inlay's own transforms and models in local files have this.
 
     Example: [bold]inlay explain ./SmolLM2-135M[/]
 
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
     with error_boundary():
-        from inlay.config import resolve_config
-        from inlay.errors import UsageError
-        from inlay.insight import explain
-        from inlay.integrations.external_pass import is_external
-        from inlay.transforms import configure
-
-        if pass_name is not None and is_external(pass_name):
-            raise UsageError(
-                f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
-            )
-        if pass_name is not None:
-            steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
-        else:
-            configure(resolve_config(files=files or (), settings=settings or ()))
-        program = read_program(model, dtype, trust)
-        name, architecture = program.name, program.facts.architecture
-        if pass_name is not None:
-            steps = steps_up_to(pass_name, files or (), settings or (), model=name, architecture=architecture)
-        else:
-            steps = configure(
-                resolve_config(architecture=architecture, model=name, files=files or (), settings=settings or ())
-            )
-        explained = explain(program, steps, steps[-1].key if pass_name is not None else "")
+        asked = (model, pass_name, files or [], settings or [], dtype, trust)
+        name = _stored_name(*asked)
+        explained = _read_stored(name, pass_name, _stored_name(model, None, *asked[2:]))
+        if explained is None:
+            explained, is_own = _compute(*asked)
+            if name and is_own and _stored_name(*asked) == name:
+                derived_cache.write(name, explained)
         if as_json:
-            print_json([each.to_json() for each in explained])
+            print_json(explained)
             return
-        near = sum(len(finding.roots) for each in explained for finding in each.near_misses)
-        hidden = sum(len(finding.roots) for each in explained for finding in each.findings) - near
+        near = sum(len(finding["roots"]) for each in explained for finding in _near_misses(each))
+        hidden = sum(len(finding["roots"]) for each in explained for finding in each["findings"]) - near
         shown = "shown" if show_all else "hidden, --all shows them"
         trivial = f"; {hidden} trivial ones {shown}" if hidden else ""
         if pass_name is None or hidden:
             out.print(f"{near} near miss{'' if near == 1 else 'es'}{trivial}.", highlight=False)
-        for each in sorted(explained, key=lambda each: (bool(each.sites), not each.near_misses)):
+        for each in sorted(explained, key=lambda each: (bool(each["matches"]), not _near_misses(each))):
             _print(each, show_all, most=None if pass_name is not None else _MOST)
-        silent = [each for each in explained if not each.near_misses and not each.sites]
-        if ran := [each.key for each in silent if each.status == "ran"]:
+        silent = [each for each in explained if not _near_misses(each) and not each["matches"]]
+        if ran := [each["transform"] for each in silent if each["status"] == "ran"]:
             out.print(Text(f"No match and no near miss: {', '.join(ran)}.", style="dim"))
-        if skipped := [f"{each.key} ({each.skip_reason})" for each in silent if each.status == "skipped"]:
+        if skipped := [
+            f"{each['transform']} ({each['skip_reason']})" for each in silent if each["status"] == "skipped"
+        ]:
             out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
 
 
-def _print(explained: Explanation, show_all: bool, most: int | None) -> None:
+def _stored_name(
+    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
+) -> str:
+    """Return the name of the explanation in the derived cache; empty if it may depend on code of others."""
+    if trust or (pass_name and ":" in pass_name) or entry_points(group="inlay.transforms"):
+        return ""
+    from inlay.package_cache import compute_key
+
+    key = compute_key(model, {"pass": pass_name, "config": files, "settings": settings, "dtype": dtype})
+    return f"explain-{hashlib.sha256(json.dumps(key).encode()).hexdigest()}" if key["files"] else ""
+
+
+def _read_stored(name: str, pass_name: str | None, whole: str) -> list[dict[str, Any]] | None:
+    """Return a stored explanation; that of one transform may be a part of that of all."""
+    found: list[dict[str, Any]] | None = derived_cache.read(name) if name else None
+    if found is None and name and pass_name:
+        of_all = derived_cache.read(whole) or []
+        found = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
+    return found
+
+
+def _compute(
+    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
+    from inlay.config import resolve_config
+    from inlay.errors import UsageError
+    from inlay.insight import explain
+    from inlay.integrations.external_pass import is_external
+    from inlay.transforms import configure
+
+    if pass_name is not None and is_external(pass_name):
+        raise UsageError(
+            f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
+        )
+    if pass_name is not None:
+        steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
+    else:
+        configure(resolve_config(files=files, settings=settings))
+    program = read_program(model, dtype, trust)
+    name, architecture = program.name, program.facts.architecture
+    if pass_name is not None:
+        steps = steps_up_to(pass_name, files, settings, model=name, architecture=architecture)
+    else:
+        steps = configure(resolve_config(architecture=architecture, model=name, files=files, settings=settings))
+    explained = explain(program, steps, steps[-1].key if pass_name is not None else "")
+    is_own = all(type(step.transform).__module__.startswith("inlay.") for step in steps)
+    return [each.to_json() for each in explained], is_own
+
+
+def _near_misses(explained: dict[str, Any]) -> list[dict[str, Any]]:
+    return [finding for finding in explained["findings"] if not finding["trivial"]]
+
+
+def _print(explained: dict[str, Any], show_all: bool, most: int | None) -> None:
     """Print the number of matches, then the near misses, closest first."""
-    findings = explained.findings if show_all else explained.near_misses
-    if not explained.sites and not findings:
+    findings = explained["findings"] if show_all else _near_misses(explained)
+    if not explained["matches"] and not findings:
         return
-    matched = f"matched {explained.sites}" if explained.sites else "matched nothing"
-    out.print(Text.assemble((explained.key, "bold"), f"  {matched}"))
+    matched = f"matched {explained['matches']}" if explained["matches"] else "matched nothing"
+    out.print(Text.assemble((explained["transform"], "bold"), f"  {matched}"))
     for finding in findings[:most]:
-        out.print(Padding(Text(finding.text), (0, 0, 0, 2)))
-        if finding.suggestion:
-            out.print(Padding(Text(finding.suggestion, style="dim"), (0, 0, 0, 4)))
+        out.print(Padding(Text(finding["text"]), (0, 0, 0, 2)))
+        if finding["suggestion"]:
+            out.print(Padding(Text(finding["suggestion"], style="dim"), (0, 0, 0, 4)))
     if most is not None and len(findings) > most:
-        out.print(Padding(Text(f"… and {len(findings) - most} more (--pass {explained.key})"), (0, 0, 0, 2)))
+        out.print(Padding(Text(f"… and {len(findings) - most} more (--pass {explained['transform']})"), (0, 0, 0, 2)))

@@ -11,8 +11,9 @@ import torch
 from inlay.program.graphs import all_graphs, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, code_location
 from inlay.rewrite.partial_match import MAX_DIFFERENCES, Aligner, value_signature
+from inlay.rewrite.pattern_cache import PATTERNS
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
-from inlay.rewrite.pattern_trees import PATTERNS, PatternCall, PatternTree, children
+from inlay.rewrite.pattern_trees import PatternCall, PatternTree, children
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rule import Refusal
 

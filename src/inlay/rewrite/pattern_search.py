@@ -12,7 +12,7 @@ from inlay.errors import one_line
 from inlay.program.graphs import all_graphs, is_mutation
 from inlay.program.symbols import symbolic_sizes
 from inlay.rewrite.matcher import Matcher, PatternMatch
-from inlay.rewrite.pattern_trees import PATTERNS
+from inlay.rewrite.pattern_cache import PATTERNS
 from inlay.rewrite.reasons import Reason
 from inlay.rewrite.replacement import ReplacementCache, arguments, insertion_point
 from inlay.rewrite.rewriter import type_text

@@ -6,14 +6,9 @@ operators, and converted to Inductor's pattern tree. That tree is then converted
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
-import sys
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +16,14 @@ from torch import fx
 from torch._guards import tracing
 from torch.utils import _pytree as pytree
 
-from inlay import derived_cache
 from inlay.errors import ProgramError, one_line
 from inlay.program.call_arguments import normalize_args
 from inlay.program.decomposition import decompose
-from inlay.program.graphs import ancestors, target_text
-from inlay.program.text.literals import find_target, literal, parse_literal
+from inlay.program.graphs import ancestors
 from inlay.program.tracing_lock import tracing_lock
-from inlay.rewrite.rule import Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def _inductor() -> Any:
@@ -90,7 +82,7 @@ def _subtree_of_call(call: PatternCall) -> frozenset[PatternCall]:
 
 
 @dataclass(frozen=True, eq=False)
-class _PatternSource:
+class PatternSource:
     """A pattern function and the arguments to trace it with; a number among them is a variable too."""
 
     function: Callable[..., Any]
@@ -118,7 +110,7 @@ class _PatternSource:
 class _PatternModule(torch.nn.Module):
     """Several pattern functions, each with its own arguments, so that export runs once for all of them."""
 
-    def __init__(self, patterns: Sequence[_PatternSource]) -> None:
+    def __init__(self, patterns: Sequence[PatternSource]) -> None:
         super().__init__()
         self.patterns = patterns
 
@@ -132,10 +124,10 @@ def trace_pattern(function: Callable[..., Any], example: Mapping[str, Any]) -> P
 
     A number among the example arguments is a variable too. Its value must occur nowhere else in the pattern.
     """
-    return _trace([_PatternSource(function, example)])[0]
+    return trace_patterns([PatternSource(function, example)])[0]
 
 
-def _trace(patterns: Sequence[_PatternSource]) -> list[PatternTree]:
+def trace_patterns(patterns: Sequence[PatternSource]) -> list[PatternTree]:
     """Trace several pattern functions together."""
     values = tuple(value for each in patterns for value in each.tensors.values())
     try:
@@ -155,7 +147,7 @@ def _trace(patterns: Sequence[_PatternSource]) -> list[PatternTree]:
     return [_tree(each, [next(inputs) for _ in each.tensors], next(results)) for each in patterns]
 
 
-def _tree(pattern: _PatternSource, inputs: list[fx.Node], results: Any) -> PatternTree:
+def _tree(pattern: PatternSource, inputs: list[fx.Node], results: Any) -> PatternTree:
     """Return the tree of one pattern, from a graph that also contains other patterns."""
     graph = fx.Graph()
     own = {node: graph.node_copy(node) for node in inputs}
@@ -219,174 +211,6 @@ def called_operators(pattern: Any) -> list[set[Any]]:
             todo += [getattr(each, name, ()) for name in ("args", "outputs", "pattern", "inner_pattern")]
             todo += getattr(each, "kwargs", {}).values()
     return found
-
-
-@dataclass
-class PatternCache:
-    """Traced patterns, by function, rule and example types. Tracing several together takes half the time.
-
-    The patterns of Inlay's own rules are also kept on disk.
-    """
-
-    trees: dict[Any, PatternTree] = field(default_factory=dict)
-
-    def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
-        """Return the tree of a pattern, traced once."""
-        key = _key(function, example)
-        if key not in self.trees:
-            self._restore({key: (function, example)})
-        if key not in self.trees:
-            self._add({key: (function, example)}, [trace_pattern(function, example)])
-        return self.trees[key]
-
-    def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
-        """Trace patterns that are not cached, together. If this fails, `get` traces each alone and raises the error."""
-        fresh = {_key(*each): each for each in patterns}
-        self._restore({key: each for key, each in fresh.items() if key not in self.trees})
-        fresh = {key: each for key, each in fresh.items() if key not in self.trees}
-        if len(fresh) > 1:
-            with suppress(ProgramError):
-                self._add(fresh, _trace([_PatternSource(*each) for each in fresh.values()]))
-
-    def _restore(self, wanted: Mapping[Any, _Untraced]) -> None:
-        """Read patterns that an earlier run has traced."""
-        names = {key: name for key, each in wanted.items() if (name := _stored_name(*each))}
-        held = (derived_cache.read(_STORED) if names else None) or {}
-        for key, name in names.items():
-            if name in held:
-                with suppress(ProgramError, SyntaxError, ValueError, KeyError, TypeError):
-                    self.trees[key] = parse_tree(held[name], _PatternSource(*wanted[key]).variables)
-
-    def _add(self, patterns: Mapping[Any, _Untraced], trees: Sequence[PatternTree]) -> None:
-        self.trees.update(zip(patterns, trees, strict=True))
-        made = {}
-        for each, tree in zip(patterns.values(), trees, strict=True):
-            with suppress(ProgramError):
-                if name := _stored_name(*each):
-                    made[name] = tree_lines(tree)
-        if made:
-            derived_cache.write(_STORED, {**(derived_cache.read(_STORED) or {}), **made})
-
-
-_Untraced = tuple["Callable[..., Any]", "Mapping[str, Any]"]
-_STORED = "patterns"
-
-
-def _key(function: Callable[..., Any], example: Mapping[str, Any]) -> Any:
-    rule: Any = getattr(function, "__self__", None)
-    kinds = tuple((name, _kind(value)) for name, value in example.items()), _torch_modes()
-    if not isinstance(rule, Rule):
-        return function, kinds
-    return getattr(function, "__func__", function), type(rule), rule.trace_key(), kinds
-
-
-def _torch_modes() -> tuple[Any, ...]:
-    """Return the modes of torch that change what a function traces to."""
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return torch.get_default_dtype(), torch.get_default_device(), *modes
-
-
-def _stored_name(function: Any, example: Mapping[str, Any]) -> str:
-    """Return the name of a pattern on disk; empty unless its rule and all that it calls are defined in files of Inlay.
-
-    It contains a hash of the loaded code, which a stale file of bytecode or a replaced function changes.
-    """
-    rule = getattr(function, "__self__", None)
-    if not isinstance(rule, Rule):
-        return ""
-    _, cls, options, kinds = _key(function, example)
-    code = _loaded_code(cls)
-    return repr((cls.__module__, cls.__qualname__, function.__name__, code, options, kinds)) if code else ""
-
-
-_SOURCE_FOLDER = derived_cache.__file__.removesuffix("derived_cache.py")
-
-
-_TRUSTED = {"torch", *sys.stdlib_module_names}
-
-
-def _loaded_code(cls: type) -> str:
-    """Return a hash of the methods of a class and of the functions they call; empty if one is not from Inlay."""
-    bases = [base for base in cls.__mro__ if _top(base) not in _TRUSTED]
-    if any("<locals>" in base.__qualname__ or _top(base) != "inlay" for base in bases):
-        return ""
-    todo: list[Any] = [value for base in bases for value in vars(base).values()]
-    texts, seen = [], set()
-    while todo:
-        value = todo.pop()
-        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "__wrapped__", value)
-        if not isinstance(value, FunctionType) or value in seen or _top(value) in _TRUSTED:
-            continue
-        seen.add(value)
-        if not value.__code__.co_filename.startswith(_SOURCE_FOLDER):
-            return ""
-        for code in _nested_code(value.__code__):
-            texts.append(f"{code.co_code.hex()} {code.co_names} {[each for each in code.co_consts if _is_plain(each)]}")
-            todo += [value.__globals__.get(name) for name in code.co_names]
-    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()
-
-
-def _top(value: Any) -> str:
-    return str(value.__module__).partition(".")[0]
-
-
-def _nested_code(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _nested_code(each)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, bytes, type(None), tuple))
-
-
-def tree_lines(tree: PatternTree) -> list[Any]:
-    """Return a tree as JSON: each call with operator and arguments, then the outputs; `parse_tree` reads it."""
-    names: dict[PatternCall, str] = {}
-    lines: list[Any] = []
-
-    def text(value: Any) -> str:
-        match value:
-            case PatternVariable(name=name):
-                return f"v_{name}"
-            case PatternCall():
-                if value not in names:
-                    args = [[name, text(each)] for name, each in value.args]
-                    names[value] = f"c_{len(lines)}"
-                    lines.append([target_text(value.target), args])
-                return names[value]
-            case list():
-                return f"[{', '.join(map(text, value))}]"
-        return literal(value)
-
-    outputs = [text(each) for each in tree.outputs]
-    return [lines, outputs]
-
-
-def parse_tree(stored: Any, variables: Sequence[str]) -> PatternTree:
-    """Return the tree that `tree_lines` wrote. Nothing is executed."""
-    calls: list[PatternCall] = []
-
-    def find(name: str) -> Any:
-        kind, _, rest = name.partition("_")
-        return PatternVariable(rest) if kind == "v" else calls[int(rest)]
-
-    def value(text: str) -> Any:
-        return parse_literal(ast.parse(text, mode="eval").body, find)
-
-    lines, outputs = stored
-    for target, args in lines:
-        calls.append(PatternCall(find_target(target), tuple((name, value(text)) for name, text in args)))
-    return PatternTree(tuple(map(value, outputs)), len(calls), tuple(variables))
-
-
-def _kind(value: Any) -> Any:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
-
-
-PATTERNS = PatternCache()
 
 
 def apply_registered(register: Callable[[Any], object], module: fx.GraphModule) -> int:

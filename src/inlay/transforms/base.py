@@ -18,8 +18,9 @@ from inlay.errors import ProgramError, TransformError, UsageError, one_line, sug
 from inlay.program.graphs import all_graphs, target_text
 from inlay.program.symbols import fixed_symbols
 from inlay.rewrite import Match, Reason, Refusal, Refused, Rewriter, Rule
+from inlay.rewrite.pattern_cache import PATTERNS
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
-from inlay.rewrite.pattern_trees import PATTERNS, subtree_calls
+from inlay.rewrite.pattern_trees import subtree_calls
 from inlay.rewrite.replacement import ReplacementCache
 
 if TYPE_CHECKING:

@@ -223,6 +223,7 @@ def test_hostile_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "over 4 MiB": 1,
         "links or special files": 2,
         "test folders": 1,
+        "hidden folders": 1,
     }
     assert found.seconds < 20
     json.dumps(found.to_json())

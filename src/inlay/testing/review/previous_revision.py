@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
     from inlay.transforms.base import Transform
 
+_TIMEOUT = 600
 _SCRIPT = """
 import importlib.util, sys
 from inlay.program.text.parser import load
@@ -51,7 +52,12 @@ def previous_sites(transform: Transform, program: Program) -> tuple[int | None, 
         words = [transform.name, type(transform).__module__, str(old), f"{folder}/program.py", options]
         paths = os.pathsep.join([str(file.parent), *filter(None, sys.path)])
         command, environment = [sys.executable, "-c", _SCRIPT, *words], {**os.environ, "PYTHONPATH": paths}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        try:
+            run = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"revision {revision} did not finish within {_TIMEOUT} s"
     if run.returncode:
         return None, f"revision {revision} does not run: {run.stderr.strip().splitlines()[-1]}"
     return json.loads(run.stdout.splitlines()[-1]), f"revision {revision}"

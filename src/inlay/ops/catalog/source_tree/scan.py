@@ -90,9 +90,9 @@ def _source_files(root: str, skipped: Counter[str]) -> Iterator[str]:
                 skipped[f"or more folders after {MOST_FILES:,} files"] += len(todo) + 1
                 return
             if entry.is_dir(follow_symlinks=False):
-                if entry.name in ("test", "tests"):
-                    skipped["test folders"] += 1
-                elif not entry.name.startswith("."):
+                if entry.name in ("test", "tests") or entry.name.startswith("."):
+                    skipped["hidden folders" if entry.name.startswith(".") else "test folders"] += 1
+                else:
                     todo.append(entry.path)
             elif entry.name.endswith(_SUFFIXES) and entry.is_file(follow_symlinks=False):
                 yield entry.path
