@@ -11,6 +11,7 @@ from inlay.insight.findings import Finding, fold_misses, layer_of
 from inlay.program.fold import fold
 from inlay.program.graphs import all_nodes
 from inlay.rewrite import Reason, Refusal, Rule
+from inlay.rewrite.differences import code_location
 from inlay.rewrite.near_misses import find_near_misses
 from inlay.transforms import run
 from inlay.transforms.pass_manager import TransformStep
@@ -107,7 +108,7 @@ def collect_findings(step: Transform, before: Program, record: TransformRecord) 
 
     if isinstance(step, Rule):
         search = find_near_misses(before, step)
-        return fold_misses(step.name, search.misses, [site.outputs[0] for site in search.sites], layer)
+        return fold_misses(step.name, search.misses, [code_location(site.outputs[0]) for site in search.sites], layer)
     nodes = {node.name: node for node in all_nodes(before.graph)}
     misses = [
         Refusal(
@@ -117,6 +118,6 @@ def collect_findings(step: Transform, before: Program, record: TransformRecord) 
         for remark in record.misses
         if remark.nodes and remark.nodes[0] in nodes and remark.nodes[-1] in nodes
     ]
-    sites = [nodes[name] for name in record.matched_roots if name in nodes]
+    sites = [code_location(nodes[name]) for name in record.matched_roots if name in nodes]
     found = fold_misses(step.name, misses, sites, layer)
     return sorted(found, key=lambda finding: (not finding.sites, -finding.matched / max(finding.of, 1)))

@@ -55,7 +55,7 @@ def from_exported(
     """Convert an ExportedProgram to a Program. Keys of `tensors` are qualified names, the targets of the signature."""
     graph = copy_graph(exported.graph)
     for node in all_nodes(graph):
-        node.meta = _select_meta(node)
+        node.meta = select_meta(node)
     strip_metadata_asserts(graph)
     named, used = symbols or {}, _free_symbols(graph)
     table = {
@@ -101,7 +101,8 @@ def strip_metadata_asserts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _select_meta(node: fx.Node) -> dict[str, Any]:
+def select_meta(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata that programs keep: value, source line and module."""
     meta = {key: node.meta[key] for key in ("val", SOURCE, MODULE) if key in node.meta}
     if SOURCE not in meta and (source := source_line(node.meta.get("stack_trace"))):
         meta[SOURCE] = source
