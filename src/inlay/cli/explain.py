@@ -103,15 +103,9 @@ def _compute(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
     from inlay.config import resolve_config
-    from inlay.errors import UsageError
     from inlay.insight import explain
-    from inlay.integrations.external_pass import is_external
     from inlay.transforms import configure
 
-    if pass_name is not None and is_external(pass_name):
-        raise UsageError(
-            f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
-        )
     if pass_name is not None:
         steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
     else:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from inlay.config import ConfigFile, ResolvedConfig
     from inlay.program.program import Program
 
-_FORMS = "Hugging Face folder or id (org/name@revision), GGUF file, or package.module:function (returns inlay.Example)"
+_FORMS = (
+    "Hugging Face folder or id (org/name@revision), GGUF file, .pt2 file of torch.export.save, or"
+    " package.module:function (returns inlay.Example)"
+)
 BuildModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=f"{_FORMS}.", show_default=False)]
 _MODEL = typer.Argument(
     metavar="MODEL", help=f"{_FORMS}, or a file written by `inlay show --full -o FILE.py`.", show_default=False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from inlay.insight.findings import Finding, fold_misses, layer_of
+from inlay.insight.watch import PassRecord, watch_patterns
+from inlay.integrations.external_pass import ExternalPass
 from inlay.program.fold import fold
 from inlay.program.graphs import all_nodes
 from inlay.rewrite import Reason, Refusal, Rule
@@ -65,8 +68,9 @@ def explain(program: Program, steps: Sequence[TransformStep], key: str = "") -> 
     >>> explanations[0].findings[0].reason
     'extra node: neg (aten.neg.default) stands in between'
     """
-    asking = _Explainer(key)
-    run(program, [drop_contract(step) for step in steps], [asking])
+    with ExitStack() as stack:
+        asking = _Explainer(key, stack)
+        run(program, [drop_contract(step) for step in steps], [asking])
     return asking.explanations
 
 
@@ -82,17 +86,26 @@ class _Explainer:
     """An instrument that collects an explanation of each transform."""
 
     key: str
+    stack: ExitStack
+    """Ends the watch of an external pass."""
     explanations: list[Explanation] = field(default_factory=list)
     _before: Program | None = None
+    _watched: list[PassRecord] = field(default_factory=list)
 
     def before(self, transform: Transform, program: Program) -> None:
         self._before = program
+        if isinstance(transform, ExternalPass):
+            self._watched = self.stack.enter_context(watch_patterns())
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
+        self.stack.close()
         if self.key and record.key != self.key:
             return
         assert self._before is not None
-        findings = collect_findings(transform, self._before, record) if record.was_applied else []
+        if isinstance(transform, ExternalPass):
+            findings = [finding for each in self._watched for finding in each.findings]
+        else:
+            findings = collect_findings(transform, self._before, record) if record.was_applied else []
         # Trivial findings last, otherwise closest first.
         findings.sort(key=lambda finding: finding.is_trivial)
         explained = Explanation(record.key, record.status, record.sites, tuple(findings), record.skip_reason)

@@ -219,6 +219,17 @@ def called_operators(pattern: Any) -> list[set[Any]]:
     return found
 
 
+def make_replacement_pass(search: Any, replace: Any, example_inputs: Sequence[Any], name: str, **options: Any) -> Any:
+    """Return an Inductor `PatternMatcherPass` with one replacement; `options` are those of `register_replacement`."""
+    matcher = inductor()
+    made = matcher.PatternMatcherPass(pass_name=name)
+    with torch.no_grad():
+        matcher.register_replacement(
+            search, replace, list(example_inputs), options.pop("trace_fn", matcher.fwd_only), [made], **options
+        )
+    return made
+
+
 def apply_registered(register: Callable[[Any], object], module: fx.GraphModule) -> int:
     """Apply the patterns that `register` adds to an Inductor `PatternMatcherPass`; return the number of matches."""
     patterns = inductor().PatternMatcherPass()
