@@ -13,7 +13,7 @@ from rich.text import Text
 
 from inlay import derived_cache
 from inlay.cli.console import error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import steps_up_to
 
@@ -37,6 +37,7 @@ def explain(
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -50,7 +51,7 @@ def explain(
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
     with error_boundary():
-        asked = (model, pass_name, files or [], settings or [], dtype, trust)
+        asked = (model, pass_name, files or [], settings or [], dtype, trust, at)
         name = _stored_name(*asked)
         explained = _read_stored(name, pass_name, _stored_name(model, None, *asked[2:]))
         if explained is None:
@@ -78,14 +79,20 @@ def explain(
 
 
 def _stored_name(
-    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
+    model: str,
+    pass_name: str | None,
+    files: Sequence[Path],
+    settings: Sequence[str],
+    dtype: DType | None,
+    trust: bool,
+    at: Level,
 ) -> str:
     """Return the name of the explanation in the derived cache; empty if it may depend on code of others."""
     if trust or (pass_name and ":" in pass_name) or entry_points(group="inlay.transforms"):
         return ""
     from inlay.package_cache import compute_key
 
-    key = compute_key(model, {"pass": pass_name, "config": files, "settings": settings, "dtype": dtype})
+    key = compute_key(model, {"pass": pass_name, "config": files, "settings": settings, "dtype": dtype, "at": at})
     return f"explain-{hashlib.sha256(json.dumps(key).encode()).hexdigest()}" if key["files"] else ""
 
 
@@ -99,7 +106,13 @@ def _read_stored(name: str, pass_name: str | None, whole: str) -> list[dict[str,
 
 
 def _compute(
-    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
+    model: str,
+    pass_name: str | None,
+    files: Sequence[Path],
+    settings: Sequence[str],
+    dtype: DType | None,
+    trust: bool,
+    at: Level,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
     from inlay.config import resolve_config
@@ -110,7 +123,7 @@ def _compute(
         steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
     else:
         configure(resolve_config(files=files, settings=settings))
-    program = read_program(model, dtype, trust)
+    program = read_program(model, dtype, trust, at)
     name, architecture = program.name, program.facts.architecture
     if pass_name is not None:
         steps = steps_up_to(pass_name, files, settings, model=name, architecture=architecture)
