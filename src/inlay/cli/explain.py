@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,6 @@ from inlay.cli.show_pass import steps_up_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from inlay.cli.model_options import DType
 
@@ -51,6 +51,8 @@ def explain(
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
     with error_boundary():
+        if Path(model).is_dir() and _print_watched(model, pass_name, show_all, as_json):
+            return
         asked = (model, pass_name, files or [], settings or [], dtype, trust, at)
         name = _stored_name(*asked)
         explained = _read_stored(name, pass_name, _stored_name(model, None, *asked[2:]))
@@ -76,6 +78,27 @@ def explain(
             f"{each['transform']} ({each['skip_reason']})" for each in silent if each["status"] == "skipped"
         ]:
             out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
+
+
+def _print_watched(folder: str, pass_name: str | None, show_all: bool, as_json: bool) -> bool:
+    """Print what was watched, if MODEL is such a folder."""
+    from inlay.watch_startup import SUFFIX
+
+    if not any(Path(folder).glob(f"*{SUFFIX}")):
+        return False
+    from inlay.cli.watch import print_passes
+    from inlay.errors import UsageError, suggest
+    from inlay.insight.watch.folder import read_records, sum_records
+
+    passes = sum_records(read_records(folder))
+    if pass_name is not None and pass_name not in passes:
+        raise UsageError(f"No pass {pass_name} was watched.", suggest(pass_name, passes) or "Omit --pass to see all.")
+    shown = [each for each in passes.values() if pass_name in (None, each.name)]
+    if as_json:
+        print_json([each.to_json() for each in shown])
+    else:
+        print_passes(shown, show_all or pass_name is not None)
+    return True
 
 
 def _stored_name(

@@ -17,13 +17,18 @@ from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer read
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from inlay.program.program import Program
-    from inlay.transforms.lock import LockedModel, LockOptions
+    from inlay.transforms.lock import LockDifference, LockedModel, LockOptions
     from inlay.transforms.pass_manager import TransformStep
 
 
 def lock(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="Models to lock.", show_default=False)],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL…", help="Models, or folders of `inlay watch`, to lock.", show_default=False),
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Lock file to write.")] = Path("matches.lock"),
     files: ConfigOption = None,
     settings: SetOption = None,
@@ -39,7 +44,7 @@ def lock(
         from inlay.transforms.lock import Lock, LockOptions, versions
 
         made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "", at.value)
-        found = [_match_model(model, made, trust).lock_entry for model in models]
+        found = [_lock_entry(model, made, trust) for model in models]
         text = Lock(versions=versions(), options=made, models=found).text()
         before = output.read_text() if output.exists() else ""
         for line in difflib.unified_diff(
@@ -65,7 +70,7 @@ def check(
     Example: [bold]inlay check --lock matches.lock[/]
     """
     with error_boundary():
-        from inlay.transforms.lock import Comparison, LockOptions, compare, read_lock, versions
+        from inlay.transforms.lock import Comparison, LockOptions, read_lock, versions
 
         locked = read_lock(file)
         given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
@@ -73,8 +78,7 @@ def check(
         made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
         seen = Comparison(list(made.changes()))
         for old in locked.models:
-            new = _match_model(old.model, made, trust)
-            seen.differences += compare(old, new.lock_entry, new.explain_miss)
+            seen.differences += _compare(old, made, trust)
         if as_json:
             print_json(seen.to_json())
         else:
@@ -119,6 +123,22 @@ class _MatchedModel:
 
         (explained,) = explain(self.program, self.steps, key)
         return explained.findings[0].text if explained.findings else ""
+
+
+def _lock_entry(model: str, made: LockOptions, trust: bool) -> LockedModel:
+    from inlay.insight.watch.folder import is_watch_folder, lock_folder
+
+    return lock_folder(model) if is_watch_folder(model) else _match_model(model, made, trust).lock_entry
+
+
+def _compare(old: LockedModel, made: LockOptions, trust: bool) -> Iterator[LockDifference]:
+    from inlay.insight.watch.folder import explain_watched, is_watch_folder, lock_folder
+    from inlay.transforms.lock import compare
+
+    if is_watch_folder(old.model):
+        return compare(old, lock_folder(old.model), lambda key: explain_watched(old.model, key))
+    new = _match_model(old.model, made, trust)
+    return compare(old, new.lock_entry, new.explain_miss)
 
 
 def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:

@@ -30,6 +30,7 @@ from inlay.cli import (
     show,
     streams,
     verify,
+    watch,
 )
 from inlay.cli.console import Command, global_options
 from inlay.openmp import share_cores
@@ -64,6 +65,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "diff": diff.diff,
         "candidates": candidates.candidates,
         "streams": streams.streams,
+        "watch": watch.watch,
         "passes": passes.passes,
         "config": passes.config,
     },

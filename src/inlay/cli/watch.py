@@ -1,0 +1,99 @@
+"""`inlay watch`"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from inlay import watch_startup
+from inlay.cli.console import err, error_boundary, out, print_json
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from inlay.insight.watch.records import PassRecord
+
+_MOST = 5
+
+
+def watch(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND…", help="Program and arguments.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the records.")] = Path("watched"),
+    use_caches: Annotated[
+        bool,
+        typer.Option("--use-caches", help="Leave torch.compile's caches on. Passes of cached graphs do not run."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+) -> None:
+    """Run a program and record its graph passes: Inductor's, vLLM's, torchao's and your own.
+
+    For each pass: its matches, its nearest misses and their reasons. The program and what it compiles do not change.
+    `inlay explain`, `lock` and `diff` take the folder.
+
+    Example: [bold]inlay watch -o watched -- python train.py[/]
+
+    Example: [bold]inlay watch -- vllm serve MODEL && inlay lock watched -o passes.lock[/]
+    """
+    with error_boundary():
+        from inlay.insight.watch.folder import is_watch_folder, read_records, sum_records
+
+        _clear(output, is_watch_folder(output))
+        site = str(Path(watch_startup.__file__).parent / "watch_site")
+        paths = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, watch_startup.VARIABLE: str(output.resolve()), "PYTHONPATH": paths}
+        if not use_caches:
+            environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+        try:
+            code = subprocess.run(command, env=environment, check=False).returncode
+        except OSError as error:
+            raise UsageError(f"{command[0]} cannot be run: {error.strerror}.", "Name a program after --.") from error
+        if is_watch_folder(output):
+            passes = list(sum_records(read_records(output)).values())
+            if as_json:
+                print_json([each.to_json() for each in passes])
+            else:
+                print_passes(passes)
+        else:
+            err.print("No pattern pass ran: nothing was compiled, or another Python ran it.", markup=False)
+        raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _clear(folder: Path, is_watched: bool) -> None:
+    if folder.exists() and not is_watched and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and has no records of a watch.", "Name another folder with -o.")
+    for file in folder.glob(f"*{watch_startup.SUFFIX}"):
+        file.unlink()
+
+
+def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
+    """Print the passes that matched or nearly did, and then their near misses."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("pass", "patterns", "matches", "near misses"):
+        table.add_column(column, overflow="fold", justify="left" if column == "pass" else "right")
+    shown = [each for each in passes if each.matches or each.near_misses or each.error]
+    for each in shown:
+        missed = sum(len(finding.roots) for finding in each.near_misses)
+        table.add_row(Text(each.name), str(each.num_patterns), str(each.matches), str(missed))
+    if shown:
+        out.print(table)
+    for each in shown:
+        findings = each.findings if show_all else each.near_misses
+        if findings:
+            out.print(Text(f"\n{each.name}", style="bold"))
+        for finding in findings if show_all else findings[:_MOST]:
+            out.print(Padding(Text(f"{finding.transform}: {finding.text}"), (0, 0, 0, 2)))
+        if not show_all and len(findings) > _MOST:
+            out.print(Padding(Text(f"… and {len(findings) - _MOST} more (inlay explain FOLDER --all)"), (0, 0, 0, 2)))
+        if each.error:
+            out.print(Padding(Text(f"The search for near misses ended early: {each.error}"), (0, 0, 0, 2)))
+    silent = len(passes) - len(shown)
+    if silent:
+        out.print(Text(f"{silent} passes without a match or near miss.", style="dim"))

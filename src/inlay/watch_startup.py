@@ -1,0 +1,85 @@
+"""Start watching in a process that knows nothing of Inlay: `INLAY_WATCH=FOLDER`.
+
+`inlay watch` runs a program with this module as a startup hook, and vLLM calls `install` as a plugin. Nothing is
+imported until a pattern pass runs, and nothing happens without the environment variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+VARIABLE = "INLAY_WATCH"
+"""The environment variable that names the folder for the records."""
+SUFFIX = ".watched.jsonl"
+"""The end of the names of the files in it."""
+_HOOKED = {
+    "torch._inductor.pattern_matcher": ("PatternMatcherPass", "apply"),
+    "torch.fx.passes.utils.matcher_utils": ("SubgraphMatcher", "match"),
+}
+
+
+def install() -> None:
+    """Watch this process if the environment variable is set: at once, or when torch imports its matchers."""
+    if not os.environ.get(VARIABLE) or any(isinstance(each, _Finder) for each in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name in _HOOKED:
+        if name in sys.modules:
+            _hook(sys.modules[name])
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Hooks the matchers of torch when they are imported."""
+
+    def __init__(self) -> None:
+        self.searching: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _HOOKED or name in self.searching:
+            return None
+        self.searching.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching.discard(name)
+        if spec is not None and spec.loader is not None:
+            loader = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _hook(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _hook(module: ModuleType) -> None:
+    """Replace the method of a matcher until its first call, which starts the watch."""
+    class_name, method = _HOOKED[module.__name__]
+    cls = getattr(module, class_name)
+    original = getattr(cls, method)
+
+    @functools.wraps(original)
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(cls, method) is start:
+            setattr(cls, method, original)
+        try:
+            # by name: this module is below all others, so that they can use its constants
+            importlib.import_module("inlay.insight.watch.folder").start_recording()
+        except Exception as error:
+            print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
+        return getattr(cls, method)(self, *args, **kwargs)
+
+    setattr(cls, method, start)

@@ -1,0 +1,108 @@
+"""`inlay watch -- PROGRAM`, and `explain`, `lock` and `check` of what was watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from inlay import watch_startup
+from inlay.cli.main import app
+from inlay.errors import ExitCode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import os
+import sys
+import torch
+from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def search(x, w):
+    return x.exp() * 2 + w
+
+def model(x, w):
+    return (x.exp() * 2 + w).sin().exp() * float(sys.argv[1]) + w
+
+with FakeTensorMode():
+    inputs = [torch.empty(3), torch.empty(3)]
+    passes = PatternMatcherPass(pass_name="doubles")
+    register_replacement(search, lambda x, w: x - w, inputs, fwd_only, [passes])
+    print("matches", passes.apply(fwd_only(model, inputs)), "hidden", os.environ.get("HIDDEN_RAN"))
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def _inlay(folder: Path, *arguments: str, code: int = 0) -> str:
+    words = [sys.executable, "-m", "inlay", *arguments]
+    run = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert run.returncode == code, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['HIDDEN_RAN'] = 'yes'")
+    return tmp_path
+
+
+def test_an_upgrade_that_breaks_a_pattern(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{program}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    words = ["watch", "-o", "watched", "--", sys.executable, "program.py"]
+    first = _inlay(program, *words, "2", "0")
+    assert "matches 2" in first
+    assert "hidden yes" in first
+    _inlay(program, "lock", "watched", "-o", "passes.lock")
+    assert "1 models match as locked" in _inlay(program, "check", "--lock", "passes.lock")
+    assert "constant differs: other of mul_1 is 3.0; expected 2" in _inlay(program, *words, "3", "7", code=7)
+    checked = json.loads(_inlay(program, "check", "--lock", "passes.lock", "--json", code=1))
+    message = next(each["message"] for each in checked["differences"] if each["transform"] == "doubles")
+    assert message.startswith("doubles matched 1 sites, the lock has 2: 1 of 2 matched; add_1: 3 of 3 nodes:")
+    assert "other of mul_1 is 3.0; expected 2" in message
+    (row,) = json.loads(_inlay(program, "explain", "watched", "--json"))
+    assert (row["matches"], row["findings"][0]["node"]) == (1, "mul_1")
+
+
+@pytest.mark.fast
+def test_nothing_is_installed_without_the_variable() -> None:
+    code = """
+import sys
+from inlay.watch_startup import install
+install()
+print('torch' in sys.modules, len(sys.meta_path))
+"""
+    counts = []
+    for value in ("", "folder"):
+        environment = {**os.environ, watch_startup.VARIABLE: value}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        counts.append(run.stdout.split())
+    assert [each[0] for each in counts] == ["False", "False"]
+    assert int(counts[1][1]) == int(counts[0][1]) + 1
+
+
+@pytest.mark.fast
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("precious")
+    refused = CliRunner().invoke(app, ["watch", "-o", "mine", "--", "true"])
+    assert refused.exit_code == ExitCode.USAGE
+    assert "has no records of a watch" in refused.output
+    missing = CliRunner().invoke(app, ["watch", "--", "no-such-program-here"])
+    assert missing.exit_code == ExitCode.USAGE
+    nothing = CliRunner().invoke(app, ["watch", "--", "true"])
+    assert nothing.exit_code == 0
+    assert "No pattern pass ran" in nothing.output
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / f"1{watch_startup.SUFFIX}").write_text("{}\n")
+    broken = CliRunner().invoke(app, ["explain", "broken"])
+    assert broken.exit_code == ExitCode.USAGE
+    assert "is not a record" in broken.output
