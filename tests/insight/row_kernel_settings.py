@@ -7,6 +7,7 @@ in Triton's interpreter and compared with eager.
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import random
 import re
 import sys
@@ -21,6 +22,7 @@ import triton
 from inlay.insight.candidates.region import FusionRegion
 from inlay.insight.scaffold.region_source import RegionSource
 from inlay.insight.scaffold.row_kernel import RowKernelWriter
+from inlay.insight.scaffold.triton_kernel import KernelWriter
 from inlay.ops.generated_triton import autotuned, fitting_configs
 from inlay.program.graphs import all_nodes
 from inlay.testing import program_of
@@ -34,7 +36,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (1, 2, 3, 7, 16, 17, 31, 64, 97, 128, 251, 256, 257, 509, 1024, 1031, 4096, 4099, 9001)
 
 
-def write_module(function: Callable[..., Any], args: Sequence[torch.Tensor], axes: Any = None) -> str:
+def write_module(
+    function: Callable[..., Any], args: Sequence[torch.Tensor], axes: Any = None, writer: Any = RowKernelWriter
+) -> str:
     """Return the source of the kernel for a function, all of whose calls are the region."""
     program = program_of(function, args, axes)
     nodes = tuple(
@@ -43,7 +47,8 @@ def write_module(function: Callable[..., Any], args: Sequence[torch.Tensor], axe
         if node.op == "call_function" and not isinstance(node.meta.get("val"), torch.SymInt)
     )
     region = FusionRegion("norm chain", "region", ("region",), nodes, frozenset())
-    return RowKernelWriter(RegionSource(region)).module("region")
+    source: str = writer(RegionSource(region)).module("region")
+    return source
 
 
 def load_module(source: str, folder: Path, number: int = 0) -> Any:
@@ -218,6 +223,22 @@ def check_special_values(folder: Path) -> None:
     for function in (softmax, lambda x: x.amax(-1), lambda x: x - x.amin(-1, keepdim=True)):
         launch = load_module(write_module(function, [x]), folder).launch
         torch.testing.assert_close(launch(x), function(x), equal_nan=True)
+
+
+def check_elementwise(folder: Path) -> None:
+    """Assert that kernels without reductions round as eager, know small numbers, and reach distant elements."""
+    x = torch.randn(3, 1, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rounded = load_module(write_module(lambda x: x.squeeze(1) / 3 * 3 - 1, [x], writer=KernelWriter), folder)
+    assert torch.equal(rounded.launch(x), (x / 3 * 3 - 1).squeeze(1))
+    tiny = torch.logspace(-8, 2, 300) * torch.tensor([[1.0], [-1.0]])
+    tanh = load_module(write_module(torch.tanh, [tiny], writer=KernelWriter), folder, 1)
+    torch.testing.assert_close(tanh.launch(tiny), torch.tanh(tiny), rtol=3e-6, atol=0)
+    step = 1 << 30
+    memory = mmap.mmap(-1, 4 * step + mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    far = torch.frombuffer(memory, dtype=torch.float16).as_strided((3, 4), (step, 1))
+    far.copy_(torch.arange(12).view(3, 4))
+    double = load_module(write_module(lambda x: x * 2, [torch.ones(3, 4).half()], writer=KernelWriter), folder, 2)
+    assert torch.equal(double.launch(far), far * 2)
 
 
 def check_configurations(folder: Path, columns: int) -> None:

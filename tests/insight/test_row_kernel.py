@@ -12,6 +12,7 @@ import torch
 from inlay.errors import UsageError
 from inlay.insight.candidates import find_candidates
 from inlay.insight.scaffold import write_scaffold
+from inlay.insight.scaffold.triton_kernel import KernelWriter
 from inlay.testing import program_of
 from inlay.testing.triton import ARCHITECTURES, POINTERS, compile_to_ptx, run_interpreted
 
@@ -32,12 +33,14 @@ def test_random_settings_and_faults(tmp_path: Path) -> None:
         f"""
         from pathlib import Path
         from {SETTINGS} import FAULTS, check_configurations, check_fault, check_setting, check_special_values
+        from {SETTINGS} import check_elementwise
 
         folder = Path({str(tmp_path)!r})
         for kind in ("norm", "softmax"):
             for number in range(8):
                 print("passed:", check_setting(kind, number, folder))
         check_special_values(folder)
+        check_elementwise(folder)
         check_configurations(folder, 70)
         for fault in FAULTS:
             check_fault(fault, folder)
@@ -165,6 +168,35 @@ def test_refusals(function: Any, args: list[torch.Tensor], reason: str) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    ("function", "args", "reason"),
+    [
+        (lambda x: x.to(torch.int32).to(torch.float32) * 2, [torch.ones(3, 4)], "computes torch.int32"),
+        (lambda x: (x.to(torch.float64) * 2).to(torch.float32), [torch.ones(3, 4)], "computes torch.float64"),
+        (lambda x: x.to(torch.bfloat16).to(torch.float32) * 2, [torch.ones(3, 4)], "computes torch.bfloat16"),
+        (lambda x: x.squeeze((0, 1)) * 2, [torch.ones(1, 1, 4)], "calls aten.squeeze.dims"),
+        (lambda x: x.squeeze() * 2, [torch.ones(1, 1, 4)], "calls aten.squeeze.default"),
+        (lambda x: x.squeeze(1) * 2, [torch.ones(3, 4)], "calls aten.squeeze.dim"),
+        (lambda x: x / x.shape[0] * 2, [torch.ones(3, 4)], "computes with a dynamic size"),
+        (
+            lambda x, w: F.conv1d(x, w, None, 1, 1, 1, 4) * 2,
+            [torch.ones(4, 5), torch.ones(4, 1, 3)],
+            "convolves other than rows of a batch",
+        ),
+        (
+            lambda x, w: torch.ops.inlay.gated_short_conv(x, w) * 2,
+            [torch.ones(1, 5, 12), torch.ones(4, 1, 3)],
+            "convolves other than rows of a batch",
+        ),
+    ],
+)
+def test_refusals_without_reductions(function: Any, args: list[torch.Tensor], reason: str) -> None:
+    axes = {"x": {0: "rows"}} if "dynamic" in reason else None
+    with pytest.raises(UsageError, match=reason):
+        write_module(function, args, axes, KernelWriter)
+
+
+@pytest.mark.fast
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     """A static size is checked at launch; a dynamic one must be the same everywhere. Rows of length 0 are refused."""
     x, w = torch.ones(3, 4), torch.ones(4)
@@ -172,6 +204,8 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     assert static.mismatch(x, w) == ""
     assert "is not (3, 4)" in static.mismatch(torch.ones(3, 5), torch.ones(5))
     assert "is not (3, 4)" in static.mismatch(torch.ones(4), w)
+    assert "is not (3, 4)" in static.mismatch(torch.ones(3), w), "the first sizes fit, but there are too few"
+    assert "is not (3, 4)" in static.mismatch(torch.ones(3, 4, 1), w)
     assert "torch.float64" in static.mismatch(x.double(), w.double())
     assert "dtypes" in static.mismatch(x, w.bfloat16())
     with pytest.raises(ValueError, match="is not"):
@@ -180,6 +214,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     dynamic = load_module(write_module(lambda x, w: torch.softmax(x, -1) * w, [x, w], axes), tmp_path, 1)
     assert dynamic.mismatch(torch.ones(9, 5), torch.ones(5)) == ""
     assert "is not" in dynamic.mismatch(torch.ones(9, 5), torch.ones(1))
+    assert "is not" in dynamic.mismatch(torch.ones(9), torch.ones(5))
     sums = load_module(write_module(lambda x: x.sum(-1), [x], {"x": axes["x"]}), tmp_path, 2)
     with pytest.raises(ValueError, match="length 0"):
         sums.launch(torch.ones(3, 0))

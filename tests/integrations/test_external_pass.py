@@ -130,6 +130,18 @@ def test_what_is_not_counted_is_not_called_matches(four: Program) -> None:
     assert (record.to_json()["matches"], record.to_json()["changed_nodes"]) == (None, 4)
 
 
+def test_a_method_of_a_pass_is_not_a_reason(four: Program) -> None:
+    class Unchanged:
+        def skip_reason(self, graph: Any) -> str:
+            return "for its own use"
+
+        def __call__(self, gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+            return gm
+
+    _, (record,) = run(four, [TransformStep("external", ExternalPass(Unchanged()))])
+    assert (record.sites, record.skip_reason) == (0, "")
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["the collection", "a function that applies it"])
 def test_patterns_for_another_level(four: Program, wrapped: bool) -> None:
     """A zero that could be nothing else says so, with the operators that are not there."""

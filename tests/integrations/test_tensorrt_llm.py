@@ -106,6 +106,11 @@ class ReturnsAPair(SwapRelu):
     def __call__(self, gm, cm, factory, shared_config):
         return self._apply(gm, cm, factory, shared_config)
 
+@TransformRegistry.register("rejects_its_options")
+class RejectsItsOptions(BaseTransform):
+    def __init__(self, config):
+        raise ValueError("no option enabled")
+
 @TransformRegistry.register("reports_nothing")
 class ReportsNothing(BaseTransform):
     def __call__(self, gm, cm, factory, shared_config):
@@ -130,6 +135,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "_torch/auto_deploy/transform/library/__init__.py": LIBRARY,
         "_torch/auto_deploy/config/default.yaml": "transforms: {reports_options: {stage: x, run_shape_prop: true}}",
         "_torch/compilation/patterns/residual_add_norm.py": PATTERNS,
+        "_torch/compilation/remove_copy_pass.py": "",
     }
     for name, text in files.items():
         file = tmp_path / "tensorrt_llm" / name
@@ -181,7 +187,16 @@ def test_what_a_pass_cannot_do_here_is_said(tree: Path) -> None:
         _run("reports_nothing")
 
 
+def test_a_pass_that_cannot_be_created(tree: Path) -> None:
+    with pytest.raises(UsageError, match=r"rejects_its_options cannot be created: ValueError: no option enabled"):
+        _run("rejects_its_options")
+
+
 def test_an_unknown_name(tree: Path) -> None:
+    with pytest.raises(UsageError, match=r"remove_copy_pass \(AttributeError: module .* has no attribute"):
+        _run("remove_copy_for_mutates_args")
+    with pytest.raises(UsageError, match=r"registers no zzz\)$"):
+        _run("zzz")
     with pytest.raises(UsageError, match=r"transform.library \(registers no swap_rel\)\nDid you mean swap_relu"):
         _run("swap_rel")
     with pytest.raises(UsageError, match=r"compilation.recover_pass \(ModuleNotFoundError"):

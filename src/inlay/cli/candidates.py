@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 
 _STEPS = {"transforming": 3, "matching": 8, "searching": 2, "measuring": 1}
 _MOST_SHOWN = 6
-
-
-class KernelLanguage(StrEnum):
-    """Language of a generated kernel."""
-
-    TRITON = "triton"
 
 
 def candidates(
@@ -46,7 +39,7 @@ def candidates(
     ] = None,
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Folder for the --scaffold files.")] = Path(),
     kernel: Annotated[
-        KernelLanguage | None,
+        Literal["triton"] | None,
         typer.Option(
             "--kernel", help="With --scaffold: also write a kernel, if none exists: elementwise, norm, softmax."
         ),
@@ -80,12 +73,15 @@ def candidates(
             raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
         if no_transforms and as_built:
             raise UsageError("--no-transforms and --as-built name two programs.", "Leave one out.")
-        scans = _scan(tree or [])
+        if model is None and not tree:
+            raise UsageError("There is neither MODEL nor --tree.", "Give a model, a source tree, or both.")
+        if model is None and (scaffold is not None or measure):
+            raise UsageError("--scaffold and --measure need MODEL.", "Omit them to list the source tree.")
+        with progress({"reading": 1}) as step:
+            from inlay.ops.catalog.source_tree import scan_tree
+
+            scans = [scan_tree(each, step) for each in tree or ()]
         if model is None:
-            if not scans:
-                raise UsageError("There is neither MODEL nor --tree.", "Give a model, a source tree, or both.")
-            if scaffold is not None or measure:
-                raise UsageError("--scaffold and --measure need MODEL.", "Omit them to list the source tree.")
             if as_json:
                 print_json({"trees": [scan.to_json() for scan in scans]})
             for scan in scans if not as_json else ():
@@ -94,7 +90,7 @@ def candidates(
         program = read_program(model, dtype, trust)
         with progress(_STEPS) as step:
             from inlay.flow import BuildOptions, prepare
-            from inlay.insight.candidates import find_candidates, searched_text
+            from inlay.insight.candidates import SIZES_TEXT, find_candidates, searched_text
             from inlay.insight.candidates.measurement import measure as measured
             from inlay.insight.explanation import drop_contract
             from inlay.transforms import configure, run
@@ -103,8 +99,7 @@ def candidates(
                 step("transforming")
                 resolved = resolve_config(program, files, settings)
                 if as_built:
-                    asked = BuildOptions(config=tuple(files or ()), settings=tuple(settings or ()))
-                    prepared = prepare(program, asked)
+                    prepared = prepare(program, BuildOptions(config=tuple(files or ()), settings=tuple(settings or ())))
                     program, resolved = prepared.program, prepared.config
                 program = run(program, [drop_contract(each) for each in configure(resolved)])[0]
             searched = searched_text(program, is_captured=no_transforms)
@@ -114,31 +109,15 @@ def candidates(
         if scaffold is not None:
             from inlay.insight.scaffold.writer import write_scaffold
 
-            language = kernel.value if kernel else ""
-            for path in write_scaffold(search, scaffold, into, language, force_kernel):
+            for path in write_scaffold(search, scaffold, into, kernel or "", force_kernel):
                 out.print(str(path), markup=False)
         elif as_json:
-            print_json(
-                {
-                    "model": program.name,
-                    "searched": searched,
-                    "candidates": [each.to_json() for each in search.candidates],
-                }
-                | {"sizes": _sizes(), "total": vars(search.total)}
-                | {"trees": [scan.to_json() | {"entries": None} for scan in scans]}
-            )
+            rows, trees = [each.to_json() for each in search.candidates], [scan.to_json() for scan in scans]
+            found = {"model": program.name, "searched": searched, "candidates": rows, "sizes": SIZES_TEXT}
+            print_json(found | {"total": vars(search.total), "trees": [each | {"entries": None} for each in trees]})
         else:
             out.print(f"Searched: {searched}.", highlight=False)
             _print(search, markdown, scans)
-
-
-def _scan(trees: list[Path]) -> list[TreeScan]:
-    if not trees:
-        return []
-    from inlay.ops.catalog.source_tree import scan_tree
-
-    with progress({"reading": 1}) as step:
-        return [scan_tree(each, step) for each in trees]
 
 
 def _print_tree(scan: TreeScan, markdown: bool) -> None:
@@ -160,13 +139,9 @@ def _print_tree(scan: TreeScan, markdown: bool) -> None:
     out.print(text, markup=False, soft_wrap=True)
 
 
-def _sizes() -> str:
+def _print(search: CandidateSearch, markdown: bool, scans: list[TreeScan]) -> None:
     from inlay.insight.candidates import SIZES_TEXT
 
-    return SIZES_TEXT
-
-
-def _print(search: CandidateSearch, markdown: bool, scans: list[TreeScan]) -> None:
     for scan in scans:
         out.print(f"{scan.coverage}\n", markup=False, soft_wrap=True)
     if not search.candidates:
@@ -181,7 +156,7 @@ def _print(search: CandidateSearch, markdown: bool, scans: list[TreeScan]) -> No
     total, count = search.total, len(search.candidates)
     out.print(
         f"{count} candidate{'' if count == 1 else 's'}; together at most {total.launches:,} launches and "
-        f"{format_bytes(total.decode)} per row saved ({_sizes()}).",
+        f"{format_bytes(total.decode)} per row saved ({SIZES_TEXT}).",
         markup=False,
         soft_wrap=True,
     )

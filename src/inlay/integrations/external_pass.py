@@ -17,7 +17,7 @@ from torch import fx
 
 from inlay.errors import TransformError, UsageError, one_line, suggest
 from inlay.integrations.external_graph import check_boundary, normalize_graph
-from inlay.integrations.tensorrt_llm import find_autodeploy_pass, is_autodeploy
+from inlay.integrations.tensorrt_llm import PREFIX, AutoDeployPass, find_autodeploy_pass
 from inlay.program.graphs import all_graphs, all_nodes, attach_subgraphs, copy_graph, labels, subgraphs, target_text
 from inlay.program.text.printer import dump
 from inlay.rewrite.pattern_trees import called_operators, make_replacement_pass
@@ -68,7 +68,7 @@ class ExternalPass(Transform):
         patterns, lacking = _lacking_operators(self.adapter.source, program)
         if patterns and len(lacking) == len(patterns):
             return f"the program does not call {_names(lacking)}"
-        return str(getattr(self.adapter.source, "skip_reason", ""))
+        return self.adapter.source.skip_reason if isinstance(self.adapter.source, AutoDeployPass) else ""
 
 
 def _count_changed_calls(before: Program, after: Program) -> int:
@@ -123,7 +123,7 @@ def is_external(text: str) -> bool:
 
 def import_pass(text: str) -> Any:
     """Import `package.module:callable` from an installed package or the current folder, or find `autodeploy:NAME`."""
-    if is_autodeploy(text):
+    if text.startswith(PREFIX):
         return find_autodeploy_pass(text)
     if not _PASS_NAME.match(text):
         raise UsageError(f"{text} does not name a pass.", "Write package.module:callable.")
@@ -241,7 +241,7 @@ def level_notes(source: Any, program: Program) -> list[str]:
 
 def _lacking_operators(source: Any, program: Program) -> tuple[list[Any], list[list[set[Any]]]]:
     """Return the patterns of a pass, and for each that cannot match the calls that the program does not have."""
-    patterns = [pattern for each in _collections(source) for pattern in _patterns(each)]
+    patterns = list(_patterns(source))
     there = {node.target for node in all_nodes(program.graph)}
     absent = [[calls for calls in called_operators(each) if there.isdisjoint(calls)] for each in patterns]
     return patterns, [each for each in absent if each]
@@ -265,22 +265,14 @@ def takes_graph(found: Any) -> bool:
     return said is fx.Graph or (isinstance(said, str) and said.rpartition(".")[2] == "Graph")
 
 
-def _collections(source: Any) -> Iterator[Any]:
-    """Yield the collections of patterns that a pass is, contains, or names in its code."""
+def _patterns(source: Any) -> Iterator[Any]:
+    """Yield the patterns of the collections that a pass is, contains, or names in its code."""
     held = [source, *getattr(source, "__dict__", {}).values()]
-    code = getattr(source, "__code__", None)
-    if code is not None:
+    if getattr(source, "__code__", None) is not None:
         cells = inspect.getclosurevars(source)
         held += [*cells.nonlocals.values(), *cells.globals.values()]
-    seen: set[int] = set()
-    for each in held:
-        if id(each) not in seen and isinstance(getattr(each, "patterns", None), dict) and hasattr(each, "apply"):
-            seen.add(id(each))
-            yield each
-
-
-def _patterns(collection: Any) -> Iterator[Any]:
-    for entries in collection.patterns.values():
-        for entry in entries if isinstance(entries, list) else ():
-            if hasattr(entry, "pattern"):
-                yield entry.pattern
+    for each in {id(each): each for each in held}.values():
+        groups = getattr(each, "patterns", None)
+        if isinstance(groups, dict) and hasattr(each, "apply"):
+            entries = [entry for group in groups.values() if isinstance(group, list) for entry in group]
+            yield from (entry.pattern for entry in entries if hasattr(entry, "pattern"))

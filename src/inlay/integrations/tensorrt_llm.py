@@ -40,10 +40,14 @@ class AutoDeployPass:
     them fails.
     """
 
-    def __init__(self, name: str, transform: Any, shared_config: Any) -> None:
-        self.name, self.transform, self.shared_config = name, transform, shared_config
-        self.matched_count = 0
-        self.skip_reason = ""
+    def __init__(self, name: str, transform: Any, interface: Any) -> None:
+        self.name, self.matched_count, self.skip_reason = name, 0, ""
+        try:
+            config = {"stage": interface.Stages.PATTERN_MATCHER, **_default_config(name), "enabled": True}
+            self.transform, self.shared_config = transform.from_kwargs(**config), interface.SharedConfig()
+        except Exception as error:
+            problem = f"{PREFIX}{name} cannot be created: {type(error).__name__}: {one_line(error)}."
+            raise UsageError(problem, "Inlay gives it the options of AutoDeploy's default configuration.") from error
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Run the transform, and set `matched_count` to its number of matches."""
@@ -63,15 +67,6 @@ class AutoDeployPass:
         return result
 
 
-def is_autodeploy(text: str) -> bool:
-    """Return whether this names a pass of TensorRT-LLM.
-
-    >>> is_autodeploy("autodeploy:fuse_rmsnorm"), is_autodeploy("package.module:callable")
-    (True, False)
-    """
-    return text.startswith(PREFIX)
-
-
 def find_autodeploy_pass(text: str) -> Callable[[Any], Any]:
     """Return the pass for `autodeploy:NAME`; the error lists every module that was searched.
 
@@ -82,38 +77,30 @@ def find_autodeploy_pass(text: str) -> Callable[[Any], Any]:
       tensorrt_llm._torch.auto_deploy.transform.interface (ModuleNotFoundError: No module named 'tensorrt_llm')
     Install TensorRT-LLM, or put its checkout on PYTHONPATH.
     """
-    name, searched = text.removeprefix(PREFIX), Searched()
-    interface = searched.module(f"{AUTODEPLOY}.transform.interface")
-    library = interface and searched.module(f"{AUTODEPLOY}.transform.library")
-    if library:
-        registered = interface.TransformRegistry
-        if registered.has(name):
-            config = {"stage": interface.Stages.PATTERN_MATCHER, **_default_config(name), "enabled": True}
-            return AutoDeployPass(name, registered.get(name).from_kwargs(**config), interface.SharedConfig())
-        searched.failures.append(f"{AUTODEPLOY}.transform.library (registers no {name})")
-    legacy = searched.module(_LEGACY_PASSES[name]) if name in _LEGACY_PASSES else None
-    if legacy:
-        found = getattr(legacy, name)
-        return partial(apply_registered, found) if name.startswith("register_") else found
-    known = {*_LEGACY_PASSES, *(getattr(interface.TransformRegistry, "_registry", ()) if library else ())} - {name}
-    remedy = suggest(name, known) or "Install TensorRT-LLM, or put its checkout on PYTHONPATH."
-    tried = "\n  ".join(searched.failures)
-    raise UsageError(f"TensorRT-LLM has no pass {name} that can be imported. Searched:\n  {tried}\n{remedy}")
+    name, failures = text.removeprefix(PREFIX), list[str]()
 
-
-class Searched:
-    """Imports modules, and keeps why the missing ones are missing."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def module(self, path: str) -> Any:
-        """Return the module, or None."""
+    def find(path: str, attribute: str) -> Any:
         try:
-            return importlib.import_module(path)
+            return getattr(importlib.import_module(path), attribute)
         except Exception as error:  # a package for GPUs fails in many ways where there is none
-            self.failures.append(f"{path} ({type(error).__name__}: {one_line(error)})")
+            failures.append(f"{path} ({type(error).__name__}: {one_line(error)})")
             return None
+
+    interface = f"{AUTODEPLOY}.transform.interface"
+    registered = find(interface, "TransformRegistry")
+    if registered and find(f"{AUTODEPLOY}.transform.library", "__name__"):
+        if registered.has(name):
+            return AutoDeployPass(name, registered.get(name), importlib.import_module(interface))
+        failures.append(f"{AUTODEPLOY}.transform.library (registers no {name})")
+    found = find(_LEGACY_PASSES[name], name) if name in _LEGACY_PASSES else None
+    if found:
+        return partial(apply_registered, found) if name.startswith("register_") else found
+    known = {*_LEGACY_PASSES, *getattr(registered, "_registry", ())} - {name}
+    install = "" if registered else "Install TensorRT-LLM, or put its checkout on PYTHONPATH."
+    tried = "\n  ".join(failures)
+    raise UsageError(
+        f"TensorRT-LLM has no pass {name} that can be imported. Searched:\n  {tried}\n{suggest(name, known) or install}"
+    )
 
 
 def _default_config(name: str) -> dict[str, Any]:

@@ -56,14 +56,14 @@ def autotuned(kernel: Any, do_bench: Any = None) -> Any:
 def find_mismatch(tensors: list[torch.Tensor], shapes: list[tuple[int | str, ...]], dtypes: list[torch.dtype]) -> str:
     """Return why a kernel for these shapes and dtypes does not fit the tensors; a size that is a name may vary."""
     found = {each.dtype for each in tensors}
-    sizes: dict[int | str, int] = {}
+    sizes: dict[str, int] = {}
     if len(found) > 1 or not found <= set(dtypes):
         return f"the dtypes {found} are not one of {dtypes}"
     for tensor, shape in zip(tensors, shapes, strict=True):
         given = tuple(tensor.shape)
-        for each, size in zip(shape, given, strict=False):
-            sizes.setdefault(each, size if isinstance(each, str) else each)
-        if given != tuple(sizes[each] for each in shape if each in sizes):
+        pairs = zip(shape, given, strict=False)
+        wanted = tuple(sizes.setdefault(each, size) if isinstance(each, str) else each for each, size in pairs)
+        if len(shape) != len(given) or given != wanted:
             return f"the shape {given} is not {shape}"
     return ""
 
@@ -90,6 +90,14 @@ def round_to(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32)
         return tl.where(value != value, value, near.to(tl.float32, bitcast=True))
     return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def tanh(value):  # type: ignore[no-untyped-def]
+    """Return the hyperbolic tangent; near 0 by its series, because the difference of two sigmoids cancels there."""
+    square = value * value
+    series = value - value * square * (0.33333333 - square * 0.13333333)
+    return tl.where(square < 0.01, series, 2.0 * tl.sigmoid(2.0 * value) - 1.0)
 
 
 @triton.jit

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 from inlay.cli.main import app
 from inlay.errors import UsageError
-from inlay.insight.candidates import Recommendation, Support, find_candidates, rank
-from inlay.insight.candidates.advice import advise
+from inlay.insight.candidates import Recommendation, find_candidates
+from inlay.insight.candidates.advice import Support, advise
+from inlay.insight.candidates.candidate import rank
 from inlay.insight.candidates.region import Savings
-from inlay.ops.catalog.source_tree import TreeEntry, TreeEntryKind, entries_for, scan, scan_tree
+from inlay.ops.catalog import source_tree
+from inlay.ops.catalog.source_tree import TreeEntry, TreeEntryKind, entries_for, scan_tree
 from inlay.testing import program_of
 from inlay.transforms.base import Numerics
 
@@ -53,6 +55,7 @@ library.define("by_schema(Tensor x) -> Tensor")
 torch.library.define("mine::functional", "(Tensor x) -> Tensor")
 direct_register_custom_op(op_name="swallow", op_func=plain)
 direct_register_custom_op("other", plain, target_lib=library)
+custom_op(mutates_args=(), name="mine::keyword")
 
 @register_custom_op("flash::decorated", mutates_args=("x",))
 def decorated(x): ...
@@ -91,7 +94,15 @@ class Derived(AddRMSNormPattern): ...
 """
 FOUND = {
     *("mine::plain", "mine::from_constants", "mine::formatted", "owned::by_schema", "mine::functional"),
-    *("vllm::swallow", "owned::other", "flash::decorated", "mine::{name}", "_rms_norm_kernel", "other_kernel"),
+    *(
+        "mine::keyword",
+        "vllm::swallow",
+        "owned::other",
+        "flash::decorated",
+        "mine::{name}",
+        "_rms_norm_kernel",
+        "other_kernel",
+    ),
     *("QkNormRope.register.search", "graph_pattern", "_swiglu_pattern", "fuse_swiglu", "AddRMSNormPattern", "Derived"),
 }
 NOTHING = '''
@@ -170,12 +181,38 @@ def test_python(tmp_path: Path) -> None:
     [
         *("NAME = 'a'\nNAME = 'b'\n", "for NAME in ('a', 'b'): pass\n", "from .names import NAME\n"),
         *("NAME = 'a'\ndef set():\n    global NAME\n    NAME = 'b'\n", "if x:\n    NAME = 'a'\n"),
+        "NAME = 'a'\nfrom .names import NAME\n",
     ],
 )
 def test_names_that_are_not_constant_are_not_guessed(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(f"import torch\n{text}torch.library.custom_op(NAME + '::x', f)\n")
     (entry,) = scan_tree(tmp_path).entries
     assert entry.name == "{NAME}::x"
+
+
+@pytest.mark.parametrize(("second", "namespace"), [("a", "a"), ("b", "{self.lib}")])
+def test_libraries_that_share_a_variable(second: str, namespace: str, tmp_path: Path) -> None:
+    classes = [
+        f"class C{name}:\n    def __init__(self):\n        self.lib = Library('{name}')\n" for name in ("a", second)
+    ]
+    define = "        self.lib.define('op(Tensor x) -> Tensor')\n"
+    (tmp_path / "a.py").write_text("from torch.library import Library\n" + "".join(classes) + define)
+    (entry,) = scan_tree(tmp_path).entries
+    assert entry.name == f"{namespace}::op"
+
+
+@pytest.mark.parametrize(
+    ("macros", "namespace"),
+    [
+        ("#define NS one", "one"),
+        ("#if A\n#define NS one\n#else\n#define NS two\n#endif", "{NS}"),
+        ("#define NS JOIN(a, b)", "{NS}"),
+        ('#define NS one\r\n#define OTHER \\\r\n  TORCH_LIBRARY(no, m) { m.def("macro() -> ()"); }', "one"),
+    ],
+)
+def test_macros_are_not_guessed(macros: str, namespace: str, tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_bytes(f'{macros}\nTORCH_LIBRARY( NS , m) {{ m.def("op() -> ()"); }}'.encode())
+    assert [entry.name for entry in scan_tree(tmp_path).entries] == [f"{namespace}::op"]
 
 
 def test_cpp(tmp_path: Path) -> None:
@@ -199,10 +236,12 @@ def test_hostile_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "deep.py": b"custom_op = " + b"-" * 200_000 + b"1",
         "sum.py": b"import torch\ntorch.library.custom_op(" + b"'a' + " * 20_000 + b"'b')",
         "binary.py": b"custom_op\0",
-        "large.cpp": b"TORCH_LIBRARY(a, m) {" + b" " * scan.LARGEST_FILE,
+        "large.cpp": b"TORCH_LIBRARY(a, m) {" + b" " * source_tree.LARGEST_FILE,
         "comment.cu": b"TORCH_LIBRARY /*" * 60_000,
         "blocks.cu": b"TORCH_LIBRARY(a,m){" * 60_000,
         "quotes.cu": b"TORCH_LIBRARY" + b'"\\"' * 200_000,
+        "spaces.cu": b"TORCH_LIBRARY(" + b" " * 400_000,
+        "raw.cu": b"TORCH_LIBRARY(a, m) { m.def(" + b'R"a(' * 200_000,
         "bytes.h": b"\xff\xfe TORCH_LIBRARY(\xff, m) {",
         "escape.py": b"import torch\ntorch.library.custom_op('\\x1b[31m::\\ud800', f)",
     }
@@ -227,7 +266,7 @@ def test_hostile_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert found.seconds < 20
     json.dumps(found.to_json())
-    monkeypatch.setattr(scan, "MOST_FILES", 3)
+    monkeypatch.setattr(source_tree, "MOST_FILES", 3)
     assert any("after 3 files" in reason for reason in scan_tree(tmp_path).skipped)
     with pytest.raises(UsageError, match="not a folder"):
         scan_tree(tmp_path / "good.py")
@@ -254,6 +293,7 @@ def _entries(*names: str) -> list[TreeEntry]:
         ),
         ("add_rms_norm", ["x::fused_add_rms_norm", "AddRMSNormPattern"], ["_C::rms_norm", "rms_norm_add"]),
         ("swiglu", ["_C::silu_and_mul", "fuse_swiglu"], ["silu_and_mul_quant", "{NAME}", "x::{swiglu}"]),
+        ("rope", ["{SPACE}::rope"], ["x::{self.rope}", "{get('x::rope')}", "x::{" + "a" * 300 + "::rope}"]),
         ("rms_norm+rope", ["fused_qk_norm_rope", "QkNormRopePattern.register.search"], ["rope", "norm_rope"]),
         ("gemm+relu", [], ["relu", "gemm", "linear"]),
     ],
@@ -302,6 +342,7 @@ def test_risk_and_order() -> None:
     def model(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = (x.tanh() + 1) @ y
+            x = (x.erfc() * 2) @ y
             x = (x * y + 1) @ y
             x = (x.to(torch.float64) * 2).to(torch.float32) @ y
             x = torch.nn.functional.conv1d(x, w, None, 1, 1, 1, 4).abs() @ y
@@ -311,6 +352,7 @@ def test_risk_and_order() -> None:
     found = find_candidates(program_of(model, args)).candidates
     risks = {each.name: each.risk for each in found}
     assert risks["tanh_add"] is Numerics.APPROXIMATE
+    assert risks["erfc_mul"] is Numerics.APPROXIMATE
     assert risks["mul_add"] is Numerics.EXACT
     assert risks["conv1d_abs"] is Numerics.ROUNDING
     assert {risk for name, risk in risks.items() if "to" in name} == {Numerics.ROUNDING}
@@ -346,7 +388,7 @@ def _inlay(*arguments: str, check: int = 0) -> Result:
 def test_command_line_without_a_model(tmp_path: Path) -> None:
     tree = str(_tree(tmp_path))
     text = _inlay("--tree", tree).stdout
-    assert "Operators: 17" in text
+    assert "Operators: 18" in text
     assert f"  mine::plain  {tree}/pkg/ops.py:12  torch.library.custom_op  plain(x" in text
     assert "3 source files read" in text
     assert "3 names are computed" in text
@@ -354,8 +396,8 @@ def test_command_line_without_a_model(tmp_path: Path) -> None:
     assert "### Triton kernels: 2" in markdown
     assert f"| `mine::plain` | `{tree}/pkg/ops.py:12` |" in markdown
     (found,) = json.loads(_inlay("--tree", tree, "--json").stdout)["trees"]
-    assert found["counts"] == {"operator": 17, "triton kernel": 2, "pattern": 6}
-    assert len(found["entries"]) == 25
+    assert found["counts"] == {"operator": 18, "triton kernel": 2, "pattern": 6}
+    assert len(found["entries"]) == 26
     assert "neither MODEL nor --tree" in _inlay(check=2).stderr
     assert "need MODEL" in _inlay("--tree", tree, "--measure", check=2).stderr
     assert "not a folder" in _inlay("--tree", f"{tree}/none", check=2).stderr

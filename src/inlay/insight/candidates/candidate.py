@@ -166,12 +166,8 @@ class Candidate:
             "pattern": self.pattern,
             "occurrences": len(self.regions),
             "together": self.sharing,
-            "saved": {
-                "launches": self.savings.launches,
-                "decode": self.savings.decode,
-                "prefill": self.savings.prefill,
-            },
-            "measured": self.measurement.to_json() if self.measurement else None,
+            "saved": vars(self.savings),
+            "measured": vars(self.measurement) if self.measurement else None,
             "lookup": advice.lookup,
             "evidence": advice.evidence,
             "kernels": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +29,6 @@ class Measurement:
     savings: float
     """Upper bound of the savings: all but the slowest kernel. A GEMM reads its weights anyway and saves one launch."""
     threads: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the times as JSON data."""
-        return asdict(self)
 
 
 def measure(search: CandidateSearch, on_step: Callable[[str], None] = lambda step: None) -> CandidateSearch:

@@ -58,9 +58,10 @@ _BY_TARGET = {
     _INLAY.gated_short_conv.default: OpKind.STENCIL,
 }
 _TRANSCENDENTAL = (
-    *("acos", "asin", "atan", "atan2", "clamped_swiglu", "cos", "cosh", "elu", "erf", "exp", "exp2", "expm1", "geglu"),
-    *("gelu", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mish", "pow", "sigmoid", "silu", "sin"),
-    *("sinh", "softmax", "softplus", "swiglu", "tan", "tanh"),
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "celu", "clamped_swiglu", "cos", "cosh", "digamma"),
+    *("elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "geglu", "gelu", "lgamma", "log", "log10"),
+    *("log1p", "log2", "log_softmax", "logaddexp", "logaddexp2", "logit", "logsumexp", "mish", "pow", "selu"),
+    *("sigmoid", "silu", "sin", "sinc", "sinh", "softmax", "softplus", "swiglu", "tan", "tanh", "xlogy"),
 )
 _CONVOLUTIONS = {_ATEN.conv1d.default, _ATEN.conv2d.default}
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from inlay.insight.candidates.op_kinds import OpKind, op_kind, op_name
-from inlay.insight.scaffold.triton_kernel import KernelWriter, unsupported_error
+from inlay.insight.scaffold.triton_kernel import KernelWriter
 from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import operands
 
@@ -94,11 +94,8 @@ class RowKernelWriter(KernelWriter):
         return f"{text} + 0 * column" if _COLUMN.search(mask) and not _COLUMN.search(text) else text
 
     def _compute(self, node: fx.Node, index: list[str], mask: str) -> str:
-        if node in self.calls.inputs:
-            return super()._compute(node, index, mask)
-        is_reduction = op_kind(node) is OpKind.REDUCTION
-        text = (self._reduction if is_reduction else super()._compute)(node, index, mask)
-        return f"round_to({text}, dtype)" if self._dtype(node) == "dtype" else text
+        compute = self._reduction if op_kind(node) is OpKind.REDUCTION else super()._compute
+        return compute(node, index, mask)
 
     def _reduction(self, node: fx.Node, index: list[str], mask: str) -> str:
         """Return the value of a call that reduces rows, or of a norm or softmax of rows."""
@@ -144,7 +141,7 @@ class RowKernelWriter(KernelWriter):
             squares = reduce("sum", lambda: f"({read()} - {mean}) * ({read()} - {mean})")
             if name == "layer_norm":
                 normed = f"({read(index[-1])} - {mean}) * tl.rsqrt({squares} / {size} + {given['eps']})"
-                return self._scaled(normed, given, index, mask)
+                return self._scaled(node, normed, given, index, mask)
             correction = given.get("correction", given.get("unbiased"))
             if correction not in (None, 0, 1):
                 raise self._refusal(node, f"has the correction {correction}")
@@ -154,14 +151,14 @@ class RowKernelWriter(KernelWriter):
             normed = f"{read(index[-1])} * tl.rsqrt({mean} + {given['eps']})"
             if given.get("cast_first") and self._dtype(source) == "dtype":
                 normed = f"round_to({normed}, dtype)"
-            return self._scaled(normed, given, index, mask)
-        raise unsupported_error(f"{self.calls.region.name} calls {node.target}")
+            return self._scaled(node, normed, given, index, mask)
+        raise self._refusal(node)
 
-    def _scaled(self, normed: str, given: dict[str, Any], index: list[str], mask: str) -> str:
+    def _scaled(self, node: fx.Node, normed: str, given: dict[str, Any], index: list[str], mask: str) -> str:
         """Return a normalized value with weight and bias."""
         text = self._assign(normed)
         if any(each is not None and each.meta["val"].dim() != 1 for each in (given.get("weight"), given.get("bias"))):
-            raise unsupported_error(f"{self.calls.region.name} has a weight of several axes")
+            raise self._refusal(node, "has a weight of several axes")
         if given.get("weight") is not None:
             weight = self.value(given["weight"], index[-1:], mask)
             if given.get("offset"):

@@ -160,7 +160,7 @@ def test_numbers() -> None:
 
         for dtype in DTYPES:
             for others in (False, True):
-                check_launch(launch, $name, inputs(dtype, others), allow_more_precise=$precise)
+                check_launch(launch, $name, inputs(dtype, others))
                 print(dtype, others)
         """,
         __file__,

@@ -35,7 +35,7 @@ _POINTWISE: dict[str, Callable[..., str]] = {
     "rsqrt": lambda a: f"tl.rsqrt({a})",
     "sigmoid": lambda a: f"tl.sigmoid({a})",
     "silu": lambda a: f"{a} * tl.sigmoid({a})",
-    "tanh": lambda a: f"2.0 * tl.sigmoid(2.0 * {a}) - 1.0",
+    "tanh": lambda a: f"tanh({a})",
     "relu": lambda a: f"tl.where({a} < 0.0, 0.0, {a})",
     "square": lambda a: f"{a} * {a}",
     "to_copy": lambda a: f"{a}",
@@ -56,7 +56,6 @@ def generate_kernel(candidate: Candidate, calls: RegionSource) -> dict[str, str]
         writer = RowKernelWriter
     return {
         "triton_source": writer(calls).module(candidate.name),
-        "precise": repr(writer is KernelWriter),
         "numerics": "ROUNDING",
         "more": ", register_kernel",
         "device": (
@@ -132,7 +131,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inlay.ops.generated_triton import find_mismatch, launch_rows, round_to, row_max
+from inlay.ops.generated_triton import find_mismatch, launch_rows, round_to, row_max, tanh
 
 CONSTANTS = {self.constants!r}
 NUMBERS = {numbers!r}
@@ -171,9 +170,9 @@ def signature(pointer: str) -> dict[str, Any]:
 
     def _body(self, shape: list[Any]) -> list[str]:
         """Return the statements of the kernel."""
-        self.lines += ["rest = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "place = rest", "inside = rest < numel"]
+        first = "tl.program_id(0).to(tl.int64) * BLOCK"
+        self.lines += [f"rest = {first} + tl.arange(0, BLOCK)", "place = rest", "inside = rest < numel"]
         result = self.value(self.output, self._unravel(shape, self.lines), "inside")
-        result = f"round_to({result}, dtype)" if self._dtype(self.output) == "dtype" else result
         return [*self.lines, f"tl.store(out_ptr + place, {result}, mask=inside)"]
 
     def _launch(self, arguments: str) -> list[str]:
@@ -199,7 +198,14 @@ def signature(pointer: str) -> dict[str, Any]:
                 return self.value(source, moved, mask)
         key = (node, tuple(index), mask)
         if key not in self.value_names:
-            self.value_names[key] = self._assign(self._compute(node, index, mask))
+            if node in self.calls.inputs:
+                held = self.calls.inputs[node]
+                terms = [f"{each} * {held}_s{axis}" for axis, each in enumerate(index) if each != "0"]
+                text = self._load(" + ".join([f"{held}_ptr", *terms]), mask)
+            else:
+                is_rounded, text = self._dtype(node) == "dtype", self._compute(node, index, mask)
+                text = f"round_to({text}, dtype)" if is_rounded else text
+            self.value_names[key] = self._assign(text)
         return self.value_names[key]
 
     def _assign(self, text: str) -> str:
@@ -208,10 +214,6 @@ def signature(pointer: str) -> dict[str, Any]:
         return name
 
     def _compute(self, node: fx.Node, index: list[str], mask: str) -> str:
-        if node in self.calls.inputs:
-            held = self.calls.inputs[node]
-            terms = [f"{each} * {held}_s{axis}" for axis, each in enumerate(index) if each != "0"]
-            return self._load(" + ".join([f"{held}_ptr", *terms]), mask)
         if op_kind(node) is OpKind.STENCIL:
             return self._convolution(node, index, mask)
         name, arguments = op_name(node), dict(normalize_args(node))
@@ -219,7 +221,9 @@ def signature(pointer: str) -> dict[str, Any]:
         if name == "pow" and given[1] in _POWERS:
             name, given = _POWERS[given[1]], given[:1]
         if name not in _POINTWISE or arguments.get("alpha", 1) != 1 or arguments.get("rounding_mode"):
-            raise unsupported_error(f"{self.calls.region.name} calls {node.target}")
+            raise self._refusal(node)
+        if any(isinstance(each, fx.Node) and not isinstance(each.meta["val"], torch.Tensor) for each in given):
+            raise self._refusal(node, "computes with a dynamic size")
         return _POINTWISE[name](*(self.value(each, self._broadcast(each, index), mask) for each in given))
 
     def _load(self, place: str, mask: str) -> str:
@@ -245,7 +249,7 @@ def signature(pointer: str) -> dict[str, Any]:
             parts = dict(normalize_args(source))
             size = parts.get("split_size")
             if not isinstance(size, int):
-                raise unsupported_error(f"{self.calls.region.name} calls {source.target}")
+                raise self._refusal(source)
             part: Any = node.args[1]
             moved[parts["dim"]] = _affine_index(moved[parts["dim"]], 1, part * size)
             return source.args[0], moved
@@ -257,31 +261,29 @@ def signature(pointer: str) -> dict[str, Any]:
                 moved[axis] = each
         elif name == "unsqueeze":
             del moved[given["dim"]]
-        elif name == "squeeze":
-            rank = source.meta["val"].dim()
-            moved.insert(given["dim"] % rank, "0")
+        elif name == "squeeze" and isinstance(given.get("dim"), int) and len(source.meta["val"].shape) > len(index):
+            moved.insert(given["dim"] % (len(index) + 1), "0")
         elif name == "slice":
             start, step = given["start"] or 0, given["step"]
             if not isinstance(start, int) or start < 0:
-                raise unsupported_error(f"{self.calls.region.name} slices from {start}")
+                raise self._refusal(node, f"slices from {start}")
             moved[given["dim"]] = _affine_index(moved[given["dim"]], step, start)
         elif name == "expand":
             moved = self._broadcast(source, index)
         else:
-            raise unsupported_error(f"{self.calls.region.name} calls {node.target}")
+            raise self._refusal(node)
         return source, moved
 
     def _convolution(self, node: fx.Node, index: list[str], mask: str) -> str:
         """Return the sum over the taps of one channel; elements outside the input are zero."""
         given = dict(normalize_args(node))
-        weight = given["weight"]
-        taps = weight.meta["val"].shape[2:]
-        if len(taps) != 1 or not isinstance(taps[0], int):
-            raise unsupported_error(f"{self.calls.region.name} convolves over {len(taps)} axes")
+        weight, taps = given["weight"], given["weight"].meta["val"].shape[-1]
+        if node.target is not torch.ops.aten.conv1d.default or len(index) != 3 or not isinstance(taps, int):
+            raise self._refusal(node, "convolves other than rows of a batch")
         stride, padding, dilation = (given[each][0] for each in ("stride", "padding", "dilation"))
         length = self._size(given["input"].meta["val"].shape[2])
         terms = []
-        for tap in range(taps[0]):
+        for tap in range(taps):
             at = self._assign(self._spread(_affine_index(index[2], stride, tap * dilation - padding), mask))
             there = self._assign(f"{mask} & ({at} >= 0) & ({at} < {length})")
             read = self.value(given["input"], [index[0], index[1], at], there)
@@ -321,5 +323,6 @@ def signature(pointer: str) -> dict[str, Any]:
             raise self._refusal(node, f"computes {actual} from {self.dtype}")
         return self.dtypes.setdefault(node, found)
 
-    def _refusal(self, node: fx.Node, problem: str) -> UsageError:
-        return unsupported_error(f"{self.calls.region.name} {problem} ({node.target})")
+    def _refusal(self, node: fx.Node, problem: str = "") -> UsageError:
+        what = f"{problem} ({node.target})" if problem else f"calls {node.target}"
+        return unsupported_error(f"{self.calls.region.name} {what}")

@@ -41,7 +41,7 @@ class TreeEntry:
     line: int
 
     def __post_init__(self) -> None:
-        for name in ("name", "signature", "path"):
+        for name in ("name", "registered_by", "signature", "path"):
             object.__setattr__(self, name, printable(getattr(self, name)))
 
     @property
@@ -72,17 +72,19 @@ def entries_for(operation: str, entries: Iterable[TreeEntry]) -> list[TreeEntry]
     """
     kernels = [each for each in (*BUNDLED_KERNELS, *THIRD_PARTY_KERNELS) if operation in each.operations]
     names = [each.evidence.rpartition(":")[2] for each in kernels if each.source not in ("inductor", "onednn", "aten")]
-    wanted = {_words(name) for name in (operation, *names)} - {()}
-    return [each for each in entries if any(_words(part) in wanted for part in each.name.split("::")[-1].split("."))]
+    wanted = frozenset().union(*map(_words, (operation, *names)))
+    return [each for each in entries if _words(each.name) & wanted]
 
 
 @cache
-def _words(name: str) -> tuple[str, ...]:
+def _words(name: str) -> frozenset[tuple[str, ...]]:
+    """Return the words of each part of a name, without the namespace and what is computed.
+
+    >>> _words("_fused_add_rmsnorm_kernel"), sorted(_words("{SPACE}::QkNormRope.search")), _words("x::{self.rope}")
+    (frozenset({('add', 'rms', 'norm')}), [('qk', 'norm', 'rope')], frozenset())
     """
-    >>> _words("_fused_add_rmsnorm_kernel"), _words("AddRMSNormPattern"), _words("rms_norm+rope"), _words("{name}")
-    (('add', 'rms', 'norm'), ('add', 'rms', 'norm'), ('rms', 'norm', 'rope'), ())
-    """
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    known = re.sub(r"\{(?:.*\}|.*)", "{", name).rpartition("::")[2]
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", known).lower()
     spaced = re.sub(r"(?<=rms|yer)norm", "_norm", spaced)
-    words = re.findall(r"[a-z0-9]+", spaced) if "{" not in name else ()
-    return tuple(each for each in words if each not in _WITHOUT_MEANING)
+    parts = [re.findall(r"[a-z0-9]+", part) for part in spaced.split(".") if "{" not in part]
+    return frozenset(tuple(each for each in words if each not in _WITHOUT_MEANING) for words in parts) - {()}

@@ -46,7 +46,9 @@ class _ModuleEntries:
         for node in ast.walk(module):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 prefix = "." * node.level + (node.module or "") + "." if isinstance(node, ast.ImportFrom) else ""
-                self.imports |= {each.asname or each.name: prefix + each.name for each in node.names}
+                names = {each.asname or each.name: prefix + each.name for each in node.names}
+                self.imports |= names
+                bound.update(names.keys())
             elif isinstance(node, ast.FunctionDef):
                 self.functions.setdefault(node.name, node)
             elif isinstance(node, ast.Assign):
@@ -57,7 +59,8 @@ class _ModuleEntries:
         for node in assigned:
             target, value = node.targets[0], node.value
             if isinstance(value, ast.Call) and self._dotted(value.func) == "torch.library.Library" and value.args:
-                self.libraries[ast.unparse(target)] = self._text(value.args[0])
+                name, library = ast.unparse(target), self._text(value.args[0])
+                self.libraries[name] = library if self.libraries.get(name, library) == library else f"{{{name}}}"
             elif node in at_top and isinstance(target, ast.Name) and bound[target.id] == 1:
                 text = self._text(value)
                 self.constants |= {target.id: text} if "{" not in text else {}
@@ -71,55 +74,57 @@ class _ModuleEntries:
             children: Any = ast.iter_child_nodes(node)
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 for each in node.decorator_list:
-                    yield from self._registration(each, scope, node)
-                children, outer, scope = node.body, scope, f"{scope}{node.name}."
+                    yield from self._entry(each, scope, node)
                 bases = node.bases if isinstance(node, ast.ClassDef) else []
                 if classes & {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in bases}:
                     classes.add(node.name)
-                    yield self._entry(TreeEntryKind.PATTERN, outer + node.name, _PATTERN_CLASS, "", node)
+                    name = scope + node.name
+                    yield TreeEntry(TreeEntryKind.PATTERN, name, _PATTERN_CLASS, "", self.path, node.lineno)
+                children, scope = node.body, f"{scope}{node.name}."
             elif isinstance(node, ast.Call):
-                yield from self._registration(node, scope, None)
+                yield from self._entry(node, scope)
             todo.extend((each, scope) for each in reversed(list(children)))
 
-    def _registration(
-        self, node: Any, scope: str, decorated: ast.FunctionDef | ast.ClassDef | None
-    ) -> Iterator[TreeEntry]:
+    def _entry(self, node: ast.expr, scope: str, decorated: Any = None) -> Iterator[TreeEntry]:
         """Yield the entry of a decorator or call, if it registers something."""
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if found := self._registration(call, scope, decorated):
+            yield TreeEntry(*found, self.path, node.lineno)
+
+    def _registration(self, call: ast.Call, scope: str, decorated: Any) -> tuple[TreeEntryKind, str, str, str] | None:
+        """Return what a call registers: kind, name, by what, and signature."""
         by = self._dotted(call.func)
         last, operator, pattern = by.rpartition(".")[2], TreeEntryKind.OPERATOR, TreeEntryKind.PATTERN
         given = {each.arg: each.value for each in call.keywords}
         args = [*call.args, *given.values()]
         if f".{by}".endswith(".triton.jit") and isinstance(decorated, ast.FunctionDef):
-            if not any(isinstance(each, ast.Return) and each.value for each in ast.walk(decorated)):  # else a helper
-                yield self._entry(
-                    TreeEntryKind.TRITON, scope + decorated.name, "triton.jit", _signature(decorated), node
-                )
-        elif not args:
-            return
-        elif by in _OF_TORCH or (last == "register_custom_op" and "mutates_args" in given):
-            yield self._entry(operator, self._text(args[0]), by.strip("."), self._schema(call, decorated), node)
-        elif last == "direct_register_custom_op":
+            is_helper = any(isinstance(each, ast.Return) and each.value for each in ast.walk(decorated))
+            kernel = TreeEntryKind.TRITON, scope + decorated.name, "triton.jit", _signature(decorated)
+            return None if is_helper else kernel
+        if not args:
+            return None
+        if by in _OF_TORCH or (last == "register_custom_op" and "mutates_args" in given):
+            name = self._text(given.get("name", args[0]))
+            return operator, name, by.strip("."), self._schema(call.args, given, decorated)
+        if last == "direct_register_custom_op":
             library = self._library(given["target_lib"]) if "target_lib" in given else "vllm"
             name = f"{library}::{self._text(given.get('op_name', args[0]))}"
-            yield self._entry(operator, name, last, self._schema(call, decorated), node)
-        elif last == "define" and (schema := _SCHEMA.match(text := self._text(args[0]))):
-            library = self._library(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            name = schema[1] if "::" in schema[1] else f"{library}::{schema[1]}"
-            yield from [self._entry(operator, name, "Library.define", text, node)] if library else []
+            return operator, name, last, self._schema(call.args, given, decorated)
+        if last == "define" and isinstance(call.func, ast.Attribute):
+            text = self._text(args[0])
+            if schema := _SCHEMA.match(text):
+                library = "" if "::" in schema[1] else f"{self._library(call.func.value)}::"
+                return operator, library + schema[1], "Library.define", text
         elif (last in _OF_INDUCTOR and by.startswith("torch._inductor.")) or last == "register_ad_pattern":
             name = decorated.name if decorated else ast.unparse(given.get("search_fn", args[0]))
-            yield self._entry(pattern, scope + name, last, ast.unparse(call), node)
+            return pattern, scope + name, last, ast.unparse(call)
         elif by.endswith("TransformRegistry.register") and decorated:
-            yield self._entry(pattern, self._text(args[0]), "TransformRegistry.register", decorated.name, node)
+            return pattern, self._text(args[0]), "TransformRegistry.register", decorated.name
+        return None
 
-    def _entry(self, kind: TreeEntryKind, name: str, by: str, signature: str, node: ast.AST) -> TreeEntry:
-        return TreeEntry(kind, name, by, signature, self.path, getattr(node, "lineno", 0))
-
-    def _schema(self, call: ast.Call, decorated: Any) -> str:
+    def _schema(self, args: list[ast.expr], given: dict[str | None, ast.expr], decorated: Any) -> str:
         """Return the schema that a registration states, or the signature of its function."""
-        given = {each.arg: each.value for each in call.keywords}
-        second = given.get("schema") or given.get("op_func") or next(iter(call.args[1:]), None)
+        second = given.get("schema") or given.get("op_func") or next(iter(args[1:]), None)
         stated = self._text(second) if second else "{}"
         function = decorated or self.functions.get(stated.strip("{}"))
         return _signature(function) if isinstance(function, ast.FunctionDef) and "{" in stated else stated.strip("{}")
