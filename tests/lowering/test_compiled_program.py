@@ -97,6 +97,47 @@ def test_sizes_outside_the_captured_range_are_refused(backend: str) -> None:
         step(torch.ones(0), torch.ones(0))
 
 
+class Returned(torch.nn.Module):
+    """Two states that are returned, each also as a view."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> Any:
+        self.total.add_(x)
+        rows.add_(x)
+        return self.total, self.total[1:3], rows, rows.t()
+
+
+@pytest.mark.parametrize(
+    ("backend", "lift"),
+    [
+        ("eager", False),
+        ("inductor", False),
+        pytest.param("aot", False, marks=pytest.mark.nightly),
+        pytest.param("aot", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_returned_state(backend: str, lift: bool) -> None:
+    """It is the state itself, which the next call changes; only AOTInductor copies a buffer of the program."""
+    program = capture(Example(Returned(), (torch.ones(4, 8), torch.zeros(4, 8))))
+    step = compile_program(program, backend, lift_mutable_buffers=lift)
+    rows, total = torch.zeros(4, 8), torch.zeros(4, 8)
+    lifted = {"total": total} if lift else {}
+    made = step(torch.ones(4, 8), rows, **lifted)
+    step(torch.ones(4, 8), rows, **lifted)
+    states = [total if lift else step.state["total"]] * 2 + [rows] * 2
+    places = [[value.untyped_storage().data_ptr() for value in values] for values in (made, states)]
+    shared = [one == two for one, two in zip(*places, strict=True)]
+    copies = backend == "aot" and not lift
+    assert shared == [not copies] * 2 + [True] * 2
+    assert [value.unique().tolist() for value in made] == [[1 if copies else 2]] * 2 + [[2]] * 2
+    assert made[2] is rows
+
+
 class Outputs(torch.nn.Module):
     """A state that is returned, two outputs of their own, and a view of an input."""
 

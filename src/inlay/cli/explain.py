@@ -50,12 +50,15 @@ def explain(
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
     with error_boundary():
-        asked = (model, pass_name, files or [], settings or [], dtype, trust)
-        name = _stored_name(*asked)
-        explained = _read_stored(name, pass_name, _stored_name(model, None, *asked[2:]))
+        asked = (files or [], settings or [], dtype, trust)
+        name = _stored_name(model, pass_name, *asked)
+        explained = derived_cache.read(name) if name else None
+        if explained is None and name and pass_name:  # it may be a part of the explanation of all transforms
+            of_all = derived_cache.read(_stored_name(model, None, *asked)) or []
+            explained = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
         if explained is None:
-            explained, is_own = _compute(*asked)
-            if name and is_own and _stored_name(*asked) == name:
+            explained, is_own = _compute(model, pass_name, *asked)
+            if name and is_own and _stored_name(model, pass_name, *asked) == name:
                 derived_cache.write(name, explained)
         if as_json:
             print_json(explained)
@@ -89,39 +92,21 @@ def _stored_name(
     return f"explain-{hashlib.sha256(json.dumps(key).encode()).hexdigest()}" if key["files"] else ""
 
 
-def _read_stored(name: str, pass_name: str | None, whole: str) -> list[dict[str, Any]] | None:
-    """Return a stored explanation; that of one transform may be a part of that of all."""
-    found: list[dict[str, Any]] | None = derived_cache.read(name) if name else None
-    if found is None and name and pass_name:
-        of_all = derived_cache.read(whole) or []
-        found = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
-    return found
-
-
 def _compute(
     model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
-    from inlay.config import resolve_config
     from inlay.errors import UsageError
     from inlay.insight import explain
     from inlay.integrations.external_pass import is_external
-    from inlay.transforms import configure
 
     if pass_name is not None and is_external(pass_name):
         raise UsageError(
             f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
         )
-    if pass_name is not None:
-        steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
-    else:
-        configure(resolve_config(files=files, settings=settings))
+    steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
     program = read_program(model, dtype, trust)
-    name, architecture = program.name, program.facts.architecture
-    if pass_name is not None:
-        steps = steps_up_to(pass_name, files, settings, model=name, architecture=architecture)
-    else:
-        steps = configure(resolve_config(architecture=architecture, model=name, files=files, settings=settings))
+    steps = steps_up_to(pass_name, files, settings, model=program.name, architecture=program.facts.architecture)
     explained = explain(program, steps, steps[-1].key if pass_name is not None else "")
     is_own = all(type(step.transform).__module__.startswith("inlay.") for step in steps)
     return [each.to_json() for each in explained], is_own
