@@ -122,20 +122,19 @@ class Returned(torch.nn.Module):
     ],
 )
 def test_returned_state(backend: str, lift: bool) -> None:
-    """It is the state itself, which the next call changes; only AOTInductor copies a buffer of the program."""
+    """It is the state itself, which the next call changes; AOTInductor copies buffers of the program, and views."""
     program = capture(Example(Returned(), (torch.ones(4, 8), torch.zeros(4, 8))))
     step = compile_program(program, backend, lift_mutable_buffers=lift)
     rows, total = torch.zeros(4, 8), torch.zeros(4, 8)
     lifted = {"total": total} if lift else {}
     made = step(torch.ones(4, 8), rows, **lifted)
     step(torch.ones(4, 8), rows, **lifted)
-    states = [total if lift else step.state["total"]] * 2 + [rows] * 2
-    places = [[value.untyped_storage().data_ptr() for value in values] for values in (made, states)]
-    shared = [one == two for one, two in zip(*places, strict=True)]
-    copies = backend == "aot" and not lift
-    assert shared == [not copies] * 2 + [True] * 2
-    assert [value.unique().tolist() for value in made] == [[1 if copies else 2]] * 2 + [[2]] * 2
-    assert made[2] is rows
+    own = total if lift else step.state["total"]
+    assert [made[0] is own, made[2] is rows] == [backend != "aot" or lift, True]
+    shared = [made[1].data_ptr() == own[1:3].data_ptr(), made[3].data_ptr() == rows.data_ptr()]
+    assert shared == [backend != "aot"] * 2
+    is_state = (made[0] is own, shared[0], True, shared[1])
+    assert [value.unique().tolist() for value in made] == [[2 if each else 1] for each in is_state]
 
 
 class Outputs(torch.nn.Module):

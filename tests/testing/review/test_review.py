@@ -240,7 +240,7 @@ def test_matches_before_come_from_the_previous_revision(tmp_path: Path, monkeypa
     file = tmp_path / "my_clamp.py"
     file.write_text(_FILE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(registry()))
     cls = importlib.import_module("my_clamp").MyClamp
     program = program_of(lambda x: torch.relu(x) + 1, [torch.randn(3, 4)])
     assert previous_sites(cls(), program) == (None, "neither a lock nor git has an earlier revision")
