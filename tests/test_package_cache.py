@@ -269,6 +269,7 @@ def test_names(tmp_path: Path) -> None:
     assert not hostile.startswith(".")
 
 
+@pytest.mark.nightly
 def test_run_builds_then_imports_no_compiler(folder: Path, tmp_path: Path) -> None:
     """The second run of a model loads its package and nothing that captures or compiles."""
     code = (

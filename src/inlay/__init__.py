@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from inlay.errors import InlayError
     from inlay.flow import BuildOptions, build
     from inlay.frontend import Example, capture
+    from inlay.insight.watch import watch_patterns
+    from inlay.integrations.external_pass import from_replacement
     from inlay.package.program_state import load_state, reset_state, save_state
     from inlay.program import Program
     from inlay.runtime import LanguageModel, Sampling, load
@@ -20,6 +22,8 @@ _HOMES = {
     "inlay.errors": ("InlayError",),
     "inlay.flow": ("BuildOptions", "build"),
     "inlay.frontend": ("Example", "capture"),
+    "inlay.insight.watch": ("watch_patterns",),
+    "inlay.integrations.external_pass": ("from_replacement",),
     "inlay.package.program_state": ("load_state", "reset_state", "save_state"),
     "inlay.program": ("Program",),
     "inlay.runtime": ("LanguageModel", "Sampling", "load"),
@@ -37,12 +41,14 @@ __all__ = [
     "capture",
     "diff",
     "explain",
+    "from_replacement",
     "load",
     "load_state",
     "measure_accuracy",
     "reset_state",
     "save_state",
     "verify",
+    "watch_patterns",
 ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.export import ExportedProgram
+
 from inlay.config import resolve_config
 from inlay.errors import ModelError, UsageError
 from inlay.frontend import Example, SourceModel, capture
@@ -18,21 +20,23 @@ from inlay.program import Program
 from inlay.program.text.diff import Diff
 from inlay.program.text.diff import diff as diff_programs
 from inlay.transforms import configure, run, steps_through
+from inlay.transforms.base import Transform
 from inlay.transforms.lock import read_lock
+from inlay.transforms.pass_manager import TransformStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inlay.transforms.pass_manager import TransformStep
-
-Model = str | SourceModel | Example | Program
+Model = str | SourceModel | Example | ExportedProgram | Program
 SAMPLE_TEXT = Path(__file__).parent / "insight" / "sample_text.txt"
 
 
 def explain(
-    model: Model, transform: str = "", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
+    model: Model, transform: str | Transform = "", *, settings: Sequence[str] = (), config: Sequence[Path] = ()
 ) -> list[explanation.Explanation]:
     """Explain what each transform matched and almost matched, or one transform.
+
+    A transform that is an object, such as that of `from_replacement`, runs alone.
 
     >>> import torch
     >>> class Gated(torch.nn.Module):
@@ -43,6 +47,8 @@ def explain(
     (0, 'extra node: neg (aten.neg.default) stands in between')
     """
     program = as_program(model)
+    if isinstance(transform, Transform):
+        return explanation.explain(program, [TransformStep(transform.name, transform)])
     steps = _steps(program, settings, config)
     if transform:
         steps = steps_through(transform, steps)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from torch.export import ExportedProgram
 
 from inlay.build_cache.key import BuildRequest
 from inlay.build_cache.lookup import Lookup, lookup_build, restore_build, store_build
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
     from inlay.transforms.pass_manager import Instrument
 
+Model = str | SourceModel | Example | ExportedProgram
+"""What is built: the name of a model, or the model."""
 DECODER = ("insert_kv_cache.enabled=true", f"gather_last_logits.output={SIGNATURE.logits}")
 """Settings for a model that takes tokens and returns logits."""
 
@@ -109,7 +112,7 @@ class Prepared:
 
 
 def build(
-    model: str | SourceModel | Example,
+    model: Model,
     path: str | Path,
     options: BuildOptions | None = None,
     *,
@@ -137,9 +140,7 @@ def build(
     return BuildResult(path, manifest, records, stage.seconds, lookup)
 
 
-def compile_model(
-    model: str | SourceModel | Example, backend: str = "inductor", options: BuildOptions | None = None
-) -> Executable:
+def compile_model(model: Model, backend: str = "inductor", options: BuildOptions | None = None) -> Executable:
     """The same flow without a package: a model compiled by a backend, to run in this process."""
     options = options or BuildOptions()
     program, _ = transform(prepare(capture(_open_source(model, options)), options), options)
@@ -206,14 +207,16 @@ def _build_request(prepared: Prepared, options: BuildOptions) -> BuildRequest | 
     return BuildRequest(prepared.captured, prepared.config, configure(prepared.config), options.kernels, asked)
 
 
-def _name(model: str | SourceModel | Example) -> str:
+def _name(model: Model) -> str:
     """What to call a model so that it is found again: what was asked for, or else its own name."""
     if isinstance(model, Example):
         return type(model.module).__name__
+    if isinstance(model, ExportedProgram):
+        return "exported"
     return model if isinstance(model, str) else model.name
 
 
-def _open_source(model: str | SourceModel | Example, options: BuildOptions) -> SourceModel:
+def _open_source(model: Model, options: BuildOptions) -> SourceModel:
     if isinstance(model, str):
         import torch
 
@@ -222,6 +225,8 @@ def _open_source(model: str | SourceModel | Example, options: BuildOptions) -> S
             raise UsageError(f"There is no number format {options.weights}.", f"Use {', '.join(known)}.")
         dtype = getattr(torch, options.weights) if options.weights in PLAIN_FORMATS else None
         return open_model(model, HFOptions(dtype, options.trust_remote_code))
+    if isinstance(model, ExportedProgram):
+        return SourceModel.from_exported(model)
     return SourceModel(_name(model), "module", model, {}) if isinstance(model, Example) else model
 
 

@@ -72,7 +72,7 @@ def _inlay(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.fast
+@pytest.mark.nightly
 def test_show_picks_the_overlay_of_the_architecture(tmp_path: Path) -> None:
     folder = str(config_folder(tmp_path / "model"))
     arguments = ["show", folder, "--pass", "fuse_add_rms_norm", "--set", "match_rms_norm.enabled=false"]

@@ -85,6 +85,7 @@ def test_copy_is_cheap(smollm2_program: Program) -> None:
     assert dump(copied) == dump(smollm2_program)
 
 
+@pytest.mark.nightly
 def test_numbers(smollm2_program: Program, smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+class Packages(dict[str, "Path"]):
+    """The package of each target, built when it is first used."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.model = str(llama_folder(home / "model", tie_word_embeddings=True))
+
+    def __missing__(self, target: str) -> Path:
+        buckets = ("length=1",) if target == "native" else ()
+        options = BuildOptions(buckets=buckets, max_length=64, max_batch=4, weights="int8", kernels=target)
+        self[target] = inlay.build(self.model, self.home / target, options).path
+        return self[target]
+
+
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    home = tmp_path_factory.mktemp("kernels")
-    model = str(llama_folder(home / "model", tie_word_embeddings=True))
-    for level in ("native", "portable"):
-        inlay.build(
-            model,
-            home / level,
-            BuildOptions(
-                buckets=("length=1",) if level == "native" else (),
-                max_length=64,
-                max_batch=4,
-                weights="int8",
-                kernels=level,
-            ),
-        )
-    return {level: home / level for level in ("native", "portable")}
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    return Packages(tmp_path_factory.mktemp("kernels"))
 
 
 def scores(path: Path) -> torch.Tensor:
@@ -57,10 +57,11 @@ def scores(path: Path) -> torch.Tensor:
     return torch.stack([first, session.advance([[3], [4]])])
 
 
+@pytest.mark.nightly
 def test_portable_code_uses_no_wide_registers(packages: dict[str, Path]) -> None:
     found = {}
-    for level, path in packages.items():
-        folder = read_manifest(path)[1]
+    for level in ("native", "portable"):
+        folder = read_manifest(packages[level])[1]
         text = "".join(
             subprocess.run(["objdump", "-d", str(file)], capture_output=True, text=True, check=True).stdout
             for file in folder.glob("*.so")
@@ -71,11 +72,13 @@ def test_portable_code_uses_no_wide_registers(packages: dict[str, Path]) -> None
         assert found["native"] > 0
 
 
+@pytest.mark.nightly
 def test_both_compute_the_same(packages: dict[str, Path]) -> None:
     native, portable = scores(packages["native"]), scores(packages["portable"])
     assert (native - portable).abs().max() < 3e-2 * native.abs().max()
 
 
+@pytest.mark.nightly
 def test_a_lesser_processor_gets_a_sentence(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_features", lambda: ("avx2",))
     load_package(packages["portable"])
@@ -119,6 +122,7 @@ def test_choices_travel_and_can_be_probed(packages: dict[str, Path], tmp_path: P
     assert re.search(rf"Autotune would change \d+ of\s+{len(rows)} choices", shown.output)
 
 
+@pytest.mark.nightly
 def test_nothing_to_probe(packages: dict[str, Path]) -> None:
     shown = CliRunner().invoke(app, ["bench", str(packages["portable"]), "--probe"])
     assert shown.exit_code == 0

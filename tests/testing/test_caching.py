@@ -149,6 +149,7 @@ def test_no_cache_at_all() -> None:
         cache_round_trip(product, torch.ones(3, 4), backend="eager")
 
 
+@pytest.mark.nightly
 def test_another_process_hits(tmp_path: Path) -> None:
     """All three processes are new: settings that other tests leave behind would be part of the key."""
     (tmp_path / "model.py").write_text(_MODEL)

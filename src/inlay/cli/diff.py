@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from inlay.cli.console import error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, TrustOption, read_program
+from inlay.cli.model_options import AtOption, DTypeOption, Level, TrustOption, read_program
 from inlay.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def diff(
     ] = None,
     context: Annotated[int, typer.Option("--context", help="Unchanged lines shown around a difference.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -54,7 +55,7 @@ def diff(
         if require_same_kind(left, right) != "program":
             equal = _tables(left, right, output, as_json)
         else:
-            programs = read_program(left, dtype, trust), read_program(right, dtype, trust)
+            programs = read_program(left, dtype, trust, at), read_program(right, dtype, trust, at)
             equal = _programs(programs, (left, right), output, as_json, context)
         if not equal:
             raise typer.Exit(int(ExitCode.FAILED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from inlay import derived_cache
 from inlay.cli.console import error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import steps_up_to
 
@@ -37,6 +38,7 @@ def explain(
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -50,15 +52,15 @@ def explain(
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
     with error_boundary():
-        asked = (files or [], settings or [], dtype, trust)
-        name = _stored_name(model, pass_name, *asked)
+        asked = _Question(model, pass_name, files or [], settings or [], dtype, trust, at)
+        name = _stored_name(asked)
         explained = derived_cache.read(name) if name else None
         if explained is None and name and pass_name:  # it may be a part of the explanation of all transforms
-            of_all = derived_cache.read(_stored_name(model, None, *asked)) or []
+            of_all = derived_cache.read(_stored_name(replace(asked, pass_name=None))) or []
             explained = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
         if explained is None:
-            explained, is_own = _compute(model, pass_name, *asked)
-            if name and is_own and _stored_name(model, pass_name, *asked) == name:
+            explained, is_own = _compute(asked)
+            if name and is_own and _stored_name(asked) == name:
                 derived_cache.write(name, explained)
         if as_json:
             print_json(explained)
@@ -80,34 +82,38 @@ def explain(
             out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
 
 
-def _stored_name(
-    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
-) -> str:
+@dataclass(frozen=True)
+class _Question:
+    """The model and options that an explanation depends on."""
+
+    model: str
+    pass_name: str | None
+    config: Sequence[Path]
+    settings: Sequence[str]
+    dtype: DType | None
+    trust: bool
+    at: Level
+
+
+def _stored_name(asked: _Question) -> str:
     """Return the name of the explanation in the derived cache; empty if it may depend on code of others."""
-    if trust or (pass_name and ":" in pass_name) or entry_points(group="inlay.transforms"):
+    if asked.trust or (asked.pass_name and ":" in asked.pass_name) or entry_points(group="inlay.transforms"):
         return ""
     from inlay.package_cache import compute_key
 
-    key = compute_key(model, {"pass": pass_name, "config": files, "settings": settings, "dtype": dtype})
+    key = compute_key(asked.model, {**vars(asked), "model": ""})  # the key contains its resolved path
     return f"explain-{hashlib.sha256(json.dumps(key).encode()).hexdigest()}" if key["files"] else ""
 
 
-def _compute(
-    model: str, pass_name: str | None, files: Sequence[Path], settings: Sequence[str], dtype: DType | None, trust: bool
-) -> tuple[list[dict[str, Any]], bool]:
+def _compute(asked: _Question) -> tuple[list[dict[str, Any]], bool]:
     """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
-    from inlay.errors import UsageError
     from inlay.insight import explain
-    from inlay.integrations.external_pass import is_external
 
-    if pass_name is not None and is_external(pass_name):
-        raise UsageError(
-            f"{pass_name} is an external pass and has no remarks.", f"Run `inlay show MODEL --pass {pass_name}`."
-        )
-    steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
-    program = read_program(model, dtype, trust)
-    steps = steps_up_to(pass_name, files, settings, model=program.name, architecture=program.facts.architecture)
-    explained = explain(program, steps, steps[-1].key if pass_name is not None else "")
+    options = asked.pass_name, asked.config, asked.settings
+    steps_up_to(*options)  # report mistakes before the model is captured
+    program = read_program(asked.model, asked.dtype, asked.trust, asked.at)
+    steps = steps_up_to(*options, model=program.name, architecture=program.facts.architecture)
+    explained = explain(program, steps, steps[-1].key if asked.pass_name is not None else "")
     is_own = all(type(step.transform).__module__.startswith("inlay.") for step in steps)
     return [each.to_json() for each in explained], is_own
 

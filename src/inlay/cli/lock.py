@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import error_boundary, out, print_json
-from inlay.cli.model_options import DType, DTypeOption, TrustOption, read_program, resolve_config
+from inlay.cli.model_options import AtOption, DType, DTypeOption, Level, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode
 
@@ -27,6 +27,7 @@ def lock(
     output: Annotated[Path, typer.Option("-o", "--output", help="Lock file to write.")] = Path("matches.lock"),
     files: ConfigOption = None,
     settings: SetOption = None,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -37,7 +38,7 @@ def lock(
     with error_boundary():
         from inlay.transforms.lock import Lock, LockOptions, versions
 
-        made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
+        made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "", at.value)
         found = [_match_model(model, made, trust).lock_entry for model in models]
         text = Lock(versions=versions(), options=made, models=found).text()
         before = output.read_text() if output.exists() else ""
@@ -68,6 +69,7 @@ def check(
 
         locked = read_lock(file)
         given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
+        given.at = locked.options.at
         made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
         seen = Comparison(list(made.changes()))
         for old in locked.models:
@@ -123,7 +125,7 @@ def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:
     from inlay.transforms import configure, run
     from inlay.transforms.lock import lock_model
 
-    program = read_program(model, DType(made.dtype) if made.dtype else None, trust)
+    program = read_program(model, DType(made.dtype) if made.dtype else None, trust, Level(made.at))
     resolved = resolve_config(program, made.files, made.settings)
     # Contracts are not enforced here: a broken contract is reported as a difference.
     steps = configure(resolved)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from inlay.config import ConfigFile, ResolvedConfig
     from inlay.program.program import Program
 
-_FORMS = "Hugging Face folder or id (org/name@revision), GGUF file, or package.module:function (returns inlay.Example)"
+_FORMS = (
+    "Hugging Face folder or id (org/name@revision), GGUF file, .pt2 file of torch.export.save, or"
+    " package.module:function (returns inlay.Example)"
+)
 BuildModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=f"{_FORMS}.", show_default=False)]
 _MODEL = typer.Argument(
     metavar="MODEL", help=f"{_FORMS}, or a file written by `inlay show --full -o FILE.py`.", show_default=False
@@ -47,6 +50,13 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class Level(StrEnum):
+    """Which program of a model is meant."""
+
+    CAPTURED = "captured"
+    POST_GRAD = "post-grad"
+
+
 class WeightFormat(StrEnum):
     """Number format of the weights of a package."""
 
@@ -69,6 +79,10 @@ class CodeTarget(StrEnum):
 
 DTypeOption = Annotated[
     DType | None, typer.Option("--dtype", help="dtype to capture in; by default that of the checkpoint.")
+]
+AtOption = Annotated[
+    Level,
+    typer.Option("--at", help="captured: from torch.export. post-grad: after Inductor's post-grad passes."),
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 selects the most likely token.")]
@@ -137,8 +151,15 @@ def resolve_config(
     return resolve_config(architecture=architecture, model=model, files=files or (), settings=settings or ())
 
 
-def read_program(text: str, dtype: DType | None, trust: bool) -> Program:
+def read_program(text: str, dtype: DType | None, trust: bool, at: Level = Level.CAPTURED) -> Program:
     """Capture MODEL, or read it when it is a dump, with a progress bar."""
+    if at is Level.POST_GRAD:
+        captured = read_program(text, dtype, trust)
+        with progress({"running": 1}) as step:
+            step("running Inductor's passes")
+            from inlay.integrations.post_grad import post_grad_program
+
+            return post_grad_program(captured)
     with progress(CAPTURE_STEPS) as step:
         step("importing torch")
         if text.endswith(".py") and Path(text).is_file():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inlay.cli.console import err, error_boundary, progress
-from inlay.cli.model_options import DTypeOption, TrustOption, read_program
+from inlay.cli.model_options import AtOption, DTypeOption, Level, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError, one_line
@@ -38,6 +38,7 @@ def report(
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum sequences per batch.")] = 8,
     files: ConfigOption = None,
     settings: SetOption = None,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -58,7 +59,7 @@ def report(
 
             made = report_package(Path(model))
         else:
-            made = _report_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust))
+            made = _report_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust, at))
         write_report(made | lanes, output)
 
 
@@ -73,7 +74,12 @@ def _timeline_section(file: Path) -> dict[str, Any]:
 
 
 def _report_model(
-    model: str, drift: bool, max_length: int, max_batch: int, configured: tuple[Any, Any], captured: tuple[Any, Any]
+    model: str,
+    drift: bool,
+    max_length: int,
+    max_batch: int,
+    configured: tuple[Any, Any],
+    captured: tuple[Any, ...],
 ) -> dict[str, Any]:
     start = time.perf_counter()
     program = read_program(model, *captured)

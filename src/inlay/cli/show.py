@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inlay.cli.console import WIDTH, error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program
+from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import show_pass, steps_up_to
 from inlay.errors import UsageError
@@ -34,8 +34,7 @@ def show(
         typer.Option(
             "--pass",
             metavar="NAME | package.module:callable",
-            help="Run the transforms up to NAME and show what NAME changes; or run only an external pass on the"
-            " captured program.",
+            help="Run the transforms up to NAME and show what NAME changes; or run only an external pass.",
         ),
     ] = None,
     dump_to: Annotated[
@@ -45,6 +44,7 @@ def show(
     files: ConfigOption = None,
     settings: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
+    at: AtOption = Level.CAPTURED,
     dtype: DTypeOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -63,13 +63,13 @@ def show(
             raise UsageError("--config and --set need --pass.", "Add --pass NAME, or leave them out.")
         if pass_name is not None:
             steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
-            program = read_program(model, dtype, trust)
+            program = read_program(model, dtype, trust, at)
             steps = steps_up_to(
                 pass_name, files or (), settings or (), model=program.name, architecture=program.facts.architecture
             )
             show_pass(program, steps, dump_to, full=full, as_json=as_json)
             return
-        program = read_program(model, dtype, trust)
+        program = read_program(model, dtype, trust, at)
         from inlay.program.fold import fold
         from inlay.program.text.folded_printer import dump_folded
         from inlay.program.text.printer import dump, save, save_text

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from inlay.errors import CaptureError, UsageError, one_line, suggest
 from inlay.frontend.call_deduplication import make_functional
@@ -56,12 +56,14 @@ def find_facts(program: Program, model: SourceModel) -> Program:
 
 
 def capture(
-    model: str | SourceModel | Example,
+    model: str | SourceModel | Example | ExportedProgram,
     options: HFOptions | None = None,
     *,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Program:
     """Capture MODEL as a Program: functional ATen, dynamic along the named axes, without loading weights.
+
+    An ExportedProgram, or a `.pt2` file that `torch.export.save` wrote, is converted.
 
     >>> class Double(torch.nn.Module):
     ...     def forward(self, x):
@@ -77,46 +79,40 @@ def capture(
     on_step("opening the model")
     if isinstance(model, str):
         model = open_model(model, options)
+    if isinstance(model, ExportedProgram):
+        model = SourceModel.from_exported(model)
     if isinstance(model, Example):
         model = SourceModel(type(model.module).__name__, "module", model, {})
     if not isinstance(model, SourceModel):
-        remedy = "Use Example(module, args), or Program.from_graph for an exported graph."  # type: ignore[unreachable]
+        remedy = "Use Example(module, args), or Program.from_graph for a graph."  # type: ignore[unreachable]
         raise UsageError(f"{type(model).__name__} cannot be captured.", remedy)
-    example, module = model.example, model.example.module
-    with suppress(NotImplementedError):  # the module of an ExportedProgram has one mode only
-        module.eval()
-    exported, assumed = _export(model, module, on_step)
+    exported, assumed = _export(model, on_step)
     on_step("reading the program")
-    written = set(exported.graph_signature.buffers_to_mutate.values())
-    # State is copied, because the module may change it after capture.
-    tensors: dict[str, TensorRef] = {
-        name: InMemoryTensor(value.clone() if name in written else value) for name, value in exported.state_dict.items()
-    }
-    tensors |= {
-        name: InMemoryTensor(value) for name, value in exported.constants.items() if isinstance(value, torch.Tensor)
-    }
-    tensors |= dict(model.tensors)
-    program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, example))
+    tensors = {**_held_tensors(exported), **model.tensors}
+    program = from_exported(exported, name=model.name, tensors=tensors, symbols=_symbol_names(exported, model.example))
     program = narrow_ranges(program, assumed, model)
 
     return find_facts(program, model)
 
 
+def _held_tensors(exported: ExportedProgram) -> dict[str, TensorRef]:
+    """Return the weights of an exported program. State is copied, because the module may change it after capture."""
+    written = set(exported.graph_signature.buffers_to_mutate.values())
+    held = {name: value.clone() if name in written else value for name, value in exported.state_dict.items()}
+    held |= {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    return {name: InMemoryTensor(value) for name, value in held.items()}
+
+
 def _export(
-    model: SourceModel, module: torch.nn.Module, on_step: Callable[[str], None]
+    model: SourceModel, on_step: Callable[[str], None]
 ) -> tuple[torch.export.ExportedProgram, list[ShapeGuard]]:
     """Return the functional program, and the shape guards of tracing."""
-    example = model.example
     try:
         with tracing_lock(), size_oblivious():
-            on_step("exporting")
-            exported = torch.export.export(
-                module,
-                example.args,
-                dict(example.kwargs),
-                dynamic_shapes=_dynamic_shapes(example, model.max_sizes),
-                strict=False,
-            )
+            exported = model.exported
+            if exported is None:
+                on_step("exporting")
+                exported = _export_example(model.example, model.max_sizes)
             on_step("making it functional")
             functional = make_functional(exported)
             return functional, [*collect_guards(exported.graph), *collect_guards(functional.graph)]
@@ -128,6 +124,13 @@ def _export(
             f"{model.name} cannot be captured: {type(error).__name__}: {one_line(error)}{where}.",
             "Make the model traceable by torch.export; `--debug` shows its full error report.",
         ) from error
+
+
+def _export_example(example: Example, max_sizes: Mapping[str, int]) -> ExportedProgram:
+    with suppress(NotImplementedError):  # the module of an ExportedProgram has one mode only
+        example.module.eval()
+    shapes = _dynamic_shapes(example, max_sizes)
+    return torch.export.export(example.module, example.args, dict(example.kwargs), dynamic_shapes=shapes, strict=False)
 
 
 def _error_location(error: BaseException) -> str:

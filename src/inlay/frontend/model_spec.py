@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from inlay.frontend.huggingface.causal_lm import HFOptions
 
 MODEL_FORMS = (
-    "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, or package.module:factory."
+    "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, a .pt2 file of"
+    " torch.export.save, or package.module:factory."
 )
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?$")
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -33,7 +34,7 @@ def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
     Traceback (most recent call last):
     ...
     inlay.errors.ModelError: There is no file or folder no/such folder. MODEL is a Hugging Face folder or id \
-(org/name or org/name@revision), a GGUF file, or package.module:factory.
+(org/name or org/name@revision), a GGUF file, a .pt2 file of torch.export.save, or package.module:factory.
     """
     try:
         path = Path(text).expanduser()
@@ -71,6 +72,8 @@ def identify(text: str, options: HFOptions | None = None) -> Identity:
     try:
         path = Path(text).expanduser()
         if path.is_file():
+            if path.suffix == ".pt2":
+                return Identity(path.stem)
             _check_file(path)
             from inlay.frontend.huggingface.causal_lm import gguf_architecture
 
@@ -116,10 +119,24 @@ def _default_options(options: HFOptions | None) -> HFOptions:
 
 
 def _open_file(path: Path, options: HFOptions | None) -> SourceModel:
+    if path.suffix == ".pt2":
+        return _open_exported(path, options)
     from inlay.frontend.huggingface.causal_lm import open_gguf
 
     _check_file(path)
     return open_gguf(path, _default_options(options))
+
+
+def _open_exported(path: Path, options: HFOptions | None) -> SourceModel:
+    import torch
+
+    if options is not None and options.dtype is not None:
+        raise UsageError(f"A dtype was requested, but {path} has its types.", "Leave it out.")
+    try:
+        return SourceModel.from_exported(torch.export.load(path), path.stem)
+    except Exception as error:
+        problem = f"{path} cannot be read by torch.export.load: {type(error).__name__}: {one_line(error)}."
+        raise ModelError(problem, "Write it with torch.export.save and the same version of torch.") from error
 
 
 def _check_file(path: Path) -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
+    from torch.export import ExportedProgram
 
     from inlay.program.weights import TensorRef
 
@@ -46,3 +47,10 @@ class SourceModel:
     """Axis name → maximum size, for axes that the model limits."""
     load_tokenizer: Callable[[], Any] | None = None
     """Loads the tokenizer that comes with the model; slow for GGUF files, which store it in another form."""
+    exported: ExportedProgram | None = None
+    """The exported program, if the model was exported before; the example has no inputs then."""
+
+    @classmethod
+    def from_exported(cls, exported: ExportedProgram, name: str = "exported") -> SourceModel:
+        """Return a model that was exported before."""
+        return cls(name, "exported", Example(exported.module()), {}, exported=exported)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from inlay.insight.findings import Finding, fold_misses, layer_of
+from inlay.insight.watch import PassRecord, watch_patterns
+from inlay.integrations.external_pass import ExternalPass
 from inlay.program.fold import fold
 from inlay.program.graphs import all_nodes
 from inlay.rewrite import Reason, Refusal, Rule
+from inlay.rewrite.differences import code_location
 from inlay.rewrite.near_misses import find_near_misses
 from inlay.transforms import run
 from inlay.transforms.pass_manager import TransformStep
@@ -64,8 +68,9 @@ def explain(program: Program, steps: Sequence[TransformStep], key: str = "") -> 
     >>> explanations[0].findings[0].reason
     'extra node: neg (aten.neg.default) stands in between'
     """
-    asking = _Explainer(key)
-    run(program, [drop_contract(step) for step in steps], [asking])
+    with ExitStack() as stack:
+        asking = _Explainer(key, stack)
+        run(program, [drop_contract(step) for step in steps], [asking])
     return asking.explanations
 
 
@@ -81,17 +86,26 @@ class _Explainer:
     """An instrument that collects an explanation of each transform."""
 
     key: str
+    stack: ExitStack
+    """Ends the watch of an external pass."""
     explanations: list[Explanation] = field(default_factory=list)
     _before: Program | None = None
+    _watched: list[PassRecord] = field(default_factory=list)
 
     def before(self, transform: Transform, program: Program) -> None:
         self._before = program
+        if isinstance(transform, ExternalPass):
+            self._watched = self.stack.enter_context(watch_patterns())
 
     def after(self, transform: Transform, program: Program, record: TransformRecord) -> None:
+        self.stack.close()
         if self.key and record.key != self.key:
             return
         assert self._before is not None
-        findings = collect_findings(transform, self._before, record) if record.was_applied else []
+        if isinstance(transform, ExternalPass):
+            findings = [finding for each in self._watched for finding in each.findings]
+        else:
+            findings = collect_findings(transform, self._before, record) if record.was_applied else []
         # Trivial findings last, otherwise closest first.
         findings.sort(key=lambda finding: finding.is_trivial)
         explained = Explanation(record.key, record.status, record.sites, tuple(findings), record.skip_reason)
@@ -107,7 +121,7 @@ def collect_findings(step: Transform, before: Program, record: TransformRecord) 
 
     if isinstance(step, Rule):
         search = find_near_misses(before, step)
-        return fold_misses(step.name, search.misses, [site.outputs[0] for site in search.sites], layer)
+        return fold_misses(step.name, search.misses, [code_location(site.outputs[0]) for site in search.sites], layer)
     nodes = {node.name: node for node in all_nodes(before.graph)}
     misses = [
         Refusal(
@@ -117,6 +131,6 @@ def collect_findings(step: Transform, before: Program, record: TransformRecord) 
         for remark in record.misses
         if remark.nodes and remark.nodes[0] in nodes and remark.nodes[-1] in nodes
     ]
-    sites = [nodes[name] for name in record.matched_roots if name in nodes]
+    sites = [code_location(nodes[name]) for name in record.matched_roots if name in nodes]
     found = fold_misses(step.name, misses, sites, layer)
     return sorted(found, key=lambda finding: (not finding.sites, -finding.matched / max(finding.of, 1)))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from inlay.rewrite import Refusal
+    from inlay.rewrite.differences import CodeLocation
 
 SUGGESTIONS = {
     Reason.ANOTHER_CONSUMER: "Recompute the value for its other consumer, or let that consumer read the result.",
@@ -26,8 +27,8 @@ SUGGESTIONS = {
     Reason.SHAPE: "Give the operand the shape it has in the other layers; reshape outside the pattern.",
     Reason.AXIS: "If the axis is intended, add a pattern for it; otherwise use the expected axis.",
     Reason.CONSTANT: "If the value is intended, add a pattern for it; otherwise use the expected value.",
-    Reason.MISSING: "If this form is intended, add it as another `pattern_…` of the rule.",
-    Reason.EXTRA: "Move the extra call before or after the pattern, or add it as another `pattern_…` of the rule.",
+    Reason.MISSING: "If this form is intended, add a pattern for it.",
+    Reason.EXTRA: "Move the extra call before or after the pattern, or add a pattern with it.",
     Reason.MUTATION: "Move the write before or after the pattern.",
     Reason.OVERLAP: "Nothing to do: the nodes are part of another site.",
     Reason.REPLACEMENT: "Fix the replacement of the rule, or the fake kernel of the operator that it calls.",
@@ -100,13 +101,16 @@ def layer_of(node: fx.Node, folds: Callable[[], dict[fx.Node, int]]) -> int | No
 
 
 def fold_misses(
-    transform: str, misses: Iterable[Refusal], roots: Iterable[fx.Node], layer: Callable[[fx.Node], int | None]
+    transform: str,
+    misses: Iterable[Refusal],
+    sites: Iterable[CodeLocation],
+    layer: Callable[[fx.Node], int | None],
 ) -> list[Finding]:
     """Group misses into findings, closest first; the same reason at the same code location is one finding.
 
-    `roots` are the outputs of the sites that matched.
+    `sites` are the code locations of the outputs of the sites that matched.
     """
-    matched = Counter(code_location(root) for root in roots)
+    matched = Counter(sites)
     groups: dict[Any, list[Refusal]] = {}
     for miss in misses:
         key = (

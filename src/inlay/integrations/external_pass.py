@@ -20,11 +20,11 @@ from inlay.integrations.external_graph import check_boundary, normalize_graph
 from inlay.integrations.tensorrt_llm import find_autodeploy_pass, is_autodeploy
 from inlay.program.graphs import all_graphs, all_nodes, attach_subgraphs, copy_graph, labels, subgraphs, target_text
 from inlay.program.text.printer import dump
-from inlay.rewrite.pattern_trees import called_operators
+from inlay.rewrite.pattern_trees import called_operators, make_replacement_pass
 from inlay.transforms.base import Numerics, Stage, Transform, TransformOptions, TransformResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from inlay.program.program import Program
 
@@ -88,8 +88,27 @@ def load_external_pass(text: str) -> Transform:
     ...
     inlay.errors.UsageError: torch.fx has no no_such_pass. Name a pass: package.module:callable.
     """
-    named = type("ExternalPass", (ExternalPass,), {"name": text, "__doc__": ExternalPass.__doc__})
-    made: Transform = named(import_pass(text))
+    return _named(text, import_pass(text))
+
+
+def from_replacement(
+    search: Callable[..., Any], replace: Callable[..., Any], example_inputs: Sequence[Any], **options: Any
+) -> Transform:
+    """Return a transform from the arguments of Inductor's `register_replacement`, to run or explain it alone.
+
+    `options` are further arguments of `register_replacement`, such as `extra_check` or `trace_fn`.
+
+    >>> made = from_replacement(lambda x: x.relu() + 1, lambda x: x.clamp(0) + 1, [torch.empty(3)])
+    >>> made.name
+    '<lambda>'
+    """
+    name = str(getattr(search, "__qualname__", type(search).__name__)).rpartition(".")[2]
+    return _named(name, make_replacement_pass(search, replace, example_inputs, name, **options))
+
+
+def _named(name: str, function: Any) -> Transform:
+    named = type("ExternalPass", (ExternalPass,), {"name": name, "__doc__": ExternalPass.__doc__})
+    made: Transform = named(function)
     return made
 
 

@@ -55,9 +55,9 @@ def from_exported(
     """Convert an ExportedProgram to a Program. Keys of `tensors` are qualified names, the targets of the signature."""
     graph = copy_graph(exported.graph)
     for node in all_nodes(graph):
-        node.meta = _select_meta(node)
+        node.meta = select_meta(node)
     strip_metadata_asserts(graph)
-    named, used = symbols or {}, _free_symbols(graph)
+    named, used = symbols or {}, free_symbols(graph)
     table = {
         str(raw): _symbol(str(raw), bounds, named, used[str(raw)][1])
         for raw, bounds in exported.range_constraints.items()
@@ -101,7 +101,8 @@ def strip_metadata_asserts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _select_meta(node: fx.Node) -> dict[str, Any]:
+def select_meta(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata that programs keep: value, source line and module."""
     meta = {key: node.meta[key] for key in ("val", SOURCE, MODULE) if key in node.meta}
     if SOURCE not in meta and (source := source_line(node.meta.get("stack_trace"))):
         meta[SOURCE] = source
@@ -288,7 +289,7 @@ def _ranges(program: Program) -> dict[Any, Any]:
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.value_ranges import ValueRanges
 
-    free = _free_symbols(program.graph)
+    free = free_symbols(program.graph)
     return {
         free[raw][0]: ValueRanges(symbol.low, int_oo if symbol.high is None else symbol.high)
         for raw, symbol in program.symbols.items()
@@ -296,7 +297,7 @@ def _ranges(program: Program) -> dict[Any, Any]:
     }
 
 
-def _free_symbols(graph: fx.Graph) -> dict[str, tuple[Any, int]]:
+def free_symbols(graph: fx.Graph) -> dict[str, tuple[Any, int]]:
     """Return the symbols in the node types of a graph, by name, with their sizes at capture."""
     free: dict[str, tuple[Any, int]] = {}
     for node in all_nodes(graph):

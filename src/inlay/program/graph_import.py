@@ -6,25 +6,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from inlay.errors import TransformError
 from inlay.program.bindings import Binding, Bindings, Role
+from inlay.program.exported_program import free_symbols, select_meta
 from inlay.program.facts import Facts
-from inlay.program.graphs import TypeFormatter, copy_graph, subgraphs, target_text, written_operands
-from inlay.program.program import CallSpec, Program
+from inlay.program.graphs import TypeFormatter, all_nodes, copy_graph, subgraphs, target_text, written_operands
+from inlay.program.program import CallSpec, Program, Symbol
 from inlay.program.symbols import FakeValues
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.export import ExportedProgram
 
 
-def import_graph(graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str) -> Program:
-    """Return a program in which every placeholder is an input. The graph is copied."""
+def import_graph(
+    graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str, symbols: Mapping[str, Symbol] | None = None
+) -> Program:
+    """Return a program in which every placeholder is an input. The graph is copied.
+
+    `symbols` are the names and ranges of dynamic sizes; others keep the names that torch gave them.
+    """
     module: Any = graph.owning_module if isinstance(graph, fx.Graph) else getattr(graph, "graph_module", graph)
     made = copy_graph(graph.graph if not isinstance(graph, fx.Graph) else graph)
+    for node in all_nodes(made):
+        node.meta = select_meta(node)
     fakes, nested = FakeValues.from_graph(made), {target for target, _ in subgraphs(made)}
-    types, rows = TypeFormatter({}), []
+    known = symbols or {}
+    table = {raw: known.get(raw, Symbol(raw, 0, None, size)) for raw, (_, size) in free_symbols(made).items()}
+    types, rows = TypeFormatter({raw: symbol.name for raw, symbol in table.items()}), []
     for node in made.nodes:
         if written_operands(node):
             raise TransformError(
@@ -35,10 +47,13 @@ def import_graph(graph: fx.Graph | fx.GraphModule | ExportedProgram, name: str) 
             node.meta["val"] = fakes.mode.from_tensor(find_attribute(module, node.target), static_shapes=True)
         if node.op == "placeholder":
             rows.append(_binding(node.name, Role.INPUT, node.meta.get("val"), types))
-    for index, value in enumerate(tree_leaves(next(iter(reversed(made.nodes))).args[0])):
+    names = tuple(row.name for row in rows)
+    results = next(iter(reversed(made.nodes))).args[0]
+    for index, value in enumerate(tree_leaves(results)):
         held = value.meta.get("val") if isinstance(value, fx.Node) else value
         rows.append(_binding(f"output.{index}", Role.OUTPUT, held, types))
-    return Program(name, made, Bindings(tuple(rows)), {}, {}, CallSpec(None, None, ()), Facts())
+    calling = CallSpec(tree_structure((names, {})), tree_structure(results), names)
+    return Program(name, made, Bindings(tuple(rows)), {}, table, calling, Facts())
 
 
 def find_attribute(module: Any, path: str) -> Any:

@@ -65,9 +65,18 @@ class PartialMatch:
         )
 
 
-def code_location(node: fx.Node) -> tuple[str, str]:
-    """Return where in the model a node is, equal for all layers: module path without numbers, and source line."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", str(node.meta.get(MODULE, ""))), str(node.meta.get(SOURCE, ""))
+CodeLocation = tuple[str, str]
+"""Where in the model a node is, equal for all layers: module path without numbers, and source line."""
+
+
+def code_location(node: fx.Node) -> CodeLocation:
+    """Return where in the model a node is."""
+    return meta_location(node.meta)
+
+
+def meta_location(meta: Mapping[str, Any]) -> CodeLocation:
+    """Return where in the model a node with this metadata is."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", str(meta.get(MODULE, ""))), str(meta.get(SOURCE, ""))
 
 
 def constant_difference(name: str, expected: Any, found: Any, node: fx.Node) -> PatternDifference:

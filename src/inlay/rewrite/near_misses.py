@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,12 @@ from inlay.rewrite.reasons import Reason
 from inlay.rewrite.rule import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import fx
 
     from inlay.program.program import Program
+    from inlay.rewrite.differences import CodeLocation
     from inlay.rewrite.rule import Alternative, Match, Rule
 
 _MAX_ANCHORS = 400
@@ -74,9 +76,9 @@ def find_near_misses(program: Program, rule: Rule) -> NearMissReport:
     found: list[NearMiss] = []
     for _, graph in all_graphs(program.graph):
         accepted, misses = find_matches(program, graph, rule, alternatives)
-        places = _NearMissFinder(graph, rule, alternatives, accepted)
+        places = NearMissFinder.for_rule(graph, rule, alternatives, accepted)
         refused = [miss for each in misses if not each.is_mismatch for miss in places.explain_refusal(each)]
-        found += _drop_overlapping([*refused, *places.find_misses()])
+        found += drop_overlapping([*refused, *places.find_misses()])
         found += [miss for each in misses if each.kind is Reason.OVERLAP for miss in places.explain_overlap(each)]
         found += places.find_already_rewritten()
         sites += accepted
@@ -92,7 +94,7 @@ def _rank(miss: NearMiss) -> tuple[float, ...]:
     )
 
 
-def _drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
+def drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
     """Keep one miss per place: of those that share nodes, the one with the lowest cost that covers most nodes."""
     taken: set[fx.Node] = set()
     kept = []
@@ -103,58 +105,84 @@ def _drop_overlapping(misses: Sequence[NearMiss]) -> list[NearMiss]:
     return kept
 
 
-class _NearMissFinder:
-    """Finds the near misses of a rule in one graph."""
+@dataclass(frozen=True)
+class KnownSites:
+    """The sites of a pattern that were found: an alignment that resembles them is more likely to be intended."""
+
+    matches: Sequence[Match] = ()
+    nodes: frozenset[fx.Node] = frozenset()
+    locations: frozenset[CodeLocation] = frozenset()
+    sizes: Mapping[CodeLocation, int] = field(default_factory=dict)
+    """Code location of the output → number of nodes."""
+    values: Mapping[str, set[Any]] = field(default_factory=dict)
+    """Variable → identities of its values."""
+
+    @classmethod
+    def from_matches(cls, matches: Sequence[Match]) -> KnownSites:
+        """Return the sites of these matches."""
+        nodes = frozenset(node for match in matches for node in match.nodes)
+        sizes = {code_location(match.outputs[0]): len(match.nodes) for match in matches}
+        values: dict[str, set[Any]] = {}
+        for match in matches:
+            for name, value in match.values.items():
+                values.setdefault(name, set()).add(value_signature(value))
+        return cls(matches, nodes, frozenset(map(code_location, nodes)), sizes, values)
+
+
+class NearMissFinder:
+    """Finds the near misses of patterns in one graph; `aligner` takes the arguments of `Aligner`."""
 
     def __init__(
         self,
         graph: fx.Graph,
-        rule: Rule,
-        alternatives: list[Alternative],
-        accepted: list[Match],
+        trees: Sequence[tuple[PatternTree, Mapping[str, Any]]],
+        sites: KnownSites,
+        aligner: Callable[..., Aligner] = Aligner,
     ) -> None:
-        self.graph, self.rule = graph, rule
-        self.sites = accepted
-        self.site_nodes = {node for site in self.sites for node in site.nodes}
-        self.site_locations = {code_location(node) for node in self.site_nodes}
-        self.site_sizes = {code_location(site.outputs[0]): len(site.nodes) for site in self.sites}
-        trees: dict[PatternTree, Alternative] = {}
+        self.graph, self.trees, self.sites, self.make_aligner = graph, trees, sites, aligner
+
+    @classmethod
+    def for_rule(
+        cls, graph: fx.Graph, rule: Rule, alternatives: list[Alternative], accepted: list[Match]
+    ) -> NearMissFinder:
+        """Return a finder for the patterns of a rule."""
+        trees: dict[PatternTree, Mapping[str, Any]] = {}
         for alternative in alternatives:
-            trees.setdefault(PATTERNS.get(alternative.function, alternative.example), alternative)
+            trees.setdefault(PATTERNS.get(alternative.function, alternative.example), alternative.example)
         # An alternative that matches elsewhere in this program is more likely to be the intended one here.
         matched = [each.alternative for each in accepted if each.alternative is not None]
         used = Counter(PATTERNS.get(each.function, each.example) for each in matched)
-        self.trees = sorted(trees.items(), key=lambda pair: -used[pair[0]])
-        self.site_values: dict[str, set[Any]] = {}
-        for site in self.sites:
-            for name, value in site.values.items():
-                self.site_values.setdefault(name, set()).add(value_signature(value))
+        ordered = sorted(trees.items(), key=lambda pair: -used[pair[0]])
+        aligner = functools.partial(Aligner, ignored_args=rule.ignored_args)
+        return cls(graph, ordered, KnownSites.from_matches(accepted), aligner)
 
     def find_misses(self) -> Iterator[NearMiss]:
         """Yield the best explanation for each place that may be an intended site."""
         best: dict[fx.Node, NearMiss] = {}
-        for tree, alternative in self.trees:
-            aligner = self._aligner(tree, alternative, self.site_nodes)
+        for tree, example in self.trees:
+            aligner = self._aligner(tree, example, self.sites.nodes)
             for root in self._roots(tree):
-                partial = aligner.best_match(root)
-                if partial is None or not partial.differences:
+                found = aligner.best_match(root)
+                if found is None or not found.differences:
                     continue
-                miss = self._miss(tree, root, partial)
+                miss = self.miss(tree, root, found)
                 if self._is_relevant(miss) and (root not in best or miss.cost < best[root].cost):
                     best[root] = miss
         yield from best.values()
 
-    def _aligner(self, tree: PatternTree, alternative: Alternative, claimed: Collection[fx.Node] = ()) -> Aligner:
+    def _aligner(self, tree: PatternTree, example: Mapping[str, Any], claimed: Collection[fx.Node] = ()) -> Aligner:
         def at_home(node: fx.Node) -> bool:
-            return code_location(node) in self.site_locations
+            return code_location(node) in self.sites.locations
 
-        return Aligner(tree, alternative.example, self.rule.ignored_args, self.site_values, at_home, claimed)
+        return self.make_aligner(
+            tree, example, site_values=self.sites.values, is_site_location=at_home, site_nodes=claimed
+        )
 
     def find_already_rewritten(self) -> Iterator[NearMiss]:
         """Yield places where other layers have sites, and an earlier transform rewrote this layer."""
         for node in self.graph.nodes:
-            of = self.site_sizes.get(code_location(node))
-            if of is not None and node not in self.site_nodes and target_text(node.target).startswith("inlay."):
+            of = self.sites.sizes.get(code_location(node))
+            if of is not None and node not in self.sites.nodes and target_text(node.target).startswith("inlay."):
                 text = f"an earlier transform, which replaced it by {target_text(node.target)}"
                 difference = PatternDifference(Reason.OVERLAP, text, node)
                 yield NearMiss(
@@ -166,14 +194,15 @@ class _NearMissFinder:
                 )
 
     def _is_relevant(self, miss: NearMiss) -> bool:
-        if not miss.nodes or any(node in self.site_nodes for node in miss.nodes):
+        if not miss.nodes or any(node in self.sites.nodes for node in miss.nodes):
             return False
         if miss.similarity >= _REPORT_SIMILARITY:
             return True
         telling = any(not _is_common_operator(node) for node in miss.nodes)
         return 2 * miss.matched >= miss.pattern_nodes and (telling or miss.matched > 2)
 
-    def _miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
+    def miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
+        """Return an alignment with differences as a near miss."""
         first = min(partial.differences, key=lambda each: each.node)
         nodes = tuple(sorted(partial.nodes.values()))
         return NearMiss(
@@ -187,8 +216,8 @@ class _NearMissFinder:
 
     def _similarity(self, root: fx.Node, nodes: Sequence[fx.Node]) -> float:
         """Return the share of nodes at code locations of sites; the output counts as much as all other nodes."""
-        share = sum(code_location(node) in self.site_locations for node in nodes) / max(len(nodes), 1)
-        return (share + (code_location(root) in self.site_sizes)) / 2
+        share = sum(code_location(node) in self.sites.locations for node in nodes) / max(len(nodes), 1)
+        return (share + (code_location(root) in self.sites.sizes)) / 2
 
     def explain_refusal(self, miss: Refusal) -> Iterator[NearMiss]:
         """Explain a place where the pattern matched and a check refused it: name the operand that differs.
@@ -213,7 +242,7 @@ class _NearMissFinder:
 
     def explain_overlap(self, miss: Refusal) -> Iterator[NearMiss]:
         """Explain a match that overlaps with another site, unless all its nodes are in accepted sites."""
-        yield from (each for each in self.explain_refusal(miss) if not self.site_nodes.issuperset(each.nodes))
+        yield from (each for each in self.explain_refusal(miss) if not self.sites.nodes.issuperset(each.nodes))
 
     def _differing_operand(self, miss: Refusal, partial: PartialMatch) -> fx.Node | None:
         """Return the operand whose type differs from the most similar site; None if the check named an inner node."""
@@ -222,7 +251,7 @@ class _NearMissFinder:
             return None
         odd = [
             [value for name, value in inputs.items() if (other := site.node(name)) and _type(value) != _type(other)]
-            for site in self.sites
+            for site in self.sites.matches
             if code_location(site.outputs[0]) == code_location(miss.root)
         ]
         fewest = min((each for each in odd if each), key=len, default=[])
@@ -232,27 +261,28 @@ class _NearMissFinder:
         """Return nodes that may be the pattern's output, found from matching calls outside the sites."""
         free: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.site_nodes:
+            if node.op == "call_function" and node not in self.sites.nodes:
                 free.setdefault(node.target, []).append(node)
         readers = _readers(tree)
         roots: set[fx.Node] = set()
         for call in readers:
-            standing = free.get(call.target, [])
+            standing = [node for target in (call.target, *call.others) for node in free.get(target, [])]
             if len(standing) > _MAX_ANCHORS:
-                standing = [node for node in standing if code_location(node) in self.site_locations]
+                standing = [node for node in standing if code_location(node) in self.sites.locations]
             for node in standing:
                 roots |= _find_roots_above(tree, readers, call, node)
         calls = Counter(call.target for call in readers)
-        free_roots = (root for root in roots if root.op == "call_function" and root not in self.site_nodes)
-        return sorted(root for root in free_roots if self._is_plausible_root(root, calls, _height(tree)))
+        targets = {target: call.target for call in readers for target in (*call.others, call.target)}
+        free_roots = (root for root in roots if root.op == "call_function" and root not in self.sites.nodes)
+        return sorted(root for root in free_roots if self._is_plausible_root(root, targets, calls, _height(tree)))
 
-    def _is_plausible_root(self, root: fx.Node, calls: Counter[Any], height: int) -> bool:
+    def _is_plausible_root(self, root: fx.Node, targets: Mapping[Any, Any], calls: Counter[Any], height: int) -> bool:
         """Whether enough of the pattern's calls are near `root` for a few differences to explain the rest."""
         near, reached = {root}, {root}
         for _ in range(height + 1):
             reached = {each for node in reached for each in operands(node) if each.op == "call_function"} - near
             near |= reached
-        there: Counter[Any] = Counter(node.target for node in near if node not in self.site_nodes)
+        there: Counter[Any] = Counter(targets.get(node.target) for node in near if node not in self.sites.nodes)
         wanted = calls.total()
         return (there & calls).total() >= max(wanted - MAX_DIFFERENCES, wanted / 2)
 
@@ -305,7 +335,7 @@ def _find_roots_above(
         users = list(at.users) if len(at.users) <= _MAX_USERS else []
         for reader in readers[standing_for]:
             for user in users:
-                if user.target is reader.target:
+                if reader.accepts(user.target):
                     todo.append((user, reader, differences))
                 elif not differences and user.op == "call_function":
                     todo += [(user, reader, 1), (user, standing_for, 1)]

@@ -47,6 +47,11 @@ _OPERAND_COUNT_COST = 0.5
 class Aligner:
     """Aligns one pattern with sites of a graph."""
 
+    is_commutative = True
+    """Whether the operands of an addition or multiplication may be swapped."""
+    missing_output_cost = 0.0
+    """Added to the cost of an alignment in which the output of the pattern is missing."""
+
     def __init__(
         self,
         tree: PatternTree,
@@ -172,9 +177,9 @@ class Aligner:
         free = (
             value not in self.site_nodes and value not in state.nodes.values() if isinstance(value, fx.Node) else False
         )
-        if free and value.target is pattern.target:
+        if free and pattern.accepts(value.target):
             yield from self._align_same_operator(pattern, value, state)
-            if not any(each.target is pattern.target for each in operands(value)):
+            if not any(pattern.accepts(each.target) for each in operands(value)):
                 return
         if state.cost + _MIN_COST > self.budget:
             return
@@ -184,7 +189,8 @@ class Aligner:
                 yield from self._align(pattern, each, value, state.with_difference(extra_node(value), value))
             yield from self._align_other_operator(pattern, value, reader, state)
         for child in children(pattern):
-            lost = unseen - 1 - len(subtree_calls(child) - state.nodes.keys())
+            lost = unseen - 1.0 - len(subtree_calls(child) - state.nodes.keys())
+            lost += self.missing_output_cost if value is reader else 0.0
             instead = isinstance(child, PatternVariable) and isinstance(value, fx.Node) and self.is_site_location(value)
             left_out = missing_node(pattern, value, reader) if instead else missing_node_between(pattern, value, reader)
             yield from self._align(child, value, reader, state.with_difference(left_out, extra_cost=lost))
@@ -206,8 +212,8 @@ class Aligner:
         )
 
     def _align_same_operator(self, pattern: PatternCall, value: fx.Node, state: PartialMatch) -> Iterator[PartialMatch]:
-        found, actual = state.with_node(pattern, value), dict(normalize_args(value))
-        for arguments in argument_orders(pattern):
+        found, actual = state.with_node(pattern, value), self._arguments(value)
+        for arguments in self._argument_orders(pattern):
             pairs = [(name, each, actual.get(name)) for name, each in arguments if name not in self.ignored_args]
             yield from self._align_all(pairs, value, found)
         inputs = [
@@ -215,7 +221,7 @@ class Aligner:
             for name, each in pattern.args
             if isinstance(each, (PatternCall, PatternVariable))
         ]
-        if len(inputs) == 2 and pattern.target not in COMMUTATIVE:
+        if len(inputs) == 2 and (pattern.target not in COMMUTATIVE or not self.is_commutative):
             rest = [
                 (name, each, actual.get(name))
                 for name, each in pattern.args
@@ -223,6 +229,12 @@ class Aligner:
             ]
             for swapped in self._align_swapped(inputs, value, found):
                 yield from self._align_all(rest, value, swapped)
+
+    def _arguments(self, value: fx.Node) -> dict[str, Any]:
+        return dict(normalize_args(value))
+
+    def _argument_orders(self, pattern: PatternCall) -> Iterator[tuple[tuple[str, Any], ...]]:
+        return argument_orders(pattern) if self.is_commutative else iter([pattern.args])
 
     def _align_other_operator(
         self, pattern: PatternCall, value: fx.Node, reader: fx.Node, state: PartialMatch
@@ -254,10 +266,7 @@ class Aligner:
             near = [each for each in (*partial.nodes.values(), *partial.values.values()) if isinstance(each, fx.Node)]
             users = sorted({user for node in near for user in node.users} - set(partial.nodes.values()))
             ways = [
-                way
-                for node in users
-                if node.target is output.target
-                for way in self._align(output, node, node, partial)
+                way for node in users if output.accepts(node.target) for way in self._align(output, node, node, partial)
             ]
             lost = len(subtree_calls(output) - set(partial.nodes))
             none = partial.with_difference(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._guards import tracing
+from torch._guards import CompileContext, tracing
 from torch.utils import _pytree as pytree
 
 from inlay.errors import ProgramError, one_line
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
-def _inductor() -> Any:
+def inductor() -> Any:
     """Return Inductor's pattern matcher, which takes a second to import and is not needed for stored patterns."""
     from torch._inductor import pattern_matcher
 
@@ -39,6 +39,12 @@ class PatternCall:
 
     target: Any
     args: tuple[tuple[str, Any], ...]
+    others: frozenset[Any] = frozenset()
+    """Other operators that may be called instead."""
+
+    def accepts(self, target: Any) -> bool:
+        """Return whether this operator may be called."""
+        return target is self.target or target in self.others
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ def _tree(pattern: PatternSource, inputs: list[fx.Node], results: Any) -> Patter
         made.args, made.kwargs = tuple(value for _, value in normalize_args(made)), {}
     graph.output(tuple(own[node] for node in outputs))
     workaround = {name: value for name, value in pattern.scalars.items() if type(value) in (int, float)}
-    tree = _inductor().fx_to_pattern(
+    tree = inductor().fx_to_pattern(
         fx.GraphModule(torch.nn.Module(), graph), argnames=list(pattern.tensors), scalar_workaround=workaround
     )
     return _Converter(names).tree(tree, pattern.variables)
@@ -173,17 +179,17 @@ class _Converter:
         self.calls: dict[int, PatternCall] = {}
 
     def tree(self, tree: Any, variables: Sequence[str]) -> PatternTree:
-        outputs = tree.outputs if isinstance(tree, _inductor().MultiOutputPattern) else [tree]
+        outputs = tree.outputs if isinstance(tree, inductor().MultiOutputPattern) else [tree]
         converted = tuple(self.value(each) for each in outputs)
         if not all(isinstance(each, PatternCall) for each in converted):
             raise ProgramError("A pattern must compute each of its outputs.")
         return PatternTree(converted, len(self.calls), tuple(variables))
 
     def value(self, value: Any) -> Any:
-        inductor = _inductor()
-        if isinstance(value, inductor.KeywordArg):
+        matcher = inductor()
+        if isinstance(value, matcher.KeywordArg):
             return PatternVariable(value.name)
-        if isinstance(value, inductor.CallFunction):
+        if isinstance(value, matcher.CallFunction):
             if id(value) not in self.calls:
                 target = value.fns[0]
                 values = (self.value(each) for each in value.args)
@@ -196,7 +202,7 @@ class _Converter:
 
 def called_operators(pattern: Any) -> list[set[Any]]:
     """Return the operators that one of Inductor's own patterns calls; the alternatives of one call are one set."""
-    inductor = _inductor()
+    matcher = inductor()
     found: list[set[Any]] = []
     seen: set[int] = set()
     todo = [pattern]
@@ -204,17 +210,34 @@ def called_operators(pattern: Any) -> list[set[Any]]:
         each = todo.pop()
         if isinstance(each, (list, tuple)):
             todo += each
-        elif isinstance(each, inductor.PatternExpr) and id(each) not in seen:
+        elif isinstance(each, matcher.PatternExpr) and id(each) not in seen:
             seen.add(id(each))
-            if isinstance(each, (inductor.CallFunction, inductor.CallFunctionVarArgs)):
+            if isinstance(each, (matcher.CallFunction, matcher.CallFunctionVarArgs)):
                 found.append(set(each.fns))
             todo += [getattr(each, name, ()) for name in ("args", "outputs", "pattern", "inner_pattern")]
             todo += getattr(each, "kwargs", {}).values()
     return found
 
 
+def make_replacement_pass(search: Any, replace: Any, example_inputs: Sequence[Any], name: str, **options: Any) -> Any:
+    """Return an Inductor `PatternMatcherPass` with one replacement; `options` are those of `register_replacement`."""
+    matcher = inductor()
+    made = matcher.PatternMatcherPass(pass_name=name)
+    with torch.no_grad():
+        matcher.register_replacement(
+            search, replace, list(example_inputs), options.pop("trace_fn", matcher.fwd_only), [made], **options
+        )
+    return made
+
+
 def apply_registered(register: Callable[[Any], object], module: fx.GraphModule) -> int:
     """Apply the patterns that `register` adds to an Inductor `PatternMatcherPass`; return the number of matches."""
-    patterns = _inductor().PatternMatcherPass()
+    patterns = inductor().PatternMatcherPass()
     register(patterns)
     return int(patterns.apply(module.graph))
+
+
+def compile_id() -> str:
+    """Return torch's number of the compilation that is running, such as `0/0`; empty if there is none."""
+    found = CompileContext.current_compile_id()
+    return str(found) if found is not None else ""

@@ -61,12 +61,16 @@ class LockOptions(BaseModel):
     """Name of a configuration file as given → its contents."""
     settings: list[str] = Field(default_factory=list)
     dtype: str = ""
+    at: str = "captured"
+    """Which program of each model was locked."""
 
     @classmethod
-    def from_files(cls, files: Sequence[Path], settings: Sequence[str], dtype: str) -> LockOptions:
+    def from_files(
+        cls, files: Sequence[Path], settings: Sequence[str], dtype: str, at: str = "captured"
+    ) -> LockOptions:
         """Return options with the current contents of the files."""
         kept = [ConfigFile.from_file(file) for file in files]
-        return cls(config={each.origin: each.contents for each in kept}, settings=list(settings), dtype=dtype)
+        return cls(config={each.origin: each.contents for each in kept}, settings=list(settings), dtype=dtype, at=at)
 
     @property
     def files(self) -> list[ConfigFile]:
@@ -77,6 +81,7 @@ class LockOptions(BaseModel):
         """Return the options as command-line arguments."""
         words = [word for name in self.config for word in ("--config", name)]
         words += [word for each in self.settings for word in ("--set", each)]
+        words += ["--at", self.at] if self.at != "captured" else []
         return words + (["--dtype", self.dtype] if self.dtype else [])
 
     def changes(self) -> Iterator[LockDifference]:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from inlay.lowering.compiled_program import CompiledProgram
     from inlay.program import Program
 
+IN_CI = ("llama", "gemma3_text", "gpt2", "mixtral")
+"""One of each kind; the other stock decoders are nightly."""
+
 COMPILED = ("inductor", "aot")
 
 
@@ -99,7 +102,10 @@ def _check(model_type: str, backend: str) -> None:
     assert places == {name: value.data_ptr() for name, value in caches.items()}
 
 
-@pytest.mark.parametrize("model_type", STOCK)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(each, marks=() if each in IN_CI else pytest.mark.nightly) for each in STOCK],
+)
 def test_eager(model_type: str) -> None:
     _check(model_type, "eager")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from inlay.insight.candidates import Candidate
     from inlay.program import Program
 
-QUICK = ("gemma2", "lfm2")
+QUICK = ("lfm2",)
 
 
 def _by_name(program: Program) -> dict[str, Candidate]:

@@ -55,8 +55,7 @@ def _assert_quiet(browser: Browser, page: Path) -> None:
     assert int(browser.ask("document.documentElement.dataset.ready")) < OPENED_WITHIN
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["wide-light", "narrow-dark"])
 def test_it_opens(browser: Browser, smollm2_report: Path, pictures: Path, width: int, dark: bool) -> None:
     browser.open(smollm2_report, width=width, dark=dark, fragment="#transform=match_rms_norm")
     _assert_quiet(browser, smollm2_report)

@@ -172,7 +172,7 @@ def test_what_cannot_be_computed_is_not_counted() -> None:
         check(program, inputs)
 
 
-@pytest.mark.fast
+@pytest.mark.nightly
 def test_everything_is_drawn() -> None:
     """Symbols, empty tensors, branches, every dtype, extremes, one value read far apart, masks that are written."""
     templates = Templates(["match_swiglu", "match_attention"], variants=4)

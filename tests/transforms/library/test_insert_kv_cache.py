@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHOSEN = ("llama", "mistral", "gemma2", "gpt2", "opt", "bloom")
+CHOSEN = ("mistral", "gemma2", "bloom")
 REFUSED = {
     "mixtral": r"\(aten\.arange\.default\): it is computed from sizes alone",
     "qwen3_moe": r"\(aten\.arange\.default\): it is computed from sizes alone",

@@ -567,7 +567,7 @@ def _check_drawn(seed: int) -> str:
     return "mixing" if mixing else "refused"
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 4))])
 def test_operations_along_any_axis(block: int) -> None:
     """Whatever brings sequences or positions together is refused; what is accepted computes the same in parts."""
     found = [_check_drawn(seed) for seed in range(1000 + 6 * block, 1006 + 6 * block)]

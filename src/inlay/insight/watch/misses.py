@@ -1,0 +1,98 @@
+"""Search the near misses of observed patterns in a copy of a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from inlay.insight.findings import Finding, fold_misses, layer_of
+from inlay.program.exported_program import select_meta
+from inlay.program.graphs import copy_graph
+from inlay.rewrite.differences import meta_location
+from inlay.rewrite.near_misses import KnownSites, NearMiss, NearMissFinder, drop_overlapping
+from inlay.rewrite.partial_match import MAX_DIFFERENCES
+from inlay.rewrite.pattern_trees import subtree_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import fx
+
+    from inlay.rewrite.differences import CodeLocation, PatternDifference
+    from inlay.rewrite.partial_match import Aligner
+    from inlay.rewrite.pattern_trees import PatternTree
+
+_REFUSAL_COST = 0.25
+
+
+@dataclass
+class ObservedPattern:
+    """A pattern, its matches in a graph, and the matches that a check refused."""
+
+    name: str
+    tree: PatternTree | None
+    aligner: Callable[..., Aligner]
+    matches: list[list[fx.Node]] = field(default_factory=list)
+    """The nodes of each match, the root last."""
+    refusals: list[tuple[list[str], PatternDifference]] = field(default_factory=list)
+    """The names of the nodes of a match, the root first, and why a check refused it."""
+
+    def is_plausible(self, there: Counter[Any]) -> bool:
+        """Return whether a graph calls enough of the pattern's operators for a near miss."""
+        if self.tree is None:
+            return False
+        calls = {call for output in self.tree.outputs for call in subtree_calls(output)}
+        found = sum(there[call.target] > 0 or any(there[each] for each in call.others) for call in calls)
+        return found >= max(len(calls) - MAX_DIFFERENCES, len(calls) / 2) and (found > 1 or len(calls) == 1)
+
+
+def find_findings(
+    graph: fx.Graph, patterns: Sequence[ObservedPattern], taken: Collection[fx.Node] = ()
+) -> list[Finding]:
+    """Return the near misses of patterns in a graph, closest first. Nodes in `taken` are not part of a site."""
+    there = Counter(node.target for node in graph.nodes if node.op == "call_function")
+    plausible = [each for each in patterns if each.is_plausible(there)]
+    if not plausible and not any(each.refusals for each in patterns):
+        return []
+    copied = copy_graph(graph)
+    nodes = {node.name: node for node in copied.nodes}
+    for node in copied.nodes:
+        node.meta = select_meta(node)
+    claimed = frozenset(nodes[node.name] for node in taken)
+    misses: list[tuple[str, NearMiss]] = []
+    for pattern in patterns:
+        misses += [(pattern.name, each) for each in _refused(pattern, nodes)]
+    for pattern in plausible:
+        assert pattern.tree is not None
+        finder = NearMissFinder(copied, [(pattern.tree, {})], _known_sites(pattern, claimed), pattern.aligner)
+        misses += [(pattern.name, each) for each in finder.find_misses()]
+    kept = set(drop_overlapping([miss for _, miss in misses]))
+    findings: list[Finding] = []
+    for name in dict.fromkeys(name for name, _ in misses):
+        group = [miss for each, miss in misses if each == name and miss in kept]
+        sites = [_location(match[-1]) for each in patterns if each.name == name for match in each.matches]
+        findings += fold_misses(name, group, sites, lambda node: layer_of(node, dict))
+    return sorted(findings, key=lambda each: (each.is_trivial, each.of - each.matched))
+
+
+def _refused(pattern: ObservedPattern, nodes: dict[str, fx.Node]) -> list[NearMiss]:
+    made = []
+    for (root, *names), reason in pattern.refusals:
+        if root in nodes:
+            covered = tuple(nodes[name] for name in names if name in nodes)
+            at, size = nodes.get(reason.node.name, nodes[root]), len(names)
+            made.append(
+                NearMiss(nodes[root], at, reason.kind, reason.text, size, size, nodes=covered, cost=_REFUSAL_COST)
+            )
+    return made
+
+
+def _known_sites(pattern: ObservedPattern, taken: frozenset[fx.Node]) -> KnownSites:
+    found = [list(map(_location, nodes)) for nodes in pattern.matches]
+    locations = frozenset(each for places in found for each in places)
+    return KnownSites(nodes=taken, locations=locations, sizes={places[-1]: len(places) for places in found})
+
+
+def _location(node: fx.Node) -> CodeLocation:
+    return meta_location(select_meta(node))

@@ -1,0 +1,261 @@
+"""Observe the pattern passes of this process: `PatternMatcherPass.apply`, which Inductor, vLLM and others call, and
+`SubgraphMatcher.match`, which `torch.fx.replace_pattern` calls.
+
+While nothing is watched, both are the original functions. While something is, a pass runs with copies of its entries
+that report their matches. The near misses are searched in a copy of the graph, so what is compiled does not change. An
+error in this search never reaches the compilation: it is part of the record.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import threading
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
+
+from inlay.errors import one_line
+from inlay.insight.watch.misses import ObservedPattern, find_findings
+from inlay.insight.watch.records import PassRecord
+from inlay.integrations.foreign_patterns import GraphAligner, InductorAligner, convert_graph, convert_pattern
+from inlay.program.exported_program import select_meta
+from inlay.program.graphs import SOURCE
+from inlay.rewrite.differences import PatternDifference
+from inlay.rewrite.pattern_trees import compile_id, inductor
+from inlay.rewrite.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+    from types import FrameType
+
+    from torch import fx
+
+_lock = threading.RLock()
+_listeners: list[Callable[[PassRecord], None]] = []
+_originals: dict[str, Any] = {}
+_last = threading.local()
+_SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib", "functools", __name__)
+
+
+@contextmanager
+def watch_patterns() -> Iterator[list[PassRecord]]:
+    """Record every pattern pass that runs in this process within the context.
+
+    `torch.compile` compiles when the function is first called, so the first call must be in the context. A graph from
+    Inductor's cache is not compiled, and its passes do not run.
+    """
+    records: list[PassRecord] = []
+    listener = records.append
+    add_listener(listener)
+    try:
+        yield records
+    finally:
+        remove_listener(listener)
+
+
+def add_listener(listener: Callable[[PassRecord], None]) -> None:
+    """Call a function with the record of every pass, until it is removed."""
+    matcher = inductor()
+    with _lock:
+        _listeners.append(listener)
+        if not _originals:
+            _originals["apply"] = matcher.PatternMatcherPass.apply
+            _originals["fx_to_pattern"] = matcher.fx_to_pattern
+            _originals["match"] = SubgraphMatcher.match
+            matcher.PatternMatcherPass.apply = functools.wraps(_originals["apply"])(_observed_apply)
+            matcher.fx_to_pattern = functools.wraps(_originals["fx_to_pattern"])(_observed_fx_to_pattern)
+            SubgraphMatcher.match = functools.wraps(_originals["match"])(_observed_match)  # type: ignore[method-assign]
+
+
+def remove_listener(listener: Callable[[PassRecord], None]) -> None:
+    """Remove a listener; after the last one, the original functions are back."""
+    matcher = inductor()
+    with _lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            matcher.PatternMatcherPass.apply = _originals["apply"]
+            matcher.fx_to_pattern = _originals["fx_to_pattern"]
+            SubgraphMatcher.match = _originals["match"]  # type: ignore[method-assign]
+            _originals.clear()
+
+
+def _original(name: str, current: Any) -> Any:
+    """Return an original function; `current` is it if another thread has just ended the last watch."""
+    return _originals.get(name, current)
+
+
+def _observed_fx_to_pattern(*args: Any, **kwargs: Any) -> Any:
+    """Convert, and keep the result: it is the shape-specific pattern of a check that is running."""
+    made = _original("fx_to_pattern", inductor().fx_to_pattern)(*args, **kwargs)
+    _last.pattern = made
+    return made
+
+
+def _observed_apply(self: Any, gm: Any) -> Any:
+    graph, call = getattr(gm, "graph", gm), _PassCall(_inductor_pass_name(self))
+    before = frozenset(getattr(graph, "nodes", ()))
+    observed = call.protect(lambda: call.observed_pass(self)) or self
+    matches = _original("apply", inductor().PatternMatcherPass.apply)(observed, gm)
+    call.report(graph, matches, [node for node in graph.nodes if node not in before])
+    return matches
+
+
+def _observed_match(self: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+    found = _original("match", SubgraphMatcher.match)(self, graph, *args, **kwargs)
+    frame = _caller()
+    call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
+
+    def observe() -> None:
+        tree = convert_graph(self.pattern, self.ignore_literals)
+        inner = {node for node in self.pattern.nodes if node.op not in ("placeholder", "output")}
+        matches = [sorted(match.nodes_map[node] for node in inner if node in match.nodes_map) for match in found]
+        call.patterns.append(ObservedPattern(_replaced_pattern(), tree, GraphAligner, matches))
+
+    call.protect(observe)
+    call.report(graph, len(found), {node for each in call.patterns for match in each.matches for node in match})
+    return found
+
+
+class _PassCall:
+    """One call of a pass."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.error = name, ""
+        self.patterns: list[ObservedPattern] = []
+
+    def protect(self, function: Callable[[], Any]) -> Any:
+        """Call a function. An error is kept for the record, and does not reach the compilation."""
+        try:
+            return function()
+        except Exception as error:
+            self.error = self.error or f"{type(error).__name__}: {one_line(error)}"
+            return None
+
+    def observed_pass(self, watched: Any) -> Any:
+        """Return the pass with entries that report; the pass itself is not changed."""
+        made, copies = copy.copy(watched), dict[int, Any]()
+        made.patterns = defaultdict(list)
+        for key, entries in watched.patterns.items():
+            for entry in entries:
+                if id(entry) not in copies:
+                    copies[id(entry)] = self._observed_entry(entry)
+                made.patterns[key].append(copies[id(entry)])
+        return made
+
+    def _observed_entry(self, entry: Any) -> Any:
+        pattern = ObservedPattern(entry_name(entry), _converted(entry.pattern), InductorAligner)
+        self.patterns.append(pattern)
+        made = copy.copy(entry)
+
+        def check(match: Any) -> Any:
+            _last.pattern = None
+            is_accepted = entry.extra_check(match)
+            if not isinstance(is_accepted, torch.SymBool) and not is_accepted:
+                self.protect(lambda: pattern.refusals.append(_explain_refusal(entry, match)))
+            return is_accepted
+
+        def apply(match: Any, graph: Any, node: Any) -> Any:
+            pattern.matches.append([*match.nodes])
+            return entry.apply(match, graph, node)
+
+        made.extra_check, made.apply = check, apply
+        return made
+
+    def report(self, graph: fx.Graph, matches: int, taken: Collection[fx.Node]) -> None:
+        """Tell the listeners; `graph` is searched for near misses outside the nodes in `taken`."""
+        findings = self.protect(lambda: find_findings(graph, self.patterns, taken)) or []
+        counts = Counter({each.name: len(each.matches) for each in self.patterns if each.matches})
+        roots = [match[-1] for each in self.patterns for match in each.matches]
+        places = tuple(str(select_meta(node).get(SOURCE, "")) for node in roots)
+        record = PassRecord(
+            *(self.name, compile_id(), len(self.patterns), int(matches), counts, places, tuple(findings), self.error)
+        )
+        for listener in tuple(_listeners):
+            listener(record)
+
+
+@functools.lru_cache(maxsize=4096)
+def _converted(pattern: Any) -> Any:
+    return convert_pattern(pattern)
+
+
+def _explain_refusal(entry: Any, match: Any) -> tuple[list[str], PatternDifference]:
+    """Explain why the check of an entry refused a match: the shape-specific pattern, or the check of its author."""
+    root = next(node for node in match.output_nodes() if node is not None)
+    nodes = [root.name, *(node.name for node in match.nodes)]
+    specific: Any = getattr(_last, "pattern", None)
+    tree = convert_pattern(specific) if specific is not None else None
+    if tree is not None and not specific.match(root):
+        found = InductorAligner(tree, {}).best_match(root)
+        if found is not None:
+            return nodes, min(found.differences, key=lambda each: each.node)
+    check = _plain(_nonlocals(entry.extra_check).get("extra_check", entry.extra_check))
+    code, name = getattr(check, "__code__", None), getattr(check, "__qualname__", repr(check))
+    where = f"{name}, {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else name
+    return nodes, PatternDifference(Reason.REFUSED, f"its extra_check returned False ({where})", root)
+
+
+def entry_name(entry: Any) -> str:
+    """Return the name of a pattern: the one it was registered with, or of its function."""
+    if getattr(entry, "pattern_name", None):
+        return str(entry.pattern_name)
+    function = getattr(entry, "handler", None) or _nonlocals(entry.extra_check).get("search_fn")
+    return _function_name(function) or type(entry).__name__
+
+
+def _function_name(function: Any) -> str:
+    return str(getattr(_plain(function), "__qualname__", "")).replace(".<locals>", "")
+
+
+def _plain(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _nonlocals(function: Any) -> dict[str, Any]:
+    try:
+        return dict(inspect.getclosurevars(function).nonlocals)
+    except TypeError:
+        return {}
+
+
+def _inductor_pass_name(watched: Any) -> str:
+    """Return the name of a pass, or else the variable of its caller's module that holds it."""
+    if watched.pass_name:
+        return str(watched.pass_name)
+    frame = _caller()
+    for name, value in list(frame.f_globals.items()):
+        if value is watched:
+            return f"{_module(frame)}.{name}"
+        held: Sequence[Any] = value if isinstance(value, (list, tuple)) else ()
+        for index, each in enumerate(held):
+            if each is watched:
+                return f"{_module(frame)}.{name}[{index}]"
+    return f"{_module(frame)}.{frame.f_code.co_name}"
+
+
+def _caller() -> FrameType:
+    """Return the frame that called torch's matcher."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_SKIPPED_CALLERS):
+        frame = frame.f_back
+    return frame
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).rpartition(".")[2]
+
+
+def _replaced_pattern() -> str:
+    """Return the name of the pattern that `replace_pattern` was called with."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_replace_pattern":
+        frame = frame.f_back
+    return _function_name(frame.f_locals.get("pattern")) or "pattern" if frame is not None else "pattern"
