@@ -116,7 +116,7 @@ class Returned(torch.nn.Module):
     ("backend", "lift"),
     [
         ("eager", False),
-        ("inductor", False),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),
         pytest.param("aot", False, marks=pytest.mark.nightly),
         pytest.param("aot", True, marks=pytest.mark.nightly),
     ],
