@@ -89,19 +89,18 @@ def source_key() -> str:
 
     It is empty if a file was changed after this process started, or if there are no source files to read.
     """
-    found = hashlib.sha256()
+    found = hashlib.sha256(f"{platform.python_version()} {machine.package_version('torch')}\0".encode())
     spec = importlib.util.find_spec("torch")
     try:
         files = sorted(each for each in _PACKAGE.rglob("*") if each.suffix in (".py", ".yaml"))
         if not any(each.suffix == ".py" for each in files) or any(map(machine.is_newer_than_process, files)):
             return ""
-        library = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-        for each in [*files, *([library] if library else [])]:
+        files += [Path(spec.origin).with_name("version.py")] if spec and spec.origin else []
+        for each in files:
             found.update(f"{each}\0{each.stat().st_size}\0".encode())
             found.update(each.read_bytes())
     except OSError:
         return ""
-    found.update(f"{platform.python_version()} {machine.package_version('torch')}".encode())
     return found.hexdigest()[:32]
 
 

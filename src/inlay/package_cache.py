@@ -177,19 +177,17 @@ def _sources() -> list[Path]:
 
 def _model_files(model: str) -> str | None:
     """Return a digest of the names and stamps of the model's files."""
-    path = Path(_location(model))
-    if os.path.isfile(path):  # unlike Path.is_file, it accepts too long a name
-        return _digest(path.parent, [path])
-    if not os.path.isdir(path):
-        if ":" in model:
-            return None
+    path: Path | None = Path(_location(model))
+    is_file = os.path.isfile(_location(model))  # unlike Path.is_file, it accepts too long a name
+    if not is_file and not os.path.isdir(_location(model)):
         from inlay.frontend.model_spec import find_snapshot
 
-        snapshot = find_snapshot(model)
-        if snapshot is None:
-            return None
-        path = snapshot
-    return _digest(path, [file for file in path.rglob("*") if file.is_file()])
+        path = None if ":" in model else find_snapshot(model)
+    if path is None:
+        return None
+    with suppress(PermissionError):  # opening the model reports it
+        return _digest(path, [path] if is_file else [file for file in path.rglob("*") if file.is_file()])
+    return None
 
 
 def _digest(root: Path, files: list[Path]) -> str:

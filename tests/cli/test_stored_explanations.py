@@ -9,11 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inlay import derived_cache
+from inlay import derived_cache, package_cache
 from inlay.cli import explain
 from inlay.cli.main import app
 from inlay.config import resolve_config
 from inlay.insight import explain as explain_program
+from inlay.package.files import stamp
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
 from inlay.transforms import configure, steps_through
@@ -128,6 +129,18 @@ def test_code_of_others_is_not_kept(model: Path, computed: list[Any], monkeypatc
     _explain(str(model))
     assert len(computed) == 3
     assert not list((model.parent / "cache").rglob("explain-*"))
+
+
+def test_a_model_without_a_stamp_is_computed(model: Path, computed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read is reported by the capture, and not as a defect of Inlay."""
+
+    def refuse(file: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(package_cache, "stamp", lambda file: refuse(file) if file == model else stamp(file))
+    for _ in range(2):
+        assert "extra node: neg" in _explain(str(model))
+    assert len(computed) == 2, "what cannot be read before is not kept"
 
 
 def test_mistakes_are_reported_every_time(model: Path) -> None:

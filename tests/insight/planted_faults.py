@@ -158,7 +158,9 @@ def _judged(kind: str, architecture: str, steps: list[TransformStep], places: li
     if not _is_bad(architecture, steps):
         raise Impossible("changes nothing")
     wanted = [bisection.site_index[place] for place in places]
-    return Verdict(kind, architecture, wanted, bisection.find(), bisection.runs, len(bisection.site_index))
+    return Verdict(
+        kind, architecture, wanted, bisection.find_all(1).culprits, bisection.runs, len(bisection.site_index)
+    )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from inlay.cli.main import app
 from inlay.config import resolve_config
 from inlay.errors import UsageError
 from inlay.frontend import capture
-from inlay.insight.bisect import Bisection, load_answers
+from inlay.insight.bisect import Bisection, load_answers, save_answers
 from inlay.insight.oracles import make_oracle
 from inlay.transforms import configure
 from tests.insight.planted_faults import ALL, SOME, verdicts
@@ -63,7 +64,7 @@ def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: l
         return not (norm and "model.layers.3.mlp" in _calls(made, "inlay.swiglu"))
 
     bisection = Bisection(program, steps, good)
-    assert [(each.transform, each.site) for each in bisection.find()] == [
+    assert [(each.transform, each.site) for each in bisection.find_all().culprits] == [
         ("match_swiglu", 3),
         ("fuse_add_rms_norm", 4),
     ]
@@ -71,12 +72,15 @@ def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: l
 
 def test_two_sites_of_one_transform(program: Program, steps: list[TransformStep]) -> None:
     bisection = Bisection(program, steps, lambda made: len(_calls(made, "inlay.rope.")) < 5)
-    found = bisection.find()
+    found = bisection.find_all().culprits
     assert {each.transform for each in found} == {"match_rope"}
     assert len(found) == 5, "any five, and never four"
     wanted = {"model.layers.0.mlp", "model.layers.2.mlp"}
     bisection = Bisection(program, steps, lambda made: not wanted <= set(_calls(made, "inlay.swiglu")))
-    assert [(each.transform, each.site) for each in bisection.find()] == [("match_swiglu", 0), ("match_swiglu", 2)]
+    assert [(each.transform, each.site) for each in bisection.find_all().culprits] == [
+        ("match_swiglu", 0),
+        ("match_swiglu", 2),
+    ]
 
 
 def test_a_culprit_has_layer_weights_and_source(program: Program, steps: list[TransformStep]) -> None:
@@ -114,18 +118,26 @@ def test_several_wrong_sites_are_all_said(program: Program, steps: list[Transfor
 
 
 def test_nothing_is_wrong(program: Program, steps: list[TransformStep]) -> None:
-    assert Bisection(program, steps, lambda made: True).find() == []
+    assert Bisection(program, steps, lambda made: True).find_all().culprits == []
     with pytest.raises(UsageError, match="before any transform"):
-        Bisection(program, steps, lambda made: False).find()
+        Bisection(program, steps, lambda made: False).find_all()
 
 
 def test_a_bisection_goes_on_where_it_was(program: Program, steps: list[TransformStep], tmp_path: Path) -> None:
     first = Bisection(program, steps, lambda made: len(_calls(made, "inlay.swiglu")) < 2)
-    assert [each.site for each in first.find()] == [0, 1]
+    assert [each.site for each in first.find_all(1).culprits] == [0, 1]
     again = Bisection(program, steps, first.oracle, answers=dict(first.answers))
-    assert again.find() == first.find()
+    assert again.find_all(1) == replace(first.find_all(1), runs=0)
     assert again.runs == 0
-    assert load_answers(tmp_path / "none.json") == {}
+    file = tmp_path / "answers.json"
+    assert load_answers(file, "one") == {}
+    save_answers(file, "one", first.answers)
+    assert load_answers(file, "one") == first.answers
+    assert load_answers(file, "two") == {}, "another model, oracle, option or code"
+    for other in ('{"match_rope: all": true}', "no JSON", "[]"):
+        file.write_text(other)
+        with pytest.raises(UsageError, match=r"does not contain answers of a bisection\. Name another file"):
+            load_answers(file, "one")
 
 
 def spoils_a_gate(module: Any) -> None:
@@ -153,13 +165,14 @@ def test_the_command(oracle: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     runpy.run_path(str(repro))
     assert capsys.readouterr().out.rstrip().endswith(": bad")
-    assert CliRunner().invoke(app, ["bisect", str(folder), "--oracle", oracle]).exit_code == 0
+    other = CliRunner().invoke(app, ["bisect", str(folder), "--oracle", oracle, "--state", str(state), "--json"])
+    assert (other.exit_code, json.loads(other.stdout)["culprits"]) == (0, []), "the answers are those without the pass"
 
 
 def test_a_command_as_oracle(program: Program, steps: list[TransformStep]) -> None:
     """A program with a fused gate in it is bad, says grep."""
     oracle = make_oracle("sh -c '! grep -q swiglu.default\\( $0'", program)
-    (culprit,) = Bisection(program, steps, oracle).find()
+    (culprit,) = Bisection(program, steps, oracle).find_all(1).culprits
     assert (culprit.transform, culprit.site) == ("match_swiglu", 0)
     with pytest.raises(UsageError, match="cannot be run"):
         make_oracle("no-such-command-anywhere", program)(program)

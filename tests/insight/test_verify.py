@@ -9,10 +9,12 @@ import torch
 from torch import fx
 
 from inlay.config import resolve_config
+from inlay.errors import ProgramError
 from inlay.frontend import capture
 from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.insight.interpreter import ProgramInterpreter, random_inputs
 from inlay.insight.verify import Change, NumericsCheck, NumericsVerdict
+from inlay.testing import program_of
 from inlay.transforms import configure, run
 from inlay.transforms.base import Numerics, Stage, Transform, TransformResult
 from inlay.transforms.pass_manager import TransformStep
@@ -90,6 +92,29 @@ def test_rounding(program: Program) -> None:
 def test_nothing(program: Program) -> None:
     (verdict,) = _verdicts(program, _changes("silu", _call(torch.ops.aten.clone.default)))
     assert (verdict.change, verdict.difference) == (Change.NONE, 0.0)
+
+
+@torch.library.custom_op("inlay_test::in_float64_only", mutates_args=())
+def _in_float64_only(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.float64:
+        raise RuntimeError("no kernel")
+    return x + 1
+
+
+@_in_float64_only.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.fast
+def test_a_program_that_fails_is_not_passed_over() -> None:
+    """Without its results, no transform could be compared, and none would be called wrong."""
+    step = _changes("aten.relu", _call(torch.ops.aten.mul.Tensor, 2.0))
+    failing = program_of(lambda x: torch.relu(_in_float64_only(x)), [torch.ones(3)])
+    with pytest.raises(ProgramError, match=r"The program fails before the transforms run: .*no kernel\."):
+        _verdicts(failing, step)
+    (verdict,) = _verdicts(program_of(torch.relu, [torch.ones(3)]), step)
+    assert verdict.change is Change.WRONG
 
 
 def test_lost_sources(program: Program) -> None:

@@ -97,6 +97,46 @@ def test_sizes_outside_the_captured_range_are_refused(backend: str) -> None:
         step(torch.ones(0), torch.ones(0))
 
 
+class Returned(torch.nn.Module):
+    """Two states that are returned, each also as a view."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> Any:
+        self.total.add_(x)
+        rows.add_(x)
+        return self.total, self.total[1:3], rows, rows.t()
+
+
+@pytest.mark.parametrize(
+    ("backend", "lift"),
+    [
+        ("eager", False),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),
+        pytest.param("aot", False, marks=pytest.mark.nightly),
+        pytest.param("aot", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_returned_state(backend: str, lift: bool) -> None:
+    """It is the state itself, which the next call changes; AOTInductor copies buffers of the program, and views."""
+    program = capture(Example(Returned(), (torch.ones(4, 8), torch.zeros(4, 8))))
+    step = compile_program(program, backend, lift_mutable_buffers=lift)
+    rows, total = torch.zeros(4, 8), torch.zeros(4, 8)
+    lifted = {"total": total} if lift else {}
+    made = step(torch.ones(4, 8), rows, **lifted)
+    step(torch.ones(4, 8), rows, **lifted)
+    own = total if lift else step.state["total"]
+    assert [made[0] is own, made[2] is rows] == [backend != "aot" or lift, True]
+    shared = [made[1].data_ptr() == own[1:3].data_ptr(), made[3].data_ptr() == rows.data_ptr()]
+    assert shared == [backend != "aot"] * 2
+    is_state = (made[0] is own, shared[0], True, shared[1])
+    assert [value.unique().tolist() for value in made] == [[2 if each else 1] for each in is_state]
+
+
 class Outputs(torch.nn.Module):
     """A state that is returned, two outputs of their own, and a view of an input."""
 

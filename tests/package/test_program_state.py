@@ -275,6 +275,53 @@ def test_a_running_step_is_not_disturbed(tmp_path: Path) -> None:
         assert program.state["total"].tolist() == [0, 0]
 
 
+class SlowOutput(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _wait(x) * 2
+
+
+@pytest.mark.fast
+def test_preallocated_outputs_are_for_one_call_at_a_time() -> None:
+    """Two calls at once would write to the same memory. Outputs that are not preallocated have their own."""
+    _MAY_GO_ON.set()
+    program = capture(Example(SlowOutput(), (torch.ones(2),)))
+    for preallocate in (True, False):
+        step, results = compile_program(program, "eager", preallocate=preallocate), list[Any]()
+
+        def call(step: Any = step, results: list[Any] = results) -> None:
+            try:
+                results.append(step(torch.ones(2)).tolist())
+            except UsageError as error:
+                results.append(str(error))
+                _STARTED.set()
+
+        _MAY_GO_ON.clear()
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for each in threads:
+            _STARTED.clear()
+            each.start()
+            assert _STARTED.wait(60)
+        _MAY_GO_ON.set()
+        for each in threads:
+            each.join()
+        first = "Another thread is using this state" if preallocate else "[2.0, 2.0]"
+        assert str(results[0]).startswith(first)
+        assert results[1] == [2, 2]
+
+
+@pytest.mark.fast
+def test_state_whose_size_the_caller_chooses() -> None:
+    """Memory of any size would be the wrong one; state of a fixed size is allocated."""
+    fixed = program_of(lambda x, state: state.add_(x), [torch.ones(3), torch.ones(3)])
+    axes = {"x": {0: "rows"}, "state": {0: "rows"}}
+    free = program_of(lambda x, state: state.add_(x), [torch.ones(3), torch.ones(3)], axes)
+    (held,) = compile_lowered(lower(fixed), "eager").new_state().values()
+    assert held.shape == (3,)
+    for use in (lambda made: made.new_state(), lambda made: made.state):
+        with pytest.raises(UsageError, match=r"state is f32\[rows\]: the caller chooses its size\. Pass it"):
+            use(compile_lowered(lower(free), "eager"))
+
+
 def test_sessions(package: Path, tmp_path: Path) -> None:
     """Saved after a prompt; another session goes on with it, and one that is reset begins anew."""
     loaded = load_package(package)

@@ -130,7 +130,7 @@ def test_a_state_that_is_replaced() -> None:
             return x + 1
 
     check_model(Counts(), (torch.ones(2),), backend="aot_eager")
-    with pytest.raises(AssertionError, match=r"memory of steps +value +'same address' +'new address'"):
+    with pytest.raises(AssertionError, match=r"memory of state steps +value +'same address' +'new address'"):
         check_model(Counts(), (torch.ones(2),), backend=forgetful)
 
 
@@ -161,6 +161,27 @@ def test_an_output_that_becomes_its_input() -> None:
 
     with pytest.raises(AssertionError, match=r"memory of output +value +'not shared' +'input\[0\]'"):
         check_model(lambda x: x.clone(), (torch.ones(3),), backend=backend)
+
+
+def test_a_buffer_that_is_called_output() -> None:
+    """The memory of the output and of the buffer are compared, each by its own name."""
+
+    class Named(torch.nn.Module):
+        output: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("output", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda x: (x,)
+
+    check_model(Named(), (torch.ones(3),), backend="aot_eager")
+    with pytest.raises(AssertionError, match=r"memory of output +value +'not shared' +'input\[0\]'"):
+        check_model(Named(), (torch.ones(3),), backend=backend)
 
 
 def test_a_wrong_decomposition() -> None:
@@ -344,6 +365,11 @@ def test_a_fault_on_any_device_is_found() -> None:
 def test_devices_that_cannot_be_checked(device: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         check_model(Model(), inputs()[:1], devices=("cpu", device))
+
+
+def test_no_dtype_is_no_check() -> None:
+    with pytest.raises(UsageError, match=r"There are no dtypes\. Give at least one"):
+        check_model(Model(), inputs()[:1], backend=wrong_by(0.1), dtypes=())
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path  # noqa: TC003 - typer reads the annotation
+import hashlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,9 +55,12 @@ def bisect(
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
     """
     with error_boundary():
-        from inlay.insight.bisect import Bisection, load_answers
+        from inlay.insight.bisect import Bisection, load_answers, save_answers
         from inlay.insight.oracles import make_oracle
         from inlay.integrations.external_pass import load_external_pass as external_pass
+        from inlay.package.files import stamp
+        from inlay.package_cache import compute_key
+        from inlay.program.text.printer import dump
         from inlay.transforms import configure
         from inlay.transforms.pass_manager import TransformStep
 
@@ -69,9 +73,12 @@ def bisect(
         def note(text: str, good: bool) -> None:
             err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)
             if resume is not None:
-                resume.write_text(json.dumps(bisection.answers, indent=1))
+                save_answers(resume, key, bisection.answers)
 
-        answers = load_answers(resume) if resume is not None else {}
+        asked = {"oracle": oracle, "passes": passes, "config": files or (), "settings": settings, "dtype": dtype}
+        code = [stamp(Path(str(sys.modules[text.partition(":")[0]].__file__))) for text in passes or ()]
+        key = hashlib.sha256(repr((compute_key(model, asked), dump(program), code)).encode()).hexdigest()
+        answers = load_answers(resume, key) if resume is not None else {}
         bisection = Bisection(program, steps, make_oracle(oracle, program), answers, note)
         found = bisection.find_all(None if find_all else 3)
         if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,12 +54,15 @@ def explain(
     with error_boundary():
         if Path(model).is_dir() and _print_watched(model, pass_name, show_all, as_json):
             return
-        asked = (model, pass_name, files or [], settings or [], dtype, trust, at)
-        name = _stored_name(*asked)
-        explained = _read_stored(name, pass_name, _stored_name(model, None, *asked[2:]))
+        asked = _Question(model, pass_name, files or [], settings or [], dtype, trust, at)
+        name = _stored_name(asked)
+        explained = derived_cache.read(name) if name else None
+        if explained is None and name and pass_name:  # it may be a part of the explanation of all transforms
+            of_all = derived_cache.read(_stored_name(replace(asked, pass_name=None))) or []
+            explained = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
         if explained is None:
-            explained, is_own = _compute(*asked)
-            if name and is_own and _stored_name(*asked) == name:
+            explained, is_own = _compute(asked)
+            if name and is_own and _stored_name(asked) == name:
                 derived_cache.write(name, explained)
         if as_json:
             print_json(explained)
@@ -101,58 +105,38 @@ def _print_watched(folder: str, pass_name: str | None, show_all: bool, as_json: 
     return True
 
 
-def _stored_name(
-    model: str,
-    pass_name: str | None,
-    files: Sequence[Path],
-    settings: Sequence[str],
-    dtype: DType | None,
-    trust: bool,
-    at: Level,
-) -> str:
+@dataclass(frozen=True)
+class _Question:
+    """The model and options that an explanation depends on."""
+
+    model: str
+    pass_name: str | None
+    config: Sequence[Path]
+    settings: Sequence[str]
+    dtype: DType | None
+    trust: bool
+    at: Level
+
+
+def _stored_name(asked: _Question) -> str:
     """Return the name of the explanation in the derived cache; empty if it may depend on code of others."""
-    if trust or (pass_name and ":" in pass_name) or entry_points(group="inlay.transforms"):
+    if asked.trust or (asked.pass_name and ":" in asked.pass_name) or entry_points(group="inlay.transforms"):
         return ""
     from inlay.package_cache import compute_key
 
-    key = compute_key(model, {"pass": pass_name, "config": files, "settings": settings, "dtype": dtype, "at": at})
+    key = compute_key(asked.model, {**vars(asked), "model": ""})  # the key contains its resolved path
     return f"explain-{hashlib.sha256(json.dumps(key).encode()).hexdigest()}" if key["files"] else ""
 
 
-def _read_stored(name: str, pass_name: str | None, whole: str) -> list[dict[str, Any]] | None:
-    """Return a stored explanation; that of one transform may be a part of that of all."""
-    found: list[dict[str, Any]] | None = derived_cache.read(name) if name else None
-    if found is None and name and pass_name:
-        of_all = derived_cache.read(whole) or []
-        found = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
-    return found
-
-
-def _compute(
-    model: str,
-    pass_name: str | None,
-    files: Sequence[Path],
-    settings: Sequence[str],
-    dtype: DType | None,
-    trust: bool,
-    at: Level,
-) -> tuple[list[dict[str, Any]], bool]:
+def _compute(asked: _Question) -> tuple[list[dict[str, Any]], bool]:
     """Return the explanations as JSON data, and whether all transforms are Inlay's own."""
-    from inlay.config import resolve_config
     from inlay.insight import explain
-    from inlay.transforms import configure
 
-    if pass_name is not None:
-        steps_up_to(pass_name, files, settings)  # report mistakes before the model is captured
-    else:
-        configure(resolve_config(files=files, settings=settings))
-    program = read_program(model, dtype, trust, at)
-    name, architecture = program.name, program.facts.architecture
-    if pass_name is not None:
-        steps = steps_up_to(pass_name, files, settings, model=name, architecture=architecture)
-    else:
-        steps = configure(resolve_config(architecture=architecture, model=name, files=files, settings=settings))
-    explained = explain(program, steps, steps[-1].key if pass_name is not None else "")
+    options = asked.pass_name, asked.config, asked.settings
+    steps_up_to(*options)  # report mistakes before the model is captured
+    program = read_program(asked.model, asked.dtype, asked.trust, asked.at)
+    steps = steps_up_to(*options, model=program.name, architecture=program.facts.architecture)
+    explained = explain(program, steps, steps[-1].key if asked.pass_name is not None else "")
     is_own = all(type(step.transform).__module__.startswith("inlay.") for step in steps)
     return [each.to_json() for each in explained], is_own
 

@@ -58,7 +58,10 @@ def review(
         from inlay.testing.review.note import render_markdown
 
         cls = _transform(name)
-        programs = {_model_label(model): read_program(model, dtype, trust) for model in models}
+        labels = [_model_label(model) for model in models]
+        if same := [label for label in labels if labels.count(label) > 1]:
+            raise UsageError(f"Two models are called {same[0]}.", "Rename one: results are reported by name.")
+        programs = {label: read_program(model, dtype, trust) for label, model in zip(labels, models, strict=True)}
         locked = _locked_sites(against)
         place = folder or Path(f"review-{cls.name}")
         with progress(STEPS) as step:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def steps_up_to(
-    name: str, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
+    name: str | None, files: Sequence[Path], settings: Sequence[str], *, model: str = "", architecture: str = ""
 ) -> list[TransformStep]:
-    """Return the configured transforms up to `name`, which runs even if it is disabled by default.
+    """Return the configured transforms up to `name`, which runs even if it is disabled by default; None for all.
 
     An external pass (`package.module:callable`) runs alone, on the captured program.
     """
@@ -30,14 +30,14 @@ def steps_up_to(
     from inlay.transforms import configure, steps_through
     from inlay.transforms.pass_manager import TransformStep
 
-    if is_external(name):
+    if name is not None and is_external(name):
         if files or settings:
             raise UsageError(
                 f"--config and --set apply to Inlay's transforms only, and {name} is an external pass.", "Omit them."
             )
         return [TransformStep(name, load_external_pass(name))]
-    resolved = resolve_config(architecture=architecture, model=model, files=files, settings=settings)
-    return steps_through(name, configure(resolved))
+    steps = configure(resolve_config(architecture=architecture, model=model, files=files, settings=settings))
+    return steps if name is None else steps_through(name, steps)
 
 
 def show_pass(program: Program, steps: list[TransformStep], dump_to: Path | None, *, full: bool, as_json: bool) -> None:

@@ -129,8 +129,8 @@ def measure_accuracy(
         on_step(f"reference {start + len(batch)} of {len(windows)}")
         logits = torch.cat([runner.logits(batch[row : row + 1]) for row in range(len(batch))])
         on_step(f"package {start + len(batch)} of {len(windows)}")
-        _add_decode(calls, batch, logits, decode)
-        _add_prefill(calls, batch, logits, prefill)
+        _add_chunks(calls, batch, logits, decode, 1, is_prefill=False)
+        _add_chunks(calls, batch, logits, prefill, CHUNK, is_prefill=True)
         if start == 0:
             on_step("serving")
             _add_serving(calls, batch, logits, serving)
@@ -206,18 +206,13 @@ class _Calls:
         return logits.float()
 
 
-def _add_decode(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
-    state = calls.package.new_state()
-    for place in range(windows.shape[1] - 1):
-        logits = calls(state | _inputs(windows[:, place : place + 1], place), is_prefill=False)
-        sums.add(logits, reference[:, place], windows[:, place + 1])
-
-
-def _add_prefill(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums) -> None:
-    state, length = calls.package.new_state(), windows.shape[1]
-    for start in range(0, length - 1, CHUNK):
-        stop = min(start + CHUNK, length - 1)
-        logits = calls(state | _inputs(windows[:, start:stop], start), is_prefill=True)
+def _add_chunks(
+    calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, sums: _Sums, chunk: int, *, is_prefill: bool
+) -> None:
+    state, last = calls.package.new_state(), windows.shape[1] - 1
+    for start in range(0, last, chunk):
+        stop = min(start + chunk, last)
+        logits = calls(state | _inputs(windows[:, start:stop], start), is_prefill=is_prefill)
         sums.add(logits, reference[:, stop - 1], windows[:, stop])
 
 
@@ -289,13 +284,10 @@ def _layer_drifts(
     times. A step may return other values beside the hidden state, such as its norm: the output that is nearest over all
     layers is the hidden state.
     """
-    layers = _layer_outputs(runner.program)
-    steps = _layer_steps(package)
+    layers, steps = _layer_outputs(runner.program), _layer_steps(package)
     if not layers or len(layers) != len(steps):
-        return (
-            (),
-            f"The model has {len(layers)} repeated layers and the package {len(steps)}, so they are not compared.",
-        )
+        note = f"The model has {len(layers)} repeated layers and the package {len(steps)}, so they are not compared."
+        return (), note
     kept: dict[fx.Node, Any] = dict.fromkeys(node for nodes in layers for node in nodes)
     runner.logits(window, kept)
     values = _step_values(package, [name for outs in steps for name in outs], window)
@@ -305,10 +297,8 @@ def _layer_drifts(
         if all(one.shape == two.shape for one, two in pairs):
             found.append([_relative_error(one, two) for one, two in pairs])
     best = min(found, key=lambda row: (not all(map(math.isfinite, row)), statistics.median(row)), default=[])
-    note = (
-        "" if best else "No value of the package has the shape of the model's hidden state, so layers are not compared."
-    )
-    return tuple(LayerDrift(number, drift) for number, drift in enumerate(best)), note
+    note = "No value of the package has the shape of the model's hidden state, so layers are not compared."
+    return tuple(LayerDrift(number, drift) for number, drift in enumerate(best)), "" if best else note
 
 
 def _layer_outputs(program: Program) -> list[list[fx.Node]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import TransformError, UsageError
@@ -173,18 +173,17 @@ class Bisection:
         self.steps = [step for step in self.steps if step.transform.options.enabled]
         self._last_run: list[_CachedRun] = []
         """Steps of the last run; the next run reuses their common prefix."""
-        _, worked, found = self._run({step.key: None for step in self.steps})
         self.site_index: dict[_SiteKey, Culprit] = {}
         """Every possible culprit, in order, by the captured node of its site."""
         nodes = {node.name: node for node in all_nodes(self.program.graph)}
         blocks = cache(lambda: fold(self.program).layer_of)
-        for key, sites in found.items():
-            if sites:
-                for number, (site, about) in enumerate(sites.items()):
-                    node = nodes.get(site.partition("#")[0])
-                    layer = layer_of(node, blocks) if node is not None else None
-                    self.site_index[key, site] = Culprit(key, number, layer=layer, **about)
-            elif key in worked:
+        for each in self._run({step.key: None for step in self.steps}):
+            key, sites = each.key, each.site_filter.outputs
+            for number, (site, about) in enumerate(sites.items()):
+                node = nodes.get(site.partition("#")[0])
+                layer = layer_of(node, blocks) if node is not None else None
+                self.site_index[key, site] = Culprit(key, number, layer=layer, **about)
+            if each.sites and not sites:
                 self.site_index[key, ""] = Culprit(key, None)
 
     @property
@@ -192,17 +191,8 @@ class Bisection:
         """Every possible culprit, in order."""
         return list(self.site_index.values())
 
-    def find(self) -> list[Culprit]:
-        """Return one culprit, or those that are bad only in combination, in order; none if the result is good.
-
-        The shortest bad prefix of the sites ends with a culprit. If that culprit alone is good, the shortest prefix of
-        the remaining sites that is bad together with it ends with the next one. A pair takes two binary searches.
-        """
-        rest = list(self.site_index)
-        return [] if self._is_good(rest) else [self.site_index[unit] for unit in self._find_group(rest)]
-
     def find_all(self, most: int | None = 3) -> BisectResult:
-        """Find culprits as `find` does, then others without the sites already found, up to `most` times."""
+        """Find culprits, then others without the sites already found, up to `most` times."""
         rest, groups = list(self.site_index), list[tuple[Culprit, ...]]()
         while not self._is_good(rest):
             if most is not None and len(groups) == most:
@@ -215,14 +205,18 @@ class Bisection:
         return BisectResult(tuple(groups), self.runs)
 
     def _find_group(self, rest: list[_SiteKey]) -> list[_SiteKey]:
+        """Return one culprit, or those that are bad only in combination, in order.
+
+        The shortest bad prefix of the sites ends with a culprit. If that culprit alone is good, the shortest prefix of
+        the remaining sites that is bad together with it ends with the next one. A pair takes two binary searches.
+        """
         if not self._is_good([]):
-            raise UsageError(
-                "The oracle rejects the model before any transform ran.", "Use an oracle that accepts the model."
-            )
+            problem = "The oracle rejects the model before any transform ran."
+            raise UsageError(problem, "Use an oracle that accepts the model.")
         culprits: list[_SiteKey] = []
         kept: list[_SiteKey] = []
         while not culprits or self._is_good(kept):
-            *rest, last = _shortest_prefix(rest, self._bad_predicate(kept))
+            *rest, last = _shortest_prefix(rest, kept, self._is_bad)
             prepared = self._find_prerequisites(last, rest, kept)
             culprits = [last, *culprits]
             kept = [*kept, last, *prepared]
@@ -238,49 +232,46 @@ class Bisection:
 
         Ranges include both ends: `match_rope: 0-3, 7; clean_noops: all`.
         """
-        parts: dict[str, list[int] | None] = {}
+        parts: dict[str, list[int]] = {}
         for culprit in self.sites:
-            if culprit in sites and culprit.site is None:
-                parts[culprit.transform] = None
-            elif culprit in sites and culprit.site is not None:
-                parts.setdefault(culprit.transform, []).append(culprit.site)  # type: ignore[union-attr]
-        return "; ".join(f"{key}: {'all' if each is None else _ranges(each)}" for key, each in parts.items())
+            if culprit in sites:
+                numbers = parts.setdefault(culprit.transform, [])
+                numbers += [] if culprit.site is None else [culprit.site]
+        return "; ".join(f"{key}: {_ranges(numbers) or 'all'}" for key, numbers in parts.items())
 
     def _is_good(self, units: Sequence[_SiteKey]) -> bool:
         text = self.format_sites({self.site_index[unit] for unit in units})
         if text not in self.answers:
             self.runs += 1
             try:
-                self.answers[text] = self.oracle(self._run(_by_transform(units))[0])
+                done = self._run(_by_transform(units))
+                self.answers[text] = self.oracle(done[-1].result if done else self.program)
             except TransformError:  # a pass that requires an omitted site does not produce a bad program
                 self.answers[text] = True
             self.on_run(text, self.answers[text])
         return self.answers[text]
 
-    def _bad_predicate(self, kept: Sequence[_SiteKey]) -> Callable[[Sequence[_SiteKey]], bool]:
-        return lambda units: not self._is_good([*units, *kept])
-
-    def _found_predicate(self, kept: Sequence[_SiteKey], unit: _SiteKey) -> Callable[[Sequence[_SiteKey]], bool]:
-        return lambda units: self._is_found(unit, [*units, *kept])
+    def _is_bad(self, units: Sequence[_SiteKey]) -> bool:
+        return not self._is_good(units)
 
     def _find_prerequisites(self, unit: _SiteKey, rest: list[_SiteKey], kept: list[_SiteKey]) -> list[_SiteKey]:
         """Return the sites that this site requires to exist. They are not culprits. The oracle is not called."""
         needed: list[_SiteKey] = []
         while not self._is_found(unit, [*kept, *needed]):
-            *rest, last = _shortest_prefix(rest, self._found_predicate([*kept, *needed], unit))
+            *rest, last = _shortest_prefix(rest, [*kept, *needed], partial(self._is_found, unit))
             needed.append(last)
         return needed
 
     def _is_found(self, unit: _SiteKey, others: Sequence[_SiteKey]) -> bool:
         key, site = unit
         try:
-            _, worked, found = self._run(_by_transform([*others, unit]))
+            done = {each.key: each for each in self._run(_by_transform([*others, unit]))}
         except TransformError:
             return False
-        return site in found[key] if site else key in worked
+        return site in done[key].site_filter.outputs if site else bool(done[key].sites)
 
-    def _run(self, chosen: Mapping[str, Collection[str] | None]) -> tuple[Program, set[str], dict[str, dict[str, Any]]]:
-        """Apply only these sites; return the program, the transforms that matched, and the sites of each."""
+    def _run(self, chosen: Mapping[str, Collection[str] | None]) -> list[_CachedRun]:
+        """Apply only these sites; return the result of each transform."""
         asked = [step for step in self.steps if step.key in chosen]
         done: list[_CachedRun] = []
         for step, before in zip(asked, self._last_run, strict=False):
@@ -294,11 +285,7 @@ class Bisection:
             made, (record,) = run(given, [limited])
             done.append(_CachedRun(step.key, chooser, made, record.sites))
         self._last_run = done
-        return (
-            done[-1].result if done else self.program,
-            {each.key for each in done if each.sites},
-            {each.key: each.site_filter.outputs for each in done},
-        )
+        return done
 
 
 def _by_transform(units: Sequence[_SiteKey]) -> dict[str, Collection[str] | None]:
@@ -308,16 +295,18 @@ def _by_transform(units: Sequence[_SiteKey]) -> dict[str, Collection[str] | None
     return chosen
 
 
-def _shortest_prefix(units: Sequence[_SiteKey], holds: Callable[[Sequence[_SiteKey]], bool]) -> Sequence[_SiteKey]:
-    """Return the shortest prefix for which `holds`, if it holds for all units and not for the empty prefix.
+def _shortest_prefix(
+    units: Sequence[_SiteKey], kept: Sequence[_SiteKey], holds: Callable[[Sequence[_SiteKey]], bool]
+) -> Sequence[_SiteKey]:
+    """Return the shortest prefix that `holds` with the `kept` units; all units hold, and the kept ones alone do not.
 
-    >>> _shortest_prefix("abcdefg", lambda some: "c" in some)
+    >>> _shortest_prefix("abcdefg", "x", lambda some: {"c", "x"} <= set(some))
     'abc'
     """
     low, high = 0, len(units)
     while high - low > 1:
         middle = (low + high) // 2
-        if holds(units[:middle]):
+        if holds([*units[:middle], *kept]):
             high = middle
         else:
             low = middle
@@ -334,6 +323,17 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(one) if one == two else f"{one}-{two}" for one, two in zip(starts, ends, strict=True))
 
 
-def load_answers(file: Path) -> dict[str, bool]:
-    """Return the saved answers of an earlier run, or none if the file does not exist."""
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+def load_answers(file: Path, key: str) -> dict[str, bool]:
+    """Return the answers that `save_answers` wrote under this key; none if there is no file, or the key differs."""
+    if not file.exists():
+        return {}
+    try:
+        held = json.loads(file.read_text())
+        return dict(held["answers"]) if held["key"] == key else {}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{file} does not contain answers of a bisection.", "Name another file.") from error
+
+
+def save_answers(file: Path, key: str, answers: Mapping[str, bool]) -> None:
+    """Write answers. `key` identifies all that they depend on."""
+    file.write_text(json.dumps({"key": key, "answers": answers}, indent=1))

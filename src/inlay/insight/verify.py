@@ -116,6 +116,8 @@ class NumericsCheck:
                 each for given in self._inputs for each in self.interpreter(program, given, compute_dtype=torch.float64)
             ]
             self._last = self._run(program, self._inputs)
+            if self._last.error:
+                raise ProgramError(f"The program fails before the transforms run: {self._last.error}.")
             self._edge_cases = list(self._make_edge_cases(program))
             self._program = program
 

@@ -80,15 +80,17 @@ class CompiledProgram:
         program = self.in_place_program.program
         self._validator = InputValidator(program)
         self._bound_run: tuple[list[int], Run] | None = None
-        written = {row.name for row in program.bindings.state}
+        kinds = {row.alias.binding: row.alias.kind for row in program.bindings.outs if row.alias is not None}
         for row in program.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT):
             value = program.tensors[row.name].read()
-            self.owned_tensors[row.name] = value.clone() if row.name in written else value
-        self.initial = {name: program.tensors[name].read().clone() for name in written & set(program.tensors)}
+            self.owned_tensors[row.name] = value.clone() if row.name in kinds else value
+        outputs = {name: name for name, kind in kinds.items() if kind == PREALLOCATED}
+        self._outputs = OwnedState(self.owned_tensors, outputs, {})
+        """Preallocated outputs. They are no state, but also for one call at a time."""
+        states = kinds.keys() - outputs
+        self.initial = {name: program.tensors[name].read().clone() for name in states & program.tensors.keys()}
         """Initial values of states, by name. The model writes to its own tensors when it is called; these stay."""
-        kinds = {row.alias.binding: row.alias.kind for row in program.bindings.outs if row.alias is not None}
-        owned = {name: program.bindings[name].target for name in self.owned_tensors if name in kinds}
-        names = {target: name for name, target in owned.items() if kinds[name] != PREALLOCATED}
+        names = {program.bindings[name].target: name for name in self.owned_tensors if name in states}
         self.state = OwnedState(self.owned_tensors, names, self.initial)
         """The state that the program owns, by its names in the model."""
         users = [index for index, row in enumerate(program.bindings.outs) if row.alias is None]
@@ -118,7 +120,7 @@ class CompiledProgram:
         if spec != calling.in_spec:
             given = self._reorder(args, kwargs)
         values = self._validator(given)
-        with self.state.exclusive():
+        with self.state.exclusive(), self._outputs.exclusive():
             results = list(self._bind()(values))
         for place, name in self._declared:
             owned = self.owned_tensors.get(name)
@@ -185,12 +187,11 @@ class InputValidator:
     def _validate(self, row: Binding, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"{row.target} must be {row.type_text}; got a value of type {type(value).__name__}.")
-        dtype = str(value.dtype).removeprefix("torch.")
         fits = len(value.shape) == len(row.shape) and all(
             isinstance(wanted, str) or wanted == size for wanted, size in zip(row.shape, value.shape, strict=True)
         )
-        if dtype != row.dtype or not fits:
-            found = tensor_text(dtype, tuple(value.shape))
+        if value.dtype is not getattr(torch, row.dtype) or not fits:
+            found = tensor_text(value.dtype, value.shape)
             raise UsageError(f"{row.target} must be {row.type_text}; got {found}.")
         if row.name not in self.contiguous_inputs or value.is_contiguous():
             return value

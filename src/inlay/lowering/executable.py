@@ -104,10 +104,12 @@ class Executable:
         """Allocate all state, by name. State without an initial value is uninitialized memory."""
         made = {}
         for row in self.bindings.state:
+            shape = _static_shape(row)
             if row.name in self.initial:
                 made[row.name] = self.initial[row.name].clone()
+            elif shape is None:
+                raise UsageError(f"{row.target} is {row.type_text}: the caller chooses its size.", "Pass it.")
             else:
-                shape = [size for size in row.shape if isinstance(size, int)]
                 made[row.name] = torch.empty(shape, dtype=getattr(torch, row.dtype), device=self.device)
         return made
 
@@ -116,9 +118,6 @@ class Executable:
         """The state of calls that pass none, by its names in the model. It is allocated on first use."""
         with self._state_lock:
             if self._state is None:
-                for row in self.bindings.state:
-                    if _static_shape(row) is None:
-                        raise UsageError(f"{row.target} is {row.type_text}: the caller chooses its size.", "Pass it.")
                 names = {row.target: row.name for row in self.bindings.state}
                 self._state = OwnedState(self.new_state(), names, self.initial)
                 self._state.reset()
@@ -159,9 +158,7 @@ class Executable:
             value: Any = given.get(row.name)
             fits = isinstance(value, torch.Tensor) and value.dtype is dtype and value.is_contiguous()
             if not fits or (value.shape != shape if shape is not None else not _note_sizes(row, value.shape, sizes)):
-                found = (
-                    tensor_text(str(value.dtype)[6:], tuple(value.shape)) if isinstance(value, torch.Tensor) else value
-                )
+                found = tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else value
                 raise UsageError(f"{row.target} must be {row.type_text} and contiguous; got {found}.")
         return sizes
 
@@ -183,10 +180,8 @@ class CacheSizes:
             return None
         slots, _, room, _ = shapes[0]
         if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
-            raise PackageError(
-                f"Expected integers for slots, rows and tokens of the cache; found {slots}, {room}, {scores[0]}.",
-                "Build the package again.",
-            )
+            problem = f"Expected integers for slots, rows and tokens of the cache; found {slots}, {room}, {scores[0]}."
+            raise PackageError(problem, "Build the package again.")
         return cls(slots, room, scores[0])
 
     def is_cache(self, shape: Sequence[int | str]) -> bool:
@@ -198,11 +193,8 @@ class CacheSizes:
         slots = inputs[SIGNATURE.slots].tolist()
         _check_range("A token", inputs[SIGNATURE.tokens].reshape(-1).tolist(), self.vocab_size - 1)
         _check_range("A slot", slots, self.slots - 1)
-        _check_range(
-            "The length of a sequence",
-            inputs[SIGNATURE.lengths].tolist(),
-            self.max_seq_len - inputs[SIGNATURE.tokens].shape[1],
-        )
+        most = self.max_seq_len - inputs[SIGNATURE.tokens].shape[1]
+        _check_range("The length of a sequence", inputs[SIGNATURE.lengths].tolist(), most)
         if len(set(slots)) < len(slots):
             raise UsageError(f"Two sequences use the same slot: {slots}.", "Give each sequence its own slot.")
 

@@ -28,10 +28,7 @@ class OwnedState(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        names: Mapping[str, str],
-        initial: Mapping[str, torch.Tensor],
+        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], initial: Mapping[str, torch.Tensor]
     ) -> None:
         """`names` maps names in the model to keys of `tensors` and `initial`. State without initial value is zero."""
         self._tensors, self._names, self._initial = tensors, dict(names), initial

@@ -46,7 +46,10 @@ def load_state(owner: Any, path: str | Path) -> None:
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} is not a state file: {one_line(error)}.", remedy) from error
     for name in sorted({*state, *found}):
-        wanted, given = (_type_text(values.get(name)) for values in (state, found))
+        wanted, given = (
+            tensor_text(values[name].dtype, values[name].shape) if name in values else "missing"
+            for values in (state, found)
+        )
         if wanted != given:
             raise UsageError(f"{path} does not fit: {name} is {given} in the file, and {wanted} here.", remedy)
     state.copy_from(found)
@@ -85,7 +88,3 @@ def _state(owner: Any) -> OwnedState:
         remedy = "Pass a package, program or session with state, or reset_state(program, tensors) for your tensors."
         raise UsageError(f"This {type(owner).__name__} owns no state.", remedy)
     return found
-
-
-def _type_text(value: torch.Tensor | None) -> str:
-    return "missing" if value is None else tensor_text(str(value.dtype).removeprefix("torch."), tuple(value.shape))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, overload
 from inlay.errors import ProgramError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 class Role(StrEnum):
@@ -97,13 +97,14 @@ _SHORT_DTYPES = {
 }
 
 
-def tensor_text(dtype: str, shape: tuple[int | str, ...]) -> str:
-    """Return a dtype and a shape in the short form of dumps and tables.
+def tensor_text(dtype: object, shape: Iterable[int | str]) -> str:
+    """Return a dtype, or its name, and a shape in the short form of dumps and tables.
 
     >>> tensor_text("bfloat16", ("batch", "length", 576))
     'bf16[batch, length, 576]'
     """
-    return f"{_SHORT_DTYPES.get(dtype, dtype)}[{', '.join(map(str, shape))}]"
+    name = str(dtype).removeprefix("torch.")
+    return f"{_SHORT_DTYPES.get(name, name)}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True)

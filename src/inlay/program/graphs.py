@@ -278,7 +278,7 @@ class TypeFormatter:
     def text(self, value: Any) -> str:
         """Return the type of a value: `f32[batch, 8]`, `batch`, `(f32[2], f32[2])`; empty if unknown."""
         if isinstance(value, torch.Tensor):
-            return tensor_text(str(value.dtype).removeprefix("torch."), self.shape(value))
+            return tensor_text(value.dtype, self.shape(value))
         if isinstance(value, (list, tuple)):
             return f"({', '.join(self.text(item) for item in value)})"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -47,29 +47,27 @@ class PatternCache:
     def get(self, function: Callable[..., Any], example: Mapping[str, Any]) -> PatternTree:
         """Return the tree of a pattern, traced once."""
         key = _key(function, example)
-        if key not in self.trees:
-            self._restore({key: (function, example)})
-        if key not in self.trees:
-            self._add({key: (function, example)}, [trace_pattern(function, example)])
+        if key not in self.trees and (fresh := self._restore([(function, example)])):
+            self._add(fresh, [trace_pattern(function, example)])
         return self.trees[key]
 
-    def trace(self, patterns: Iterable[tuple[Callable[..., Any], Mapping[str, Any]]]) -> None:
+    def trace(self, patterns: Iterable[_Untraced]) -> None:
         """Trace patterns that are not cached, together. If this fails, `get` traces each alone and raises the error."""
-        fresh = {_key(*each): each for each in patterns}
-        self._restore({key: each for key, each in fresh.items() if key not in self.trees})
-        fresh = {key: each for key, each in fresh.items() if key not in self.trees}
+        fresh = self._restore(patterns)
         if len(fresh) > 1:
             with suppress(ProgramError):
                 self._add(fresh, trace_patterns([PatternSource(*each) for each in fresh.values()]))
 
-    def _restore(self, wanted: Mapping[Any, _Untraced]) -> None:
-        """Read patterns that an earlier run has traced."""
-        names = {key: name for key, each in wanted.items() if (name := _stored_name(*each))}
+    def _restore(self, patterns: Iterable[_Untraced]) -> dict[Any, _Untraced]:
+        """Read patterns that an earlier run has traced; return those that must be traced."""
+        fresh = {key: each for each in patterns if (key := _key(*each)) not in self.trees}
+        names = {key: name for key, each in fresh.items() if (name := _stored_name(*each))}
         held = (derived_cache.read(_STORED) if names else None) or {}
         for key, name in names.items():
             if name in held:
                 with suppress(ProgramError, SyntaxError, ValueError, KeyError, TypeError):
-                    self.trees[key] = parse_tree(held[name], PatternSource(*wanted[key]).variables)
+                    self.trees[key] = parse_tree(held[name], PatternSource(*fresh[key]).variables)
+        return {key: each for key, each in fresh.items() if key not in self.trees}
 
     def _add(self, patterns: Mapping[Any, _Untraced], trees: Sequence[PatternTree]) -> None:
         self.trees.update(zip(patterns, trees, strict=True))

@@ -62,7 +62,8 @@ class _ModelRun:
         values |= {f"{name} afterwards": value for name, value in flatten_named("input", given).items()}
         for name, value in _state(model).items():
             values[f"state {name} afterwards"] = value
-            values[f"memory of {name}"] = "same address" if places.get(name) == value.data_ptr() else "new address"
+            is_same = places.get(name) == value.data_ptr()
+            values[f"memory of state {name}"] = "same address" if is_same else "new address"
         if self.gradients:
             _backward(outputs)
             trained = flatten_named("input", given) | _state(model)
@@ -102,6 +103,8 @@ def check_model(
     """
     refuse_compiled(model)
     sets = as_input_sets(inputs)
+    if not dtypes:
+        raise UsageError("There are no dtypes.", "Give at least one; None leaves the model unchanged.")
     present, skipped = _find_devices(devices)
     if gradients is None:
         gradients = backend not in ("inlay", inlay) and any(_requires_grad(model, each) for each in sets)
@@ -115,10 +118,8 @@ def check_model(
         with record_compiles() as made, use_eager_random(), torch.random.fork_rng(devices=[]):
             for index, given in enumerate(sets):
                 run = _run_text(device, dtype, index, training)
-                one, two = eager.execute(given), _run_with_note(run, fast, given)
-                found += find_differences(
-                    run, one, two, _reference(eager, given), _widen_tolerance(allowed, dtype), strides
-                )
+                one, two, precise = eager.execute(given), _run_with_note(run, fast, given), _reference(eager, given)
+                found += find_differences(run, one, two, precise, _widen_tolerance(allowed, dtype), strides)
                 compared += len(one)
         _assert_compiled(made)
         frames += len(made)
@@ -130,9 +131,7 @@ def check_model(
     return ModelCheck(runs, compared, frames, skipped)
 
 
-def _find_devices(
-    devices: Sequence[str | torch.device | None],
-) -> tuple[list[torch.device | None], tuple[str, ...]]:
+def _find_devices(devices: Sequence[str | torch.device | None]) -> tuple[list[torch.device | None], tuple[str, ...]]:
     """Return the devices that compute here, and for each other one why it does not."""
     present: list[torch.device | None] = []
     skipped = []

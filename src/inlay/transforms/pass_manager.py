@@ -76,7 +76,6 @@ class TransformRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        remarks = [remark.to_json() for remark in self.remarks]
         return {
             "key": self.key,
             "transform": self.transform,
@@ -87,7 +86,7 @@ class TransformRecord:
             "changed_nodes": None if self.has_site_count else self.sites,
             "seconds": round(self.seconds, 4),
             "nodes": list(self.nodes),
-            "remarks": remarks,
+            "remarks": [remark.to_json() for remark in self.remarks],
         }
 
 
@@ -196,12 +195,10 @@ def _run_step(program: Program, step: TransformStep, predecessors: list[str]) ->
     try:
         applied = each.apply(program.copy())
         check_metadata(applied.program, program)
-    except InlayError as error:
-        raise TransformError(_failure_text(step.key, predecessors, str(error))) from error
     except Exception as error:
-        raise TransformError(
-            _failure_text(step.key, predecessors, f"{type(error).__name__}: {one_line(error)}.")
-        ) from error
+        problem = str(error) if isinstance(error, InlayError) else f"{type(error).__name__}: {one_line(error)}."
+        after = f" after {', '.join(predecessors)}" if predecessors else ""
+        raise TransformError(f"The transform {step.key}{after} failed: {problem} The program is unchanged.") from error
     check_contract(step, program, applied)
     nodes = (len(program), len(applied.program))
     seconds = time.perf_counter() - start
@@ -220,11 +217,6 @@ def _run_step(program: Program, step: TransformStep, predecessors: list[str]) ->
         remarks=remarks,
     )
     return applied.program if applied.sites else program, record
-
-
-def _failure_text(key: str, predecessors: list[str], problem: str) -> str:
-    after = f" after {', '.join(predecessors)}" if predecessors else ""
-    return f"The transform {key}{after} failed: {problem} The program is unchanged."
 
 
 def _remark(each: Transform, miss: Refusal) -> Remark:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from inlay.cli.main import app
 from inlay.cli.review import _transform as find_file_transform
+from inlay.config import layers as config_layers
 from inlay.frontend import capture
 from inlay.program import Fact, Facts
 from inlay.testing import assert_rewrites, program_of
@@ -24,7 +25,7 @@ from inlay.testing.review.mutants import EVERYWHERE, NOTHING, WRONG, find_condit
 from inlay.testing.review.note import render_markdown
 from inlay.testing.review.previous_revision import previous_sites
 from inlay.transforms import Numerics, Stage, Transform, TransformResult, base, registry
-from inlay.transforms.base import find_transform
+from inlay.transforms.base import TransformOptions, find_transform
 from tests.models import llama_folder
 
 if TYPE_CHECKING:
@@ -169,6 +170,32 @@ def test_an_overlay_whose_count_is_not_met_fails(tmp_path: Path, monkeypatch: py
         assert any(line.startswith("models/qwen3.yaml: ") and "not checked" in line for line in item.evidence)
 
 
+class Limited(Clamp):
+    """Matches only if it is asked to."""
+
+    class Options(TransformOptions):
+        asked: bool = False
+
+    def apply(self, program: Program) -> TransformResult:
+        return super().apply(program) if self.options.asked else TransformResult(program, 0)
+
+
+@pytest.mark.fast
+def test_toggles_are_read_with_the_overlays_of_the_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overlay sets an option that decides what matches."""
+    monkeypatch.setitem(base._REGISTRY, "clamp", Limited)
+    overlay = {"match": {"architecture": ["mine"]}, "transforms": {"clamp": {"asked": True}}}
+    checked = config_layers._validate(overlay, "mine")
+    monkeypatch.setattr(config_layers, "_overlays", lambda: [("models/mine.yaml", checked)])
+    program = program_of(lambda x: torch.relu(x) + 1, [torch.randn(3, 4)])
+    for architecture, sites in (("mine", 1), ("other", 0)):
+        given = replace(program, facts=Facts(architecture=architecture))
+        model = checklist._review_model(Limited, "small", given, (), tmp_path, {"clamp": 1}, lambda step: None)
+        assert (model.record.sites, model.toggle_problem) == (sites, "")
+
+
 @pytest.mark.fast
 def test_matches_before_come_from_a_lock_or_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = _items(Clamp, tmp_path, monkeypatch, before=4)
@@ -181,13 +208,39 @@ def test_matches_before_come_from_a_lock_or_are_unknown(tmp_path: Path, monkeypa
     )
 
 
+@pytest.mark.fast
+def test_lost_matches_of_a_transform_that_adds_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are not compared, but its matches are."""
+    monkeypatch.setattr(Clamp, "adds_inputs", True)
+    for before, passed in ((1, True), (4, False)):
+        item = _items(Clamp, tmp_path, monkeypatch, before=before)["Outputs: no"]
+        assert item.passed is passed
+        assert ("3 fewer sites than expected" in item.evidence[0]) is not passed
+
+
+@pytest.mark.fast
+def test_two_models_of_the_same_name(tmp_path: Path) -> None:
+    """One would be reviewed twice, or write over the programs of the other."""
+    folders = [tmp_path / name / "model" for name in ("one", "two")]
+    for each in folders:
+        each.mkdir(parents=True)
+    options = [word for each in folders for word in ("--model", str(each))]
+    done = CliRunner().invoke(app, ["review", "match_swiglu", *options])
+    assert done.exit_code == 2
+    assert "Two models are called model. Rename one" in done.stderr
+    program = program_of(torch.relu, [torch.ones(2)])
+    assert checklist._save(tmp_path, "one/model", program, program) != checklist._save(
+        tmp_path, "two/model", program, program
+    )
+
+
 @pytest.mark.nightly
 def test_matches_before_come_from_the_previous_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revision that does not load says so."""
     file = tmp_path / "my_clamp.py"
     file.write_text(_FILE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(registry()))
     cls = importlib.import_module("my_clamp").MyClamp
     program = program_of(lambda x: torch.relu(x) + 1, [torch.randn(3, 4)])
     assert previous_sites(cls(), program) == (None, "neither a lock nor git has an earlier revision")
@@ -200,10 +253,17 @@ def test_matches_before_come_from_the_previous_revision(tmp_path: Path, monkeypa
     assert (sites, origin.partition(" ")[0]) == (1, "revision")
     subprocess.run([*git, "commit", "-qam", "two"], check=True)
     assert previous_sites(cls(), program)[0] == 1
-    file.write_text("import no_such_module")
-    subprocess.run([*git, "commit", "-qam", "three"], check=True)
-    file.write_text(_FILE)
-    assert "does not run: ModuleNotFoundError" in previous_sites(cls(), program)[1]
+    for content, problem in (
+        ("import no_such_module", "does not run: ModuleNotFoundError"),
+        (_FILE.replace("my_clamp", "old_clamp"), "does not run: it has no transform my_clamp"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "does not run: exit code -9"),
+    ):
+        file.write_text(content)
+        subprocess.run([*git, "commit", "-qam", problem], check=True)
+        file.write_text(_FILE)
+        sites, origin = previous_sites(cls(), program)
+        assert sites is None
+        assert problem in origin
 
 
 _FILE = """

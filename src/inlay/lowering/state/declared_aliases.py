@@ -37,9 +37,11 @@ def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> P
     users = [row for row in program.bindings.outs if row.alias is None]
     inputs = list(program.bindings.with_role(Role.INPUT))
     taken = {row.alias.binding: row.target for row in program.bindings.outs if row.alias is not None}
-    values: Any = program.graph.output_node().args[0]
+    graph = program.copy().graph
+    values: Any = graph.output_node().args[0]
     made = dict(zip((row.name for row in program.bindings.outs), values, strict=True))
     rows: list[Binding] = []
+    declared = []
     for one, two in alias.items():
         output, state = _find(one, users, "output"), _find(two, inputs, "input")
         reason = _refuse(output, state, taken, made[output.name], program)
@@ -48,14 +50,10 @@ def declare_aliases(program: Program, alias: Mapping[str | int, str | int]) -> P
                 f"{output.name} ({output.type_text}) cannot live in {state.name} ({state.type_text}): {reason}."
             )
         taken[state.name] = output.name
+        declared.append(made[output.name])
         name = f"{state.target}.out"
         rows.append(Binding(name, Role.OUTPUT, state.target, output.dtype, output.shape, Alias(state.name, DECLARED)))
-    graph = program.copy().graph
-    node = graph.output_node()
-    kept: Any = node.args[0]
-    by_name = dict(zip((row.name for row in program.bindings.outs), kept, strict=True))
-    declared = [by_name[_find(one, users, "output").name] for one in alias]
-    node.args = ((*declared, *kept),)
+    graph.output_node().args = ((*declared, *values),)
     table = Bindings((*program.bindings.ins, *rows, *program.bindings.outs))
     return replace(program, graph=graph, bindings=table)
 

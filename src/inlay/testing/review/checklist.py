@@ -32,6 +32,7 @@ from inlay.transforms.pass_manager import TransformStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from inlay.config import ResolvedConfig
     from inlay.program.program import Program
     from inlay.transforms.base import Transform
     from inlay.transforms.pass_manager import TransformRecord
@@ -155,7 +156,9 @@ def _review_model(
     on_step: Callable[[str], None],
 ) -> ModelReview:
     on_step(f"transforming {name}")
-    steps = _steps(cls, program, config)
+    resolved = resolve_config(architecture=program.facts.architecture, model=program.name, files=config)
+    steps = _steps(cls, resolved)
+    stated = [each.options["expect"] for each in resolved.entries if each.key == cls.name and "expect" in each.options]
     before, records = run(program, [drop_contract(step) for step in steps[:-1]])
     height = peak_memory()
     after, (record,) = run(before, [drop_contract(steps[-1])])
@@ -181,30 +184,25 @@ def _review_model(
         grown,
         _save(folder, name, before, after),
         (locked[cls.name], "lock") if cls.name in locked else previous_sites(steps[-1].transform, before),
-        contract_status(steps[-1], before, record) | {"origin": _expect_origin(cls, program, config)},
+        contract_status(steps[-1], before, record) | {"origin": stated[0].origin if stated else ""},
         _toggle_problem(steps[-1].key, before, record, config, folder),
     )
-
-
-def _expect_origin(cls: type[Transform], program: Program, config: Sequence[Path]) -> str:
-    resolved = resolve_config(architecture=program.facts.architecture, model=program.name, files=config)
-    stated = [each.options["expect"] for each in resolved.entries if each.name == cls.name and "expect" in each.options]
-    return stated[0].origin if stated else ""
 
 
 def _toggle_problem(key: str, before: Program, record: TransformRecord, config: Sequence[Path], folder: Path) -> str:
     """Save both toggles in a configuration file and in a lock, and run what is read back."""
     if record.transform not in registry():
         return "no file can name it, because it is not registered"
+    architecture, file = before.facts.architecture, folder / "toggle.yaml"
     for enabled in (True, False):
-        file = folder / "toggle.yaml"
         file.write_text(yaml.safe_dump({"transforms": {key: {"enabled": enabled}}}))
         text = Lock(models=[], options=LockOptions.from_files([*config, file], (), "")).text()
         locked = Lock.model_validate(yaml.safe_load(text)).options.files
-        saved = [
-            next(step for step in configure(resolve_config(model=before.name, files=files)) if step.key == key)
+        read = [
+            configure(resolve_config(architecture=architecture, model=before.name, files=files))
             for files in ([*config, file], locked)
         ]
+        saved = [next(step for step in steps if step.key == key) for steps in read]
         if saved[0].transform.options != saved[1].transform.options:
             return f"enabled: {enabled} is not the same in a lock"
         made, (again,) = run(before, [drop_contract(saved[0])])
@@ -215,8 +213,7 @@ def _toggle_problem(key: str, before: Program, record: TransformRecord, config: 
     return ""
 
 
-def _steps(cls: type[Transform], program: Program, config: Sequence[Path]) -> list[TransformStep]:
-    resolved = resolve_config(architecture=program.facts.architecture, model=program.name, files=config)
+def _steps(cls: type[Transform], resolved: ResolvedConfig) -> list[TransformStep]:
     steps = configure(resolved)
     if cls.name in {step.key for step in steps}:
         return steps_through(cls.name, steps)
@@ -235,7 +232,7 @@ def _bytes_written(program: Program) -> int:
 
 
 def _save(folder: Path, name: str, before: Program, after: Program) -> str:
-    place = folder / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in Path(name).name)
+    place = folder / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
     place.mkdir(parents=True, exist_ok=True)
     save_text(dump_folded(before), place / "before.folded.py")
     save_text(dump_folded(after), place / "after.folded.py")
@@ -256,19 +253,12 @@ def _check_presence(models: Sequence[ModelReview]) -> ChecklistItem:
 def _check_registration(cls: type[Transform], config: Sequence[Path]) -> ChecklistItem:
     entry = next((each for each in resolve_config(files=config).entries if each.name == cls.name), None)
     if entry is None:
-        return ChecklistItem(
-            "Registered, configured, disabled until reviewed",
-            False,
-            (f"not in the configuration: add `{cls.name}: {{enabled: false}}`",),
-        )
-    setting = entry.options.get("enabled")
-    state = "disabled" if setting is not None and not setting.value else "enabled; the other items must pass"
-    where = setting.origin if setting else "default.yaml"
-    return ChecklistItem(
-        "Registered, configured, disabled until reviewed",
-        True,
-        (f"registered by {cls.__module__}; {state} ({where})",),
-    )
+        line = f"not in the configuration: add `{cls.name}: {{enabled: false}}`"
+    else:
+        setting = entry.options.get("enabled")
+        state = "disabled" if setting is not None and not setting.value else "enabled; the other items must pass"
+        line = f"registered by {cls.__module__}; {state} ({setting.origin if setting else 'default.yaml'})"
+    return ChecklistItem("Registered, configured, disabled until reviewed", entry is not None, (line,))
 
 
 def _check_toggles(models: Sequence[ModelReview]) -> ChecklistItem:
@@ -345,6 +335,8 @@ def _check_outputs(cls: type[Transform], models: Sequence[ModelReview]) -> Check
         verdict = each.verdict
         if verdict is None:
             why = "not compared, because it adds inputs" if cls.adds_inputs else "no matches, no change"
+            if each.before[1] == "lock" and (lost := (each.before[0] or 0) - each.record.sites) > 0:
+                passed, why = False, f"{why}; {lost} fewer sites than expected"
             lines.append(f"{each.model}: {why}")
             continue
         text = f"{each.model}: {verdict.change.value}"

@@ -12,7 +12,7 @@ from inlay.testing import assert_rewrites, assert_untouched, program_of
 from inlay.testing.review.mutants import EVERYWHERE, NOTHING, WRONG, make_mutants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
     from inlay.testing.review.mutants import Mutant
@@ -97,12 +97,19 @@ def _run_negative(cls: type[Transform], case: Case, program: Any) -> None:
     assert_untouched(program, cls(), args=case.args)
 
 
-def _problem(run: Callable[..., None], *args: Any) -> str:
+def _problem(run: Callable[..., None], /, *args: Any, **given: Any) -> str:
+    """Return how a call fails; empty if it does not."""
     try:
-        run(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
+        run(*args, **given)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # failures raised by pytest are not subclasses of Exception
+        return _error_text(error)
     return ""
+
+
+def _error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _run_files(files: Sequence[Path], broken: Sequence[Mutant]) -> list[MutantOutcome]:
@@ -137,27 +144,17 @@ def _plugin(broken: Sequence[Mutant], seen: dict[str, MutantOutcome]) -> Any:
             try:
                 result = yield
             except BaseException as error:
-                mine.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+                mine.problem = _error_text(error)
                 raise
             names = pyfuncitem._fixtureinfo.argnames
             given = {name: pyfuncitem.funcargs[name] for name in names}
             for breakage in broken:
                 with breakage():
-                    if _fails(pyfuncitem.obj, given):
+                    if _problem(pyfuncitem.obj, **given):
                         mine.killed.add(breakage.name)
             return result
 
     return Plugin()
-
-
-def _fails(test: Callable[..., None], given: Mapping[str, Any]) -> bool:
-    try:
-        test(**given)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:  # failures raised by pytest are not subclasses of Exception
-        return True
-    return False
 
 
 def _fuzzer_kills(cls: type[Transform], breakage: Mutant, on_step: Callable[[str], None]) -> bool:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.errors import ProgramError
 from inlay.ops.catalog import KERNELS
 from inlay.ops.registration import DECOMPOSITIONS, DEVICE_KERNELS
+from inlay.program.text.literals import find_target
 from inlay.testing.review.checklist import before_text
 
 if TYPE_CHECKING:
@@ -64,11 +66,9 @@ def _path(review: Review) -> tuple[str, str]:
 
 def _operator(name: str) -> Any:
     """Return the operator of this name; None if it is not an operator, such as `getitem`."""
-    found: Any = torch.ops
     try:
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
+        found = find_target(name)
+    except ProgramError:
         return None
     return found if isinstance(found, torch._ops.OpOverload) else None
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inlay.program.text.printer import save
 from inlay.transforms import registry
@@ -24,10 +24,10 @@ import importlib.util, sys
 from inlay.program.text.parser import load
 from inlay.transforms import registry
 name, module, file, program, options = sys.argv[1:]
-registry()
+registry().pop(name, None)  # the current revision
 spec = importlib.util.spec_from_file_location(module, file)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
-cls = registry()[name]
+cls = registry().get(name) or sys.exit(f"it has no transform {name}")
 print(cls(cls.Options.model_validate_json(options)).apply(load(program)).sites)
 """
 
@@ -51,22 +51,24 @@ def previous_sites(transform: Transform, program: Program) -> tuple[int | None, 
         options = transform.options.model_dump_json()
         words = [transform.name, type(transform).__module__, str(old), f"{folder}/program.py", options]
         paths = os.pathsep.join([str(file.parent), *filter(None, sys.path)])
-        command, environment = [sys.executable, "-c", _SCRIPT, *words], {**os.environ, "PYTHONPATH": paths}
         try:
-            run = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT
-            )
+            run = _run([sys.executable, "-c", _SCRIPT, *words], env={**os.environ, "PYTHONPATH": paths})
         except subprocess.TimeoutExpired:
             return None, f"revision {revision} did not finish within {_TIMEOUT} s"
     if run.returncode:
-        return None, f"revision {revision} does not run: {run.stderr.strip().splitlines()[-1]}"
+        problem = [f"exit code {run.returncode}", *run.stderr.strip().splitlines()][-1]
+        return None, f"revision {revision} does not run: {problem}"
     return json.loads(run.stdout.splitlines()[-1]), f"revision {revision}"
 
 
 def _git(file: Path, *words: str) -> str | None:
     """Return what git prints in the folder of a file, or None if it fails."""
     try:
-        run = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True, check=False)
-    except OSError:
+        run = _run(["git", *words], cwd=file.parent)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout if run.returncode == 0 else None
+
+
+def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, **options)
