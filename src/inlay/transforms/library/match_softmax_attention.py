@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from inlay.rewrite import Match
 
 
+def _no_dropout(weights: Tensor) -> Tensor:
+    """Return what a model computes whose dropout is off: a copy in torch 2.13, the same value in 2.15."""
+    return torch.nn.functional.dropout(weights, 0.1, training=False)
+
+
 @transform("match_softmax_attention", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING)
 class MatchSoftmaxAttention(PatternTransform):
     """Replace attention written as matmul and softmax, also with soft cap, bias or sinks, by one operator."""
@@ -69,34 +74,34 @@ class MatchSoftmaxAttention(PatternTransform):
             scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + m
             scores = torch.cat([scores, s.reshape(1, -1, 1, 1).expand(2, -1, 5, -1)], -1)
             scores = scores - scores.max(-1, keepdim=True).values
-            return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., 1:].clone(), v)
+            return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=scores.dtype)[..., 1:]), v)
 
         def cut_rows(r: Tensor, m: Tensor, b: Tensor) -> Tensor:
             q, k, v = (r.reshape(8, 10, 4) for _ in range(3))
             scores = torch.baddbmm(b, q, k.transpose(-1, -2), beta=1.0, alpha=0.3).view(2, 4, 10, -1) + m
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone()
+            weights = _no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype))
             return torch.bmm(weights.view(8, 10, -1), v).view(2, 4, 5, 8)
 
         def sink_a_row(q: Tensor, m: Tensor, s: Tensor) -> Tensor:
             scores = torch.matmul(q, q.transpose(2, 3)) * 0.3 + m
             scores = torch.cat([scores, s.reshape(1, 1, -1, 1).expand(2, 5, -1, -1)], -1)
             scores = scores - scores.max(-1, keepdim=True).values
-            return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1].clone(), q)
+            return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]), q)
 
         def three_axes(q: Tensor, m: Tensor) -> Tensor:
             scores = torch.matmul(q, q.transpose(1, 2)) * 0.3 + m
-            return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).clone(), q)
+            return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=torch.float32)), q)
 
         def shared(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-            weights = torch.softmax(q @ k.transpose(2, 3) * 0.3 + m, -1, dtype=torch.float32).clone()
+            weights = _no_dropout(torch.softmax(q @ k.transpose(2, 3) * 0.3 + m, -1, dtype=torch.float32))
             return weights @ v, weights
 
         def other_axis(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-            return torch.softmax(q @ k.transpose(2, 3) * 0.3 + m, -2, dtype=torch.float32).clone() @ v
+            return _no_dropout(torch.softmax(q @ k.transpose(2, 3) * 0.3 + m, -2, dtype=torch.float32)) @ v
 
         def other_bound(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
             scores = torch.tanh(q @ k.transpose(2, 3) * 0.3 / 50.0) * 40.0 + m
-            return torch.softmax(scores, -1, dtype=torch.float32).clone() @ v
+            return _no_dropout(torch.softmax(scores, -1, dtype=torch.float32)) @ v
 
         return [
             Case("weights are returned", shared, (q, q, q, mask)),
@@ -129,26 +134,26 @@ class MatchSoftmaxAttention(PatternTransform):
 
     def pattern(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
-        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone(), v)
+        return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)), v)
 
     def pattern_softcap(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         scores = torch.tanh(scores / softcap) * softcap + mask
-        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone(), v)
+        return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)), v)
 
     def pattern_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
         """The softmax includes one more score per head, which is dropped after it."""
         scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], -1)
         scores = scores - scores.max(-1, keepdim=True).values
-        return torch.matmul(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1].clone(), v)
+        return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]), v)
 
     def pattern_bias(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor) -> Tensor:
         """Batch and heads are one axis, and a bias is added to the product."""
         batch, heads, rows, size = q.shape
         q, k, v = (each.reshape(batch * heads, -1, size) for each in (q, k, v))
         scores = torch.baddbmm(bias, q, k.transpose(-1, -2), beta=1.0, alpha=scale).view(batch, heads, rows, -1) + mask
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).clone()
+        weights = _no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype))
         return torch.bmm(weights.view(batch * heads, rows, -1), v).view(batch, heads, rows, size)
 
     def check(self, match: Match) -> None:
