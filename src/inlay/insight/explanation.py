@@ -34,11 +34,6 @@ class Explanation:
     findings: tuple[Finding, ...] = ()
     skip_reason: str = ""
 
-    @property
-    def near_misses(self) -> tuple[Finding, ...]:
-        """The findings without the trivial ones."""
-        return tuple(each for each in self.findings if not each.is_trivial)
-
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON data."""
         return {
