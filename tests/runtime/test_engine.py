@@ -339,7 +339,7 @@ def test_in_a_thread_of_its_own(opened: Open) -> None:
     for thread in threads:
         thread.join(60)
     assert len(found) == len(requests)
-    assert engine.drain(10)
+    engine.close()
     with pytest.raises(EngineClosedError):
         engine.submit(requests[0])
 
@@ -397,19 +397,6 @@ def test_close_ends_what_is_under_way(opened: Open) -> None:
     ends = [list(answer)[-1].finish_reason for answer in answers]
     assert FinishReason.CANCELLED in ends
     assert set(ends) <= {FinishReason.CANCELLED, FinishReason.LENGTH}
-
-
-def test_clearing_keeps_what_is_in_use(opened: Open) -> None:
-    engine = opened()
-    _steps(engine, engine.submit(Request(_prompt(60), max_tokens=1)))
-    running = engine.submit(Request(_prompt(60, 1), max_tokens=20, ignore_eos=True))
-    for _ in range(4):
-        engine.step()
-    engine.clear_cache()
-    engine.step()
-    assert engine.cache is not None
-    assert {block.tokens for block in engine.cache} == {_prompt(60, 1)[at : at + BLOCK] for at in range(0, 56, BLOCK)}
-    assert _steps(engine, running) == [_alone(engine, running.request)]
 
 
 def test_all_memory_is_there_from_the_start(opened: Open) -> None:

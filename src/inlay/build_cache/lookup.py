@@ -21,8 +21,7 @@ from inlay.ops import weight_formats as _  # noqa: F401 - registers the weight m
 from inlay.package import manifest as manifests
 from inlay.package import store, weights_file
 from inlay.package.writer import write_contents
-from inlay.program.remarks import Remark, RemarkKind
-from inlay.program.weights import DerivedTensor
+from inlay.program.json_values import from_json
 from inlay.transforms.pass_manager import TransformRecord
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def restore_build(
             if entry is None:
                 return None
             on_step("restoring from the cache")
-            records = tuple(_record(row) for row in entry.metadata["records"])
+            records = tuple(from_json(TransformRecord, row) for row in entry.metadata["records"])
             manifest = _restore_package(entry, path, program, contents(records), on_step)
             entry.note_hit()
             lookup.hit, lookup.age, lookup.seconds_saved = True, time.time() - entry.created_at, entry.build_seconds
@@ -199,7 +198,7 @@ def _reader(draft: Manifest, program: Program, values: Mapping[str, torch.Tensor
         missing = [source for source in row.sources if source not in refs]
         if missing:
             raise DamagedEntryError(f"{name} is derived from {missing[0]}, which the model does not have.")
-        return DerivedTensor({source: refs[source] for source in row.sources}, row.map).read()
+        return row.derive(refs).read()
 
     return read
 
@@ -240,13 +239,3 @@ def store_build(
 
 _REGENERATED_FILES = ("matches.lock", "resolved.yaml", "remarks.jsonl")
 """Texts that every build writes from the records: they contain the model name of the request."""
-
-
-def _record(row: Mapping[str, Any]) -> TransformRecord:
-    """Return the record of a transform from its JSON."""
-    remarks = tuple(
-        Remark(**{**each, "kind": RemarkKind(each["kind"]), "nodes": tuple(each["nodes"])}) for each in row["remarks"]
-    )
-    return TransformRecord(
-        **{**row, "nodes": tuple(row["nodes"]), "matched_roots": tuple(row["matched_roots"]), "remarks": remarks}
-    )

@@ -11,11 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay import machine
@@ -29,12 +27,15 @@ from inlay.package.files import (
     lock_file,
     lock_folder,
     sha256,
+    stage_folder,
+    sweep,
     sync,
     unlock,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 FORMAT = 2
 LIMIT = 4 * 10**9
@@ -145,7 +146,8 @@ class BuildCache:
 
     def store(self, key: str, metadata: Mapping[str, Any], write: Callable[[Path], None]) -> bool:
         """Store the files that `write` puts into a folder as an entry; return whether it fits into the cache."""
-        with self._stage() as folder:
+        machine.make_private_folder(self.folder)
+        with stage_folder(self.folder, _STAGING, _TRASH, _LOCK) as folder:
             write(folder)
             files = sorted(file for file in folder.rglob("*") if file.is_file())
             rows = {file.relative_to(folder).as_posix(): (file.stat().st_size, sha256(file)) for file in files}
@@ -191,7 +193,7 @@ class BuildCache:
             return 0, 0
         count = freed = 0
         with lock_folder(self.folder):
-            self._sweep()
+            sweep(self.folder, (_STAGING, _TRASH, _LOCK))
             for folder in self._folders():
                 size, used = _size(folder), _last_used(folder)
                 if used <= time.time() - older_than and self._remove(folder):
@@ -219,21 +221,6 @@ class BuildCache:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return [folder for folder in found if not folder.name.startswith(".")]
 
-    @contextmanager
-    def _stage(self) -> Iterator[Path]:
-        """Yield a folder to write an entry into. It is removed afterwards unless it was renamed."""
-        machine.make_private_folder(self.folder)
-        with lock_folder(self.folder):
-            self._sweep()
-            folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.folder))
-            handle = os.open(folder, os.O_RDONLY)
-            lock(handle)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            unlock(handle)
-
     def _evict(self, but: str = "") -> None:
         """Remove the least recently used entries until the rest fits."""
         sizes = {folder: _size(folder) for folder in sorted(self._folders(), key=_last_used)}
@@ -257,17 +244,6 @@ class BuildCache:
             return True
         finally:
             unlock(handle)
-
-    def _sweep(self) -> None:
-        """Remove folders and locks of processes that died: no process holds their lock."""
-        for path in self.folder.iterdir():
-            if not path.name.startswith((_STAGING, _TRASH, _LOCK)):
-                continue
-            with suppress(OSError):
-                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                if lock(handle, EXCLUSIVE | NON_BLOCKING) and is_same_file(handle, path):
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-                unlock(handle)
 
 
 def _read(folder: Path) -> CacheEntry:

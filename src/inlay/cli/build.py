@@ -6,10 +6,9 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from inlay.cli.cache import print_lookup
-from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.console import error_boundary, make_table, out, print_json, progress
 from inlay.cli.model_options import (
     BUILD_STEPS,
     MAX_BATCH,
@@ -137,9 +136,7 @@ def _as_json(made: BuildResult) -> dict[str, Any]:
 
 def _print(made: BuildResult) -> None:
     manifest = made.manifest
-    table = Table(box=None, pad_edge=False)
-    for column in ("transform", "sites", "missed"):
-        table.add_column(column, justify="right" if column != "transform" else "left")
+    table = make_table("transform", "sites", "missed", right=("sites", "missed"))
     for record in made.records:
         if record.status == "ran" and (record.sites or record.misses):
             table.add_row(record.key, str(record.sites), str(len(record.misses) or ""))
@@ -159,9 +156,7 @@ def _print(made: BuildResult) -> None:
 
 def print_pieces(manifest: Manifest) -> None:
     """Print a table of all pieces: how often each runs, its kind and its size."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("sizes", "piece", "steps", "kind", "size"):
-        table.add_column(column, justify="right" if column in ("steps", "size") else "left")
+    table = make_table("sizes", "piece", "steps", "kind", "size", right=("steps", "size"))
     for bucket in manifest.buckets:
         for piece in bucket.pieces:
             steps = sum(step.piece == piece.name for step in bucket.steps)

@@ -7,9 +7,8 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from inlay.cli.console import Command, error_boundary, out, print_json
+from inlay.cli.console import Command, error_boundary, make_table, out, print_json
 from inlay.cli.sizes import format_bytes, parse_bytes
 from inlay.errors import UsageError
 
@@ -40,9 +39,8 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
             listed = [{**vars(each), "folder": str(each.folder)} for each in built]
             print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows, "packages": listed})
             return
-        table = Table(box=None, pad_edge=False)
-        for column in ("entry", "model", "size", "built", "last used", "hits", "build time"):
-            table.add_column(column, justify="right" if column in ("size", "hits", "build time") else "left")
+        columns = "entry", "model", "size", "built", "last used", "hits", "build time"
+        table = make_table(*columns, right=("size", "hits", "build time"))
         for row in rows:
             times = [f"{format_duration(now - row[name])} ago" for name in ("created_at", "last_used")]
             numbers = str(row["hits"]), f"{row['build_seconds']:.0f} s"
@@ -55,7 +53,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
             f"{count}, {format_bytes(total)} of at most {format_bytes(cache.limit)}, in {cache.folder}", soft_wrap=True
         )
         if built:
-            table = Table("package of", "size", "last used", box=None, pad_edge=False)
+            table = make_table("package of", "size", "last used")
             for each in built:
                 table.add_row(each.model, format_bytes(each.size), f"{format_duration(now - each.last_used)} ago")
             out.print()

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from typer.core import TyperCommand
 
 from inlay.errors import ExitCode, InlayError, MachineError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 WIDTH = 120
 """Columns used when standard output is not a terminal."""
@@ -161,6 +162,16 @@ def _lines(start: float) -> Callable[[str], None]:
             err.print(f"{seconds:4.0f} s  {name}", markup=False, soft_wrap=True)
 
     return step
+
+
+def make_table(*columns: str, right: Collection[str] = (), fold: bool = False) -> Table:
+    """Return a table without borders; columns in `right` are right-aligned, and with `fold` long cells are wrapped."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold" if fold else "ellipsis"
+        )
+    return table
 
 
 def print_json(value: Any) -> None:

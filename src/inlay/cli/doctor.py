@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import error_boundary, make_table, out, print_json
 from inlay.errors import ExitCode
 from inlay.machine import CheckStatus, run_checks
 
@@ -28,9 +27,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
         if as_json:
             print_json([asdict(check) for check in checks])
         else:
-            table = Table(box=None, pad_edge=False)
-            for column in ("", "check", "found", "remedy"):
-                table.add_column(column, overflow="fold")
+            table = make_table("", "check", "found", "remedy", fold=True)
             for check in checks:
                 table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
             out.print(table)

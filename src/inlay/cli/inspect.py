@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.build import print_pieces
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import error_boundary, make_table, out, print_json
 from inlay.cli.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     out.print()
     print_pieces(manifest)
     _print_kernels(manifest)
-    states = Table(box=None, pad_edge=False)
-    for column in ("state", "type", "bytes", "how detected"):
-        states.add_column(column, justify="right" if column == "bytes" else "left")
+    states = make_table("state", "type", "bytes", "how detected", right=("bytes",))
     groups: dict[tuple[str, str], list[Binding]] = {}
     for row in manifest.states:
         groups.setdefault((row.type_text, manifest.bindings.find_alias(row.name).kind), []).append(row)
@@ -92,9 +90,8 @@ def _print_kernels(manifest: Manifest) -> None:
     }
     if not rows:
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("bucket", "linear layer", "bits", "rows", "kernel", "µs", "others"):
-        table.add_column(column, justify="right" if column in ("bits", "rows", "µs") else "left")
+    columns = "bucket", "linear layer", "bits", "rows", "kernel", "µs", "others"
+    table = make_table(*columns, right=("bits", "rows", "µs"))
     for label, row in rows.items():
         for place, count in enumerate(sorted(map(int, row.timings))):
             took, chosen = row.timings[str(count)], row.variant(count)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from inlay import derived_cache
-from inlay.cli.console import err, error_boundary, out, print_json
+from inlay.cli.console import err, error_boundary, make_table, out, print_json
 
 ConfigOption = Annotated[
     list[Path] | None,
@@ -39,9 +38,7 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
         if as_json:
             print_json(rows)
             return
-        table = Table(box=None, pad_edge=False)
-        for column in ("transform", "stage", "default", "numerics", "summary"):
-            table.add_column(column, overflow="fold")
+        table = make_table("transform", "stage", "default", "numerics", "summary", fold=True)
         for row in rows:
             default = "on" if row["enabled"] else "build" if row["name"] in BUILD_TRANSFORMS else "off"
             table.add_row(row["name"], row["stage"], default, row["numerics"], row["summary"])
@@ -94,23 +91,17 @@ def config(
     """
     with error_boundary():
         from inlay.config import resolve_config
+        from inlay.insight.report.tables import settings_table
         from inlay.transforms import configure
 
         name, architecture = _identity(model)
         resolved = resolve_config(architecture=architecture, model=name, files=files or (), settings=settings or ())
-        steps = configure(resolved)
-        origins = {entry.key: entry.options for entry in resolved.entries}
-        rows = [
-            (step.key, name, value, origins[step.key][name].origin if name in origins[step.key] else "built in")
-            for step in steps
-            for name, value in step.transform.options.model_dump().items()
-        ]
+        rows = settings_table(resolved, configure(resolved))
+        columns = "transform", "option", "value", "from"
         if as_json:
-            print_json([dict(zip(("transform", "option", "value", "from"), row, strict=True)) for row in rows])
+            print_json([dict(zip(columns, row, strict=True)) for row in rows])
             return
-        table = Table(box=None, pad_edge=False)
-        for column in ("transform", "option", "value", "from"):
-            table.add_column(column, overflow="fold")
+        table = make_table(*columns, fold=True)
         for key, name, value, origin in rows:
             table.add_row(key, name, Text(repr(value)), Text(origin))
         out.print(table)

@@ -6,9 +6,8 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import error_boundary, make_table, out, print_json
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.errors import ExitCode
 
@@ -46,17 +45,14 @@ def prove(
 
 
 def _print(proof: Proof) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("state", "bytes", "written per step", "pages read", "pages written", "copied", "accessed by"):
-        table.add_column(column, justify="left" if column in ("state", "accessed by") else "right", overflow="fold")
-    groups: dict[tuple[object, ...], list[StateProof]] = {}
+    numbers = "bytes", "written per step", "pages read", "pages written", "copied"
+    table = make_table("state", *numbers, "accessed by", right=numbers, fold=True)
+    groups: dict[tuple[int, int, int, str], list[StateProof]] = {}
     for state in proof.states:
-        by = tuple(dict.fromkeys(_format_access(each) for each in state.accesses))
-        key = (state.bytes, state.bytes_written, state.bytes_copied, by)
-        groups.setdefault(key, []).append(state)
-    for states in groups.values():
+        lines = "\n".join(dict.fromkeys(_format_access(each) for each in state.accesses))
+        groups.setdefault((state.bytes, state.bytes_written, state.bytes_copied, lines), []).append(state)
+    for (*_, lines), states in groups.items():
         first, last = states[0], states[-1]
-        lines = dict.fromkeys(_format_access(each) for each in first.accesses)
         table.add_row(
             first.name if len(states) == 1 else f"{first.name} … {last.name} (× {len(states)})",
             f"{first.bytes:,}",
@@ -64,7 +60,7 @@ def _print(proof: Proof) -> None:
             str(max(each.pages_read for each in states)),
             str(max(each.pages_written for each in states)),
             f"{first.bytes_copied:,}",
-            "\n".join(lines),
+            lines,
         )
     out.print(table, markup=False)
     for problem in proof.problems[:20]:

@@ -74,8 +74,7 @@ def serve(
         float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
     write_seconds: Annotated[
-        float,
-        typer.Option("--write-seconds", min=0.1, help="Disconnect a client that blocks sending for this long."),
+        float, typer.Option("--write-seconds", min=0.1, help="Disconnect a client that blocks sending for this long.")
     ] = 60.0,
     kv_events: Annotated[
         str | None, typer.Option("--kv-events", metavar="ADDRESS", help="Publish KV cache events: tcp://HOST:PORT.")

@@ -6,9 +6,8 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from inlay.cli.console import err, error_boundary, out, print_json, progress
+from inlay.cli.console import err, error_boundary, make_table, out, print_json, progress
 from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.errors import ExitCode, UsageError
 
@@ -144,9 +143,8 @@ def _print(facts: Mapping[str, Any]) -> None:
 
 
 def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name.replace("over_", "÷ ").replace("_", " "), justify="right" if name else "left")
+    names = [name.replace("over_", "÷ ").replace("_", " ") for name in columns]
+    table = make_table(*names, right=[name for name in names if name])
     for row in rows:
         table.add_row(*row)
     out.print(table, markup=False)

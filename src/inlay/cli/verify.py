@@ -7,9 +7,8 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.console import error_boundary, make_table, out, print_json, progress
 from inlay.cli.model_options import CAPTURE_STEPS, DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
@@ -41,9 +40,7 @@ def verify(
     source: Annotated[
         str | None,
         typer.Option(
-            "--source",
-            metavar="MODEL",
-            help="PACKAGE: the reference model; needed if it moved, or after refit.",
+            "--source", metavar="MODEL", help="PACKAGE: the reference model; needed if it moved, or after refit."
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="MODEL: seed of the random inputs.")] = 0,
@@ -127,9 +124,8 @@ def _verify_package(
 
 
 def _print_accuracy(report: AccuracyReport) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "positions", "mean KL", "max KL", "same top token", "perplexity", "reference"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = "positions", "mean KL", "max KL", "same top token", "perplexity", "reference"
+    table = make_table("", *columns, right=columns)
     for name, row in (("decode", report.decode), ("prefill", report.prefill), ("serving", report.serving)):
         divergence = f"{row.kl_mean:.2e}", f"{row.kl_max:.2e}", f"{row.same_top:.1%}"
         table.add_row(name, str(row.positions), *divergence, f"{row.perplexity:.3f}", f"{row.reference_perplexity:.3f}")
@@ -158,10 +154,8 @@ def read_expected_sites(path: Path) -> dict[str, int]:
 
 
 def _print(verdicts: list[NumericsVerdict]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("transform", "sites", "change", "difference", "error before", "error after", ""):
-        right = column in ("sites", "difference", "error before", "error after")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    errors = "difference", "error before", "error after"
+    table = make_table("transform", "sites", "change", *errors, "", right=("sites", *errors), fold=True)
     for each in verdicts:
         numbers = (f"{value:.1e}" if value else "0" for value in (each.difference, each.error_before, each.error_after))
         worst = "; ".join(f"{node.node} {node.error:.1e} ({node.source})" for node in each.worst)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from inlay.errors import one_line
 from inlay.program.functionalization import functionalize_to_exported
+from inlay.program.graphs import reachable
 from inlay.program.symbols import FakeValues
 
 if TYPE_CHECKING:
@@ -235,15 +236,11 @@ def _add_getitems(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 def _ancestors(results: Iterable[fx.Node]) -> set[fx.Node]:
     """Return all nodes that the results are computed from. Inputs of a size that is a symbol are not followed."""
-    reached: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            if not (is_symint(node) and node.meta["val"].node.expr.is_Symbol):
-                stack += node.all_input_nodes
-    return reached
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        return [] if is_symint(node) and node.meta["val"].node.expr.is_Symbol else node.all_input_nodes
+
+    return reachable(results, inputs)
 
 
 def symbolic_axes(value: torch.Tensor) -> list[tuple[int, Any]]:

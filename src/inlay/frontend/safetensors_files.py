@@ -92,6 +92,5 @@ def _open(file: Path) -> Any:
 
 def _read_error(file: Path, error: BaseException) -> ModelError:
     return ModelError(
-        f"{file.name} is not a readable safetensors file: {one_line(error)}.",
-        "Download it again or check the disk.",
+        f"{file.name} is not a readable safetensors file: {one_line(error)}.", "Download it again or check the disk."
     )

@@ -136,16 +136,14 @@ def _cast(value: Any, precise: torch.dtype | None) -> Any:
     return value.to(precise)
 
 
-def find_type_mismatches(
-    program: Program, inputs: Mapping[str, Any], runner: ProgramInterpreter | None = None
-) -> dict[str, str]:
+def find_type_mismatches(program: Program, inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return nodes whose value has another dtype, shape or strides than declared, and a text with both.
 
     This compares fake kernels with real kernels.
     """
     seen = RunTypeChecker(program.types)
     try:
-        (runner or ProgramInterpreter())(program, inputs, on_value=seen.check)
+        ProgramInterpreter()(program, inputs, on_value=seen.check)
     except Exception:
         if not seen.mismatches:  # otherwise a mismatch explains the failure
             raise

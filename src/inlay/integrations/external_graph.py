@@ -69,8 +69,7 @@ def _match_placeholders(graph: fx.Graph, before: Program) -> None:
         more = [name for name in names if name not in were] if len(names) > len(were) else []
         what = f"missing {', '.join(lost)}" if lost else f"new {', '.join(more)}"
         raise TransformError(
-            f"The graph has {len(names)} placeholders, expected {len(were)}: {what}.",
-            "Keep the inputs of the program.",
+            f"The graph has {len(names)} placeholders, expected {len(were)}: {what}.", "Keep the inputs of the program."
         )
     if names != were and sorted(names) == sorted(were):
         first = next(index for index, name in enumerate(names) if name != were[index])
@@ -155,8 +154,7 @@ def check_boundary(graph: fx.Graph, before: Program) -> None:
     found, wanted = (tree_leaves(next(iter(reversed(each.nodes))).args[0]) for each in (graph, before.graph))
     if len(found) != len(wanted):
         raise TransformError(
-            f"The graph has {len(found)} outputs, expected {len(wanted)}.",
-            "Keep the outputs of the program.",
+            f"The graph has {len(found)} outputs, expected {len(wanted)}.", "Keep the outputs of the program."
         )
     for row, now, was in zip(before.bindings.outs, found, wanted, strict=True):
         texts = [_type(each, before.types) for each in (now, was)]

@@ -55,11 +55,7 @@ class _Options:
 
 
 def inlay(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """The backend. Options: `inner_backend` (`eager`, `aot_eager` or `inductor`), `config` (files), `set` (settings),
     `on_compiled` (called with a `CompiledGraph` for every graph).

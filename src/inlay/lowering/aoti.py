@@ -173,7 +173,8 @@ def _constants(program: Program, source: str) -> tuple[str, ...]:
         if text.startswith("constants_info_[") and (".name = " in text or ".original_fqn = " in text):
             number, _, rest = text.removeprefix("constants_info_[").partition("]")
             known[number + rest.partition(" = ")[0]] = rest.partition(" = ")[2].strip('";')
-    names = {known[f"{number}.original_fqn"]: known[f"{number}.name"] for number in _constant_indices(known)}
+    numbers = {key.partition(".")[0] for key in known}
+    names = {known[f"{number}.original_fqn"]: known[f"{number}.name"] for number in numbers}
     strange = sorted(set(names) - {row.target for row in rows})
     if strange:
         raise ProgramError(
@@ -184,10 +185,6 @@ def _constants(program: Program, source: str) -> tuple[str, ...]:
     if lost:
         raise ProgramError(f"The compiler did not keep {lost[0]} as a separate constant.", "Pass it as an argument.")
     return tuple(names[row.target] for row in rows)
-
-
-def _constant_indices(known: dict[str, str]) -> Iterator[str]:
-    yield from dict.fromkeys(key.partition(".")[0] for key in known)
 
 
 class _AccessRecorder:

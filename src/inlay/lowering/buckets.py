@@ -104,10 +104,19 @@ class Bucket:
     @property
     def text(self) -> str:
         """The ranges as text for messages."""
-        return ", ".join(
-            f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
-            for name, (low, high) in self.sizes.items()
-        )
+        return format_sizes(self.sizes)
+
+
+def format_sizes(sizes: Mapping[str, tuple[int, int | None]]) -> str:
+    """Format the sizes of a bucket with ranges.
+
+    >>> format_sizes({"batch": (1, 1), "length": (1, None)})
+    'batch 1, length 1 … ∞'
+    """
+    return ", ".join(
+        f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
+        for name, (low, high) in sizes.items()
+    )
 
 
 def measured_kernels(buckets: Sequence[Bucket]) -> dict[tuple[str, int, int, int], KernelRow]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from inlay.lowering.plan import Piece, Plan
+    from inlay.lowering.plan import Plan
     from inlay.program.program import Program
 
 SizeRanges = dict[str, tuple[int, int | None]]
@@ -31,11 +31,6 @@ class LoweredProgram:
 
     program: Program
     buckets: tuple[tuple[str, SizeRanges, Plan], ...]
-
-    @property
-    def compiled_pieces(self) -> list[Piece]:
-        """The pieces that must be compiled."""
-        return [piece for _, _, each in self.buckets for piece in each.pieces if not piece.is_eager]
 
 
 def lower(program: Program, buckets: Sequence[str] = ()) -> LoweredProgram:

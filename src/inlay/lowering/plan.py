@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_structure
 
 from inlay.analysis.state_updates import find_state_updates
 from inlay.errors import ProgramError
@@ -76,9 +75,7 @@ def make_plan(program: Program, ranges: Mapping[str, tuple[int, int | None]] | N
     """
     ranges = {raw: (ranges or {}).get(each.name, (each.low, each.high)) for raw, each in program.symbols.items()}
     program = _add_missing_getitems(program)
-    if any(not state.is_eligible for state in find_state_updates(program)) or any(
-        True for _ in subgraphs(program.graph)
-    ):
+    if any(not state.is_eligible for state in find_state_updates(program)) or any(subgraphs(program.graph)):
         segments = [_Segment(_calls(program))]
     else:
         segments = list(_segments(program))
@@ -290,12 +287,8 @@ class _Partitioner:
         name = f"block{number}" if segment.kind is not None else f"part{number}"
         program = retype(builder.program(name, states, self._outputs(index)), self.ranges)
         touched = tuple(f"x{place}" for place, value in enumerate(shape.ins) if value in self.states)
-        few = (
-            bool(self.segments_of_kind)
-            and segment.kind is None
-            and not touched
-            and len(segment.nodes) <= MAX_EAGER_CALLS
-        )
+        is_part = bool(self.segments_of_kind) and segment.kind is None
+        few = is_part and not touched and len(segment.nodes) <= MAX_EAGER_CALLS
         plain = few and not any(node.target in SHIMS for node in segment.nodes)
         return Piece(name, program, plain, touched, segment.kind is not None or len(self.segments) == 1)
 
@@ -319,8 +312,7 @@ class _Builder:
         made.meta = {"val": value}
         for each in (node, *also):
             self.node_map[each] = made
-        dtype = str(value.dtype).removeprefix("torch.")
-        self.rows.append(Binding(name, role, name, dtype, self.source.types.shape(value)))
+        self.rows.append(self.source.types.binding(name, role, value))
 
     def add_calls(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -374,14 +366,10 @@ class _Builder:
             replace(rows[of], name=f"{of}.out", role=Role.OUTPUT, alias=Alias(of, "kv_cache_update"))
             for _, of in states
         ]
-        for place, node in enumerate(outputs):
-            value = node.meta["val"]
-            dtype = str(value.dtype).removeprefix("torch.")
-            outs.append(Binding(f"y{place}", Role.OUTPUT, f"y{place}", dtype, self.source.types.shape(value)))
-        inputs = [row.name for row in self.rows if row.role is Role.INPUT]
-        calling = CallSpec(
-            tree_structure((tuple(inputs), {})), tree_structure(tuple(range(len(outputs)))), tuple(inputs)
-        )
+        outs += [
+            self.source.types.binding(f"y{place}", Role.OUTPUT, node.meta["val"]) for place, node in enumerate(outputs)
+        ]
+        calling = CallSpec.flat([row.name for row in self.rows if row.role is Role.INPUT], len(outputs))
         tensors = {row.name: MissingTensor(row.name) for row in self.rows if row.role is Role.PARAMETER}
         return Program(
             name, self.graph, Bindings((*self.rows, *outs)), tensors, self.source.symbols, calling, self.source.facts

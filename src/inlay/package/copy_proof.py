@@ -9,9 +9,7 @@ allocations are recorded.
 
 from __future__ import annotations
 
-import ast
 import json
-import operator
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
 from inlay.lowering.aoti import READS_FILLED_ROWS
-from inlay.package import copy_proof
 from inlay.package.memory_traffic import measure_in_subprocess
+from inlay.program.symbols import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,7 +174,7 @@ def _read_source(piece: PieceFile, folder: Path) -> list[str]:
         for state in piece.states
     }
     found = []
-    for each in copy_proof.find_input_uses(file.with_suffix(".cpp").read_text(), calls):
+    for each in find_input_uses(file.with_suffix(".cpp").read_text(), calls):
         state = piece.ins[each.input_index] if 0 <= each.input_index < len(piece.ins) else ""
         if each.input_index >= 0 and state not in piece.states:
             continue
@@ -190,33 +188,9 @@ def _read_source(piece: PieceFile, folder: Path) -> list[str]:
     return found
 
 
-_ARITHMETIC: dict[type[Any], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-
 def _evaluate(text: str, sizes: dict[str, int]) -> int:
-    """Evaluate an expression for a number of bytes at these sizes.
-
-    >>> _evaluate("128*batch*length + 2", {"batch": 2, "length": 1})
-    258
-    """
-
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name):
-                return sizes.get(name, 1)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                result: int = _ARITHMETIC[type(op)](value(left), value(right))
-                return result
-        raise ValueError(text)
-
-    return value(ast.parse(text or "0", mode="eval").body)
+    """Return the value of an expression for a number of bytes at these sizes; other names count as 1."""
+    return int(evaluate(text or "0", lambda name: sizes.get(name, 1)))
 
 
 _BEGIN, _END = "void AOTInductorModel::run_impl(", "} // AOTInductorModel::run_impl"

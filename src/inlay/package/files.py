@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
+import tempfile
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 EXCLUSIVE, SHARED, NON_BLOCKING = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 """Modes of a lock: one owner, several readers, and fail instead of waiting."""
@@ -42,6 +44,36 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         unlock(handle)
+
+
+@contextmanager
+def stage_folder(home: Path, prefix: str, *swept: str) -> Iterator[Path]:
+    """Yield a new, locked folder in `home`. It is removed afterwards unless it was renamed.
+
+    First, what processes that died left with this prefix, or with one of `swept`, is removed.
+    """
+    with lock_folder(home):
+        sweep(home, (prefix, *swept))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
+        handle = os.open(folder, os.O_RDONLY)
+        lock(handle)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        unlock(handle)
+
+
+def sweep(home: Path, prefixes: tuple[str, ...]) -> None:
+    """Remove folders and locks of processes that died: no process holds their lock."""
+    for path in home.iterdir():
+        if not path.name.startswith(prefixes):
+            continue
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            if lock(handle, EXCLUSIVE | NON_BLOCKING) and is_same_file(handle, path):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            unlock(handle)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from inlay.ops import native
 from inlay.package import store, weights_file
 from inlay.package.integrity import check_package as check_package
 from inlay.package.integrity import read_version
-from inlay.program.remarks import Remark, RemarkKind
+from inlay.program.json_values import from_json
+from inlay.program.remarks import Remark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,5 +95,4 @@ def _read_copy_remarks(folder: Path) -> list[Remark]:
     file = folder / "remarks.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     rows = [json.loads(line) for line in lines if '"in_place"' in line]
-    rows = [row | {"kind": RemarkKind(row["kind"]), "nodes": tuple(row["nodes"])} for row in rows]
-    return [Remark(**row) for row in rows if row["transform"] == "in_place"]
+    return [from_json(Remark, row) for row in rows if row["transform"] == "in_place"]

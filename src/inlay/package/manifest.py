@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from inlay.errors import PackageError
 from inlay.lowering.buckets import Bucket  # noqa: TC001 - `from_json` reads the annotations
@@ -12,6 +13,12 @@ from inlay.package.files import sha256 as sha256
 from inlay.program.bindings import Binding, Bindings  # noqa: TC001 - `from_json` reads the annotations
 from inlay.program.decoder import DecoderSignature  # noqa: TC001 - `from_json` reads the annotations
 from inlay.program.json_values import DECODE_ERRORS, from_json
+from inlay.program.weights import DerivedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.program.weights import TensorRef
 
 FORMAT = 3
 """Format 3 changed names of fields and added the signature of decoders."""
@@ -39,6 +46,10 @@ class WeightRow:
     sources: tuple[str, ...] = ()
     """Names in the model; empty for tensors that are not in a checkpoint."""
     map: str = "same"
+
+    def derive(self, tensors: Mapping[str, TensorRef]) -> DerivedTensor:
+        """Return the tensor that the weight map computes from tensors of a model, which has all `sources`."""
+        return DerivedTensor({source: tensors[source] for source in self.sources}, self.map)
 
 
 @dataclass(frozen=True)

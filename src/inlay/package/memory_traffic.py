@@ -129,25 +129,18 @@ class Traffic:
 
 def _fill_level(step: StepTraffic, traffic: Traffic) -> str:
     """Return whether caches were empty, half full or full."""
-    return (
-        "empty"
-        if not step.filled_rows
-        else "full"
-        if step.filled_rows + step.sizes["length"] == traffic.max_seq_len
-        else "half"
-    )
+    if not step.filled_rows:
+        return "empty"
+    return "full" if step.filled_rows + step.sizes["length"] == traffic.max_seq_len else "half"
 
 
 def _describe_growth(before: StepTraffic, after: StepTraffic, than: str) -> Iterator[str]:
     """Yield a text if one step allocates more memory than another."""
-    if (
-        before.allocations is None
-        or after.allocations is None
-        or after.allocated_bytes - before.allocated_bytes <= _NOISE
-    ):
+    growth = after.allocated_bytes - before.allocated_bytes
+    if before.allocations is None or after.allocations is None or growth <= _NOISE:
         return
     new = (Counter(after.allocations) - Counter(before.allocations)).elements()
-    grown = f"{after.allocated_bytes - before.allocated_bytes:,} more bytes are allocated than {than}"
+    grown = f"{growth:,} more bytes are allocated than {than}"
     yield f"{after.label}: {grown}; the largest new block has {max(new, default=0):,} bytes"
 
 

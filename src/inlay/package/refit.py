@@ -14,13 +14,13 @@ from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.ops import weight_formats as _  # noqa: F401 - registers the weight maps of packed weights
 from inlay.package import store, weights_file
 from inlay.package.loader import check_package, read_manifest
-from inlay.program.weights import DerivedTensor, InMemoryTensor
+from inlay.program.weights import InMemoryTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from inlay.frontend import SourceModel
-    from inlay.package.manifest import Manifest, WeightRow
+    from inlay.package.manifest import Manifest
     from inlay.program.weights import TensorRef
 
 
@@ -46,7 +46,7 @@ def refit(
             row = manifest.weights[name]
             if not row.sources:
                 return old[name]
-            return _derive(row, tensors).read()
+            return row.derive(tensors).read()
 
         written = weights_file.write(staging / weights_file.NAME, manifest.weights, read)
         made = replace(manifest, weights_file=written, model=model.name)
@@ -70,7 +70,7 @@ def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, T
         missing = [source for source in row.sources if source not in tensors]
         if missing:
             raise UsageError(f"{model.name} has no tensor {missing[0]}, from which {name} is derived.")
-        _derive(row, tensors).readers()
+        row.derive(tensors).readers()
     facts = [(name, model.config_facts.get(name), value) for name, value in manifest.facts.items()]
     differing = [
         (name, new, old) for name, new, old in facts if new is not None and new != old and name != "max_length"
@@ -81,7 +81,3 @@ def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, T
             f"{model.name} has {new:,} {name.replace('_', ' ')}, but the package was built for {old:,}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
-
-
-def _derive(row: WeightRow, tensors: Mapping[str, TensorRef]) -> DerivedTensor:
-    return DerivedTensor({source: tensors[source] for source in row.sources}, row.map)

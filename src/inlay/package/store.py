@@ -10,18 +10,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.errors import PackageError, UsageError
 from inlay.package import integrity
 from inlay.package import manifest as manifests
-from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_folder, sync
+from inlay.package.files import lock_folder, stage_folder, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 LINK, VERSIONS, STAGING = "current", "versions", ".building-"
 _HASH = re.compile("[0-9a-f]{64}")
@@ -67,16 +66,10 @@ def stage_version(path: Path) -> Iterator[Path]:
     check_free(path)
     (path / VERSIONS).mkdir(parents=True, exist_ok=True)
     with lock_folder(path / VERSIONS):
-        _sweep(path)
-        folder = Path(tempfile.mkdtemp(prefix=STAGING, dir=path / VERSIONS))
-        handle = os.open(folder, os.O_RDONLY)
-        lock(handle)
-    folder.chmod(0o755)
-    try:
+        (path / f".{LINK}").unlink(missing_ok=True)
+    with stage_folder(path / VERSIONS, STAGING) as folder:
+        folder.chmod(0o755)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
 
 
 def link_files(names: Iterable[str], version: Path, staging: Path) -> None:
@@ -117,13 +110,3 @@ def publish(path: Path, folder: Path, text: str) -> Path:
 
 def _is_version(path: Path) -> bool:
     return bool(_HASH.fullmatch(path.name)) or path.name.startswith(STAGING)
-
-
-def _sweep(path: Path) -> None:
-    """Remove folders of builds that died: no process holds their lock."""
-    for folder in (path / VERSIONS).glob(f"{STAGING}*"):
-        handle = os.open(folder, os.O_RDONLY)
-        if lock(handle, EXCLUSIVE | NON_BLOCKING):
-            shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
-    (path / f".{LINK}").unlink(missing_ok=True)

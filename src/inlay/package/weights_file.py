@@ -12,6 +12,7 @@ import torch
 
 from inlay.errors import PackageError
 from inlay.package.manifest import CHUNK, WeightsFile
+from inlay.program.bindings import SHORT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,18 +21,8 @@ if TYPE_CHECKING:
     from inlay.package.manifest import WeightRow
 
 NAME = "weights.safetensors"
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_NAMES = {dtype: name.upper() for dtype, name in SHORT_DTYPES.items() if not dtype.startswith("complex")}
+"""dtype → its name in safetensors files."""
 _ALIGNMENT = 64
 _BLOCK = 1 << 20
 

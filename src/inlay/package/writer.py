@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shutil
 from dataclasses import dataclass, replace
@@ -82,7 +81,7 @@ def pack(
 def _check_space(program: Program, folder: Path) -> None:
     """Check the free disk space before compiling."""
     rows = program.bindings.with_role(Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
-    needed = sum(math.prod(map(int, row.shape)) * getattr(torch, row.dtype).itemsize for row in rows if row.is_tensor)
+    needed = sum(row.nbytes for row in rows if row.is_tensor)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MachineError(

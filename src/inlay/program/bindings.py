@@ -70,6 +70,11 @@ class Binding:
         return tensor_text(self.dtype, self.shape) if self.is_tensor else "scalar"
 
     @property
+    def numel(self) -> int:
+        """The number of its values, with symbolic sizes counted as 1."""
+        return math.prod(size for size in self.shape if isinstance(size, int))
+
+    @property
     def nbytes(self) -> int:
         """The number of bytes of its values, with symbolic sizes counted as 1.
 
@@ -77,11 +82,10 @@ class Binding:
         64
         """
         bits = re.search(r"\d+$", self.dtype)
-        known = (size for size in self.shape if isinstance(size, int))
-        return math.prod(known) * (int(bits[0]) // 8 if bits else 1)
+        return self.numel * (int(bits[0]) // 8 if bits else 1)
 
 
-_SHORT_DTYPES = {
+SHORT_DTYPES = {
     "float64": "f64",
     "float32": "f32",
     "float16": "f16",
@@ -95,6 +99,7 @@ _SHORT_DTYPES = {
     "complex64": "c64",
     "complex128": "c128",
 }
+"""dtype → its name in dumps and tables."""
 
 
 def tensor_text(dtype: object, shape: Iterable[int | str]) -> str:
@@ -104,7 +109,7 @@ def tensor_text(dtype: object, shape: Iterable[int | str]) -> str:
     'bf16[batch, length, 576]'
     """
     name = str(dtype).removeprefix("torch.")
-    return f"{_SHORT_DTYPES.get(name, name)}[{', '.join(map(str, shape))}]"
+    return f"{SHORT_DTYPES.get(name, name)}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True)

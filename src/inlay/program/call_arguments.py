@@ -11,7 +11,8 @@ from torch import fx
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_AXES = {"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"}
+AXES = {"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"}
+"""Names of arguments that are axes."""
 COMMUTATIVE = {
     torch.ops.aten.add.Tensor: ("self", "other"),
     torch.ops.aten.mul.Tensor: ("self", "other"),
@@ -46,7 +47,7 @@ def normalize_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
             continue
         if value is None and name == "start":
             value = 0  # torch.export writes either, depending on whether the size is dynamic
-        yield name, _count_from_end(value, rank) if name in _AXES and rank else value
+        yield name, _count_from_end(value, rank) if name in AXES and rank else value
 
 
 def _rank(node: fx.Node) -> int:

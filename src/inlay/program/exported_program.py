@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +140,12 @@ def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: TypeForma
             raise CaptureError(f"The model takes {spec.arg.name}, a {spec.kind.name.lower()}, which is not supported.")
         role, target = _ROLES[spec.kind], spec.target or spec.arg.name
         by_target[role is Role.INPUT, target] = spec.arg.name
-        dtype, shape = _type(placeholders[spec.arg.name].meta.get("val"), types)
         persistent = spec.persistent is not False and role is not Role.CONSTANT
         held = placeholders[spec.arg.name].meta.get("val")
         value = held if isinstance(held, (int, float, bool, str)) else None
-        rows.append(Binding(spec.arg.name, role, target, dtype, shape, persistent=persistent, value=value))
-    values = next(iter(reversed(graph.nodes))).args[0]
-    assert isinstance(values, (tuple, list))
+        row = types.binding(spec.arg.name, role, held)
+        rows.append(replace(row, target=target, persistent=persistent, value=value))
+    values: Any = graph.output_node().args[0]
     paths = iter(output_names(out_spec))
     taken = {row.name for row in rows}
     for position, (spec_, value) in enumerate(zip(signature.output_specs, values, strict=True)):
@@ -160,15 +160,9 @@ def _bindings(signature: ExportGraphSignature, graph: fx.Graph, types: TypeForma
         name = f"{target}.out" if alias else target
         name = name if name not in taken else f"{name}.{position}"
         taken.add(name)
-        dtype, shape = _type(value.meta.get("val") if isinstance(value, fx.Node) else value, types)
-        rows.append(Binding(name, Role.OUTPUT, target, dtype, shape, alias))
+        row = types.binding(name, Role.OUTPUT, value.meta.get("val") if isinstance(value, fx.Node) else value)
+        rows.append(replace(row, target=target, alias=alias))
     return Bindings(tuple(rows))
-
-
-def _type(value: Any, types: TypeFormatter) -> tuple[str, tuple[int | str, ...]]:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype).removeprefix("torch."), types.shape(value)
-    return "", ()
 
 
 def output_names(out_spec: Any) -> list[str]:
@@ -208,11 +202,11 @@ def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
     # State starts from the captured value each time, in memory that is not shared.
     values |= {row.target: values[row.target].clone() for row in held if row.name in written}
     persistent = {row.target for row in program.bindings.with_role(Role.PARAMETER, Role.BUFFER) if row.persistent}
-    state = {target: value for target, value in values.items() if target in persistent}
     parameters = {row.target for row in program.bindings.with_role(Role.PARAMETER)}
     state = {
         target: torch.nn.Parameter(value, requires_grad=False) if target in parameters else value
-        for target, value in state.items()
+        for target, value in values.items()
+        if target in persistent
     }
     return ExportedProgram(
         root=root,
@@ -220,20 +214,17 @@ def to_exported(program: Program, *, weights: bool = True) -> ExportedProgram:
         graph_signature=_signature(program, root.graph),
         state_dict=state,
         range_constraints=_ranges(program),
-        module_call_graph=[
-            ModuleCallEntry(
-                fqn="",
-                signature=ModuleCallSignature(
-                    inputs=[],
-                    outputs=[],
-                    in_spec=program.call_spec.in_spec,
-                    out_spec=program.call_spec.out_spec,
-                    forward_arg_names=list(program.call_spec.arg_names),
-                ),
-            )
-        ],
+        module_call_graph=call_graph(program.call_spec),
         constants={target: value for target, value in values.items() if target not in persistent},
     )
+
+
+def call_graph(spec: CallSpec) -> list[ModuleCallEntry]:
+    """Return the call graph of an ExportedProgram: one call of the whole module."""
+    signature = ModuleCallSignature(
+        inputs=[], outputs=[], in_spec=spec.in_spec, out_spec=spec.out_spec, forward_arg_names=list(spec.arg_names)
+    )
+    return [ModuleCallEntry(fqn="", signature=signature)]
 
 
 def _check_name_clashes(program: Program) -> None:
@@ -258,9 +249,7 @@ def _signature(program: Program, graph: fx.Graph) -> ExportGraphSignature:
         persistent = row.persistent if row.role is Role.BUFFER else None
         ins.append(InputSpec(_KINDS[row.role], argument_spec(placeholders[row.name], row.name), target, persistent))
     outs = []
-    output = next(iter(reversed(graph.nodes)))
-    values = output.args[0]
-    assert isinstance(values, (tuple, list))
+    values: Any = graph.output_node().args[0]
     for row, value in zip(program.bindings.outs, values, strict=True):
         if row.alias is None:
             kind, target = OutputKind.USER_OUTPUT, None

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._export.verifier import TrainingIRVerifier
-from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
-from torch.utils import _pytree as pytree
 
 from inlay.program.decomposition import decompose
-from inlay.program.exported_program import argument_spec, from_exported
+from inlay.program.exported_program import argument_spec, call_graph, from_exported
 from inlay.program.graphs import subgraphs
+from inlay.program.program import CallSpec
 from inlay.program.tracing_lock import tracing_lock
 from inlay.program.weights import InMemoryTensor
 
@@ -42,20 +42,12 @@ def functionalize_to_exported(module: fx.GraphModule, fakes: FakeValues) -> Expo
     """Do the same, and return an ExportedProgram with the ranges of the shape environment."""
     constants = _lift_constants(module, fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    output = next(iter(reversed(module.graph.nodes)))
-    values: Any = output.args[0]
+    values: Any = module.graph.output_node().args[0]
     signature = ExportGraphSignature(
         [_input(node, constants) for node in placeholders],
         [OutputSpec(OutputKind.USER_OUTPUT, argument_spec(value, ""), None) for value in values],
     )
-    given = tuple(node.name for node in placeholders if node.name not in constants)
-    called = ModuleCallSignature(
-        inputs=[],
-        outputs=[],
-        in_spec=pytree.tree_structure((given, {})),
-        out_spec=pytree.tree_structure(tuple(range(len(values)))),
-        forward_arg_names=list(given),
-    )
+    given = [node.name for node in placeholders if node.name not in constants]
     with tracing_lock():
         whole = ExportedProgram(
             root=module,
@@ -63,7 +55,7 @@ def functionalize_to_exported(module: fx.GraphModule, fakes: FakeValues) -> Expo
             graph_signature=signature,
             state_dict={},
             range_constraints={},
-            module_call_graph=[ModuleCallEntry(fqn="", signature=called)],
+            module_call_graph=call_graph(CallSpec.flat(given, len(values))),
             constants=dict(constants),
             verifiers=[TrainingIRVerifier],
         )

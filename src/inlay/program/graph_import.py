@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from inlay.errors import TransformError
-from inlay.program.bindings import Binding, Bindings, Role
+from inlay.program.bindings import Bindings, Role
 from inlay.program.exported_program import free_symbols, select_meta
 from inlay.program.facts import Facts
 from inlay.program.graphs import TypeFormatter, all_nodes, copy_graph, subgraphs, target_text, written_operands
@@ -46,12 +45,12 @@ def import_graph(
         if node.op == "get_attr" and node.target not in nested and "val" not in node.meta:
             node.meta["val"] = fakes.mode.from_tensor(find_attribute(module, node.target), static_shapes=True)
         if node.op == "placeholder":
-            rows.append(_binding(node.name, Role.INPUT, node.meta.get("val"), types))
+            rows.append(types.binding(node.name, Role.INPUT, node.meta.get("val")))
     names = tuple(row.name for row in rows)
     results = next(iter(reversed(made.nodes))).args[0]
     for index, value in enumerate(tree_leaves(results)):
         held = value.meta.get("val") if isinstance(value, fx.Node) else value
-        rows.append(_binding(f"output.{index}", Role.OUTPUT, held, types))
+        rows.append(types.binding(f"output.{index}", Role.OUTPUT, held))
     calling = CallSpec(tree_structure((names, {})), tree_structure(results), names)
     return Program(name, made, Bindings(tuple(rows)), {}, table, calling, Facts())
 
@@ -63,9 +62,3 @@ def find_attribute(module: Any, path: str) -> Any:
             raise TransformError(f"The graph reads {path}, which its module does not have.", "Pass a GraphModule.")
         module = getattr(module, part)
     return module
-
-
-def _binding(name: str, role: Role, value: Any, types: TypeFormatter) -> Binding:
-    if isinstance(value, torch.Tensor):
-        return Binding(name, role, name, str(value.dtype).removeprefix("torch."), types.shape(value))
-    return Binding(name, role, name, "", ())

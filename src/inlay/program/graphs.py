@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from inlay.program.bindings import tensor_text
+from inlay.program.bindings import Binding, Role, tensor_text
 from inlay.program.gc_pause import pause_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 AS_STRIDED_OPS = (
     *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default, torch.ops.aten.as_strided_scatter.default),
@@ -48,26 +47,23 @@ def subgraphs(graph: fx.Graph) -> Iterator[tuple[str, fx.GraphModule]]:
         if node.op != "get_attr" or node.target in seen:
             continue
         seen.add(node.target)
-        owner = graph.owning_module
-        value = owner.get_submodule(node.target) if owner is not None and _has_module(owner, node.target) else None
+        value: Any = graph.owning_module
+        for part in node.target.split("."):
+            value = getattr(value, part, None)
         if isinstance(value, fx.GraphModule):
             yield node.target, value
-
-
-def _has_module(owner: torch.nn.Module, target: str) -> bool:
-    try:
-        owner.get_submodule(target)
-    except AttributeError:
-        return False
-    return True
 
 
 def all_graphs(graph: fx.Graph, name: str = "forward") -> Iterator[tuple[str, fx.Graph]]:
     """Yield `graph` and all nested graphs, outermost first, with names unique in the program."""
     yield name, graph
     for target, module in subgraphs(graph):
-        inner = target if name == "forward" else f"{name}__{target}"
-        yield from all_graphs(module.graph, inner.replace(".", "_"))
+        yield from all_graphs(module.graph, nested_name(name, target))
+
+
+def nested_name(name: str, target: str) -> str:
+    """Return the name, unique in the program, of the graph that the graph `name` calls as `target`."""
+    return (target if name == "forward" else f"{name}__{target}").replace(".", "_")
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -121,23 +117,27 @@ def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     return None
 
 
-def ancestors(node: fx.Node, *, past_sizes: bool = True) -> list[fx.Node]:
-    """Return a node and everything it is computed from, in order; without `past_sizes`, stop at `sym_size`.
+def reachable(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return these nodes and all that repeated steps reach from them."""
+    found: set[fx.Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(step(node))
+    return found
+
+
+def ancestors(node: fx.Node) -> list[fx.Node]:
+    """Return a node and everything it is computed from, in order.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> ancestors(graph.call_function(torch.ops.aten.relu.default, (x,)))
     [x, relu_default]
     """
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        each = todo.pop()
-        if each not in found:
-            found.add(each)
-            if past_sizes or each.target is not torch.ops.aten.sym_size.int:
-                todo.extend(each.all_input_nodes)
-    return sorted(found)
+    return sorted(reachable([node], lambda each: each.all_input_nodes))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -163,15 +163,8 @@ def is_returned(node: fx.Node) -> bool:
     >>> is_returned(x)
     True
     """
-    seen, todo = {node}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "output":
-                return True
-            if is_view(user) and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return False
+    views = reachable([node], lambda each: [user for user in each.users if is_view(user)])
+    return any(user.op == "output" for each in views for user in each.users)
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
@@ -196,31 +189,20 @@ def has_strided_reader(value: fx.Node) -> bool:
     """Whether `as_strided` reads a value, or a value computed from it that may have the same memory layout."""
     find = value.graph.find_nodes
     last = max((node for target in AS_STRIDED_OPS for node in find(op="call_function", target=target)), default=value)
-    seen, todo = {value}, [value]
-    while todo:
-        node = todo.pop()
-        if node.target in AS_STRIDED_OPS and node is not value:
-            return True
-        users = [user for user in node.users if user not in seen and user <= last]
-        todo += users
-        seen.update(users)
-    return False
+    computed = reachable([value], lambda each: [user for user in each.users if user <= last])
+    return any(node.target in AS_STRIDED_OPS and node is not value for node in computed)
 
 
 def view_base(node: fx.Node) -> fx.Node:
-    """Return the node whose storage a value shares: the base of a view.
+    """Return the node whose storage a value shares, or may share: the base of a view.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> view_base(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
     x
     """
-    while operands(node):
-        schema = getattr(node.target, "_schema", None)
-        shares = schema is not None and any(each.alias_info is not None for each in schema.returns)
-        if not shares and node.target is not operator.getitem:
-            break
-        node = operands(node)[0]
+    while node.op == "call_function" and is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     return node
 
 
@@ -266,6 +248,12 @@ class TypeFormatter:
     def shape(self, value: torch.Tensor) -> tuple[int | str, ...]:
         """Return the sizes of a tensor."""
         return tuple(self.dim(size) for size in value.shape)
+
+    def binding(self, name: str, role: Role, value: Any) -> Binding:
+        """Return the binding of a value; only tensors have a dtype and a shape."""
+        if not isinstance(value, torch.Tensor):
+            return Binding(name, role, name, "", ())
+        return Binding(name, role, name, str(value.dtype).removeprefix("torch."), self.shape(value))
 
     def layout(self, value: Any) -> str:
         """Return the type and strides of a value: `f32[batch, 8] strides [8, 1]`."""

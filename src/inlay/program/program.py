@@ -6,12 +6,14 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._pytree import tree_structure
+
 from inlay.program.bindings import Bindings, Role
 from inlay.program.graphs import TypeFormatter, all_nodes, copy_graph, op_counts
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import fx
@@ -48,6 +50,12 @@ class CallSpec:
     in_spec: Any
     out_spec: Any
     arg_names: tuple[str, ...]
+
+    @classmethod
+    def flat(cls, arg_names: Sequence[str], output_count: int) -> CallSpec:
+        """Return the call of a function that takes these positional arguments and returns a tuple."""
+        in_spec, out_spec = tree_structure((tuple(arg_names), {})), tree_structure(tuple(range(output_count)))
+        return cls(in_spec, out_spec, tuple(arg_names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +110,7 @@ class Program:
 
     def parameter_count(self) -> int:
         """Return the number of parameter values, with tied weights counted once."""
-        return sum(_numel(row.shape) for row in self.bindings.with_role(Role.PARAMETER))
+        return sum(row.numel for row in self.bindings.with_role(Role.PARAMETER))
 
     def to_exported(self) -> ExportedProgram:
         """Return an ExportedProgram with the weights bound, for eager runs, saving and compiling."""
@@ -114,10 +122,3 @@ class Program:
         """Return a callable that runs this program eagerly, with the signature of the captured model."""
         module: torch.nn.Module = self.to_exported().module(check_guards=False)
         return module
-
-
-def _numel(shape: tuple[int | str, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size if isinstance(size, int) else 1
-    return count

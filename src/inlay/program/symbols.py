@@ -18,19 +18,15 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    free_unbacked_symbols,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols, statically_known_true
 
 from inlay.errors import ProgramError, one_line
-from inlay.program.program import Symbol
 from inlay.program.size_specialization import size_oblivious
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from inlay.program.program import Symbol
 
 _ARITHMETIC: dict[type[Any], Any] = {
     ast.Add: operator.add,
@@ -58,6 +54,26 @@ def symbolic_sizes() -> Iterator[None]:
             yield
     finally:
         _QUIET.reset(token)
+
+
+def evaluate(text: str, lookup: Callable[[str], Any]) -> Any:
+    """Return the value of an expression of integers and names; anything else raises KeyError.
+
+    >>> evaluate("128*batch*length + 2", {"batch": 2, "length": 1}.__getitem__)
+    258
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return lookup(name)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](value(left), value(right))
+        raise KeyError(text)
+
+    return value(ast.parse(text, mode="eval").body)
 
 
 def is_statically_true(condition: Any) -> bool:
@@ -143,19 +159,9 @@ class FakeValues:
         if isinstance(size, int):
             return size
         try:
-            return self._evaluate(ast.parse(size, mode="eval").body)
+            return evaluate(size, self._sizes.__getitem__)
         except (SyntaxError, KeyError) as error:
             raise ProgramError(f"The size {size} is not an expression of the symbols of the program.") from error
-
-    def _evaluate(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name):
-                return self._sizes[name]
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](self._evaluate(left), self._evaluate(right))
-        raise KeyError(ast.unparse(node))
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[Any]) -> Any:
         """Set `meta["val"]` on every node of `graph` and its nested graphs; return the values of the outputs."""
@@ -196,8 +202,3 @@ def _node_value(node: fx.Node) -> Any:
         assert owner is not None
         return owner.get_submodule(str(node.target))
     return node.meta.get("val")
-
-
-def parse_symbols(names: Mapping[str, tuple[int, int | None, int]]) -> list[Symbol]:
-    """Convert the symbol table of a dump to symbols."""
-    return [Symbol(name, low, high, example) for name, (low, high, example) in names.items()]

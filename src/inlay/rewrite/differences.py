@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from inlay.program.call_arguments import AXES
 from inlay.program.graphs import MODULE, SOURCE, operands, target_text
 from inlay.rewrite.reasons import Reason
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inlay.rewrite.pattern_trees import PatternCall
-
-_AXES = {"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ def meta_location(meta: Mapping[str, Any]) -> CodeLocation:
 
 def constant_difference(name: str, expected: Any, found: Any, node: fx.Node) -> PatternDifference:
     """Return the difference of an argument that is not a value of the program: an axis, a dtype or another constant."""
-    kind = Reason.AXIS if name in _AXES else Reason.DTYPE if name == "dtype" else Reason.CONSTANT
+    kind = Reason.AXIS if name in AXES else Reason.DTYPE if name == "dtype" else Reason.CONSTANT
     return PatternDifference(kind, f"{name} of {node} is {found}; expected {expected}", node)
 
 

@@ -16,6 +16,7 @@ from inlay.rewrite.pattern_cache import PATTERNS
 from inlay.rewrite.pattern_search import find_matches, trace_alternatives
 from inlay.rewrite.pattern_trees import PatternCall, PatternTree, children
 from inlay.rewrite.reasons import Reason
+from inlay.rewrite.rewriter import type_text
 from inlay.rewrite.rule import Refusal
 
 if TYPE_CHECKING:
@@ -31,17 +32,8 @@ _MAX_ANCHORS = 400
 """If a call occurs more often than this outside the sites, the search starts only at code locations of sites."""
 _MAX_USERS = 16
 _COMMON_OPERATORS = (
-    "add",
-    "mul",
-    "sub",
-    "div",
-    "view",
-    "slice",
-    "transpose",
-    "clone",
-    "_to_copy",
-    "expand",
-    "unsqueeze",
+    *("add", "mul", "sub", "div", "view", "slice", "transpose"),
+    *("clone", "_to_copy", "expand", "unsqueeze"),
 )
 _REPORT_SIMILARITY = 0.5
 _REFUSAL_COST = 0.25
@@ -350,4 +342,4 @@ def _is_common_operator(node: fx.Node) -> bool:
 
 def _type(node: fx.Node) -> str:
     value = node.meta.get("val")
-    return f"{value.dtype}{[str(size) for size in value.shape]}" if isinstance(value, torch.Tensor) else str(value)
+    return type_text(value) if isinstance(value, torch.Tensor) else str(value)

@@ -206,12 +206,8 @@ class Rewriter:
     def erase_unused(self, *nodes: fx.Node) -> None:
         """Remove those of these calls that have no users and no side effects; list users before operands."""
         for node in nodes:
-            if (
-                node.op in ("call_function", "get_attr")
-                and not node.users
-                and not node.is_impure()
-                and node not in self._erased
-            ):
+            is_unused = node.op in ("call_function", "get_attr") and not node.users and not node.is_impure()
+            if is_unused and node not in self._erased:
                 self.erase(node)
 
     def update(self, **changes: Any) -> None:

@@ -30,6 +30,7 @@ from inlay.runtime.kv.memory import KVMemory, bytes_per_token
 from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
 from inlay.runtime.outputs import FinishReason, TokenOutput
 from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
+from inlay.runtime.sampling import check_finite
 from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Engine:
         )
         self._observers: list[Observer] = []
         self._changed = threading.Condition()
-        self._next, self._closing, self._stop, self._must_clear = 0, False, False, False
+        self._next, self._closing, self._stop = 0, False, False
         self._last_finish_time, self._pace = monotonic(), 1.0
         self._thread: threading.Thread | None = None
 
@@ -163,12 +164,6 @@ class Engine:
         """Whether `submit` would raise QueueFullError."""
         return len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting
 
-    def drain(self, seconds: float | None = None) -> bool:
-        """Accept no more requests and wait until all are finished; return whether they are."""
-        with self._changed:
-            self._closing = True
-            return self._changed.wait_for(lambda: not self._waiting and not self._running, seconds)
-
     def close(self) -> None:
         """Stop the engine at once. Unfinished requests are cancelled."""
         with self._changed:
@@ -180,12 +175,6 @@ class Engine:
         for sequence in [*self._waiting.values(), *self._running.values()]:
             self._abort(sequence, FinishReason.CANCELLED)
         self._deliver()
-
-    def clear_cache(self) -> None:
-        """Remove all blocks that no sequence uses from the prefix cache."""
-        with self._changed:
-            self._must_clear = True
-            self._changed.notify_all()
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start and current gauges, by name."""
@@ -245,7 +234,7 @@ class Engine:
             return
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._stop or self._must_clear)
+                self._changed.wait_for(lambda: self._waiting or self._running or self._stop)
                 if self._stop:
                     return
             try:
@@ -268,10 +257,7 @@ class Engine:
             self._package({**self._memory.state, **given, SIGNATURE.lengths: lengths}, is_prefill=prompt)
 
     def _abort_expired(self, now: float) -> None:
-        """Abort cancelled and timed-out requests, and clear the cache if that was requested."""
-        if self._must_clear and self.cache is not None:
-            self.cache.clear()
-        self._must_clear = False
+        """Abort cancelled and timed-out requests."""
         for sequence in [*self._running.values(), *self._waiting.values()]:
             deadline = sequence.handle.deadline
             if sequence.handle.is_cancelled:
@@ -328,13 +314,10 @@ class Engine:
             results = self._package({**self._memory.state, **given}, is_prefill=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
-            told = (
-                error
-                if isinstance(error, InlayError)
-                else ProgramError(f"A call of the package failed: {one_line(error)}.")
-            )
+            if not isinstance(error, InlayError):
+                error = ProgramError(f"A call of the package failed: {one_line(error)}.")
             for sequence in sequences:
-                self._fail(sequence, told)
+                self._fail(sequence, error)
             self._deliver()
             return None
         self._counts["call_microseconds"] += round((monotonic() - started) * 1e6)
@@ -352,11 +335,7 @@ class Engine:
             writer = sequence.generation
             sequence.computed_tokens += rows
             try:
-                if not math.isfinite(numbers[place, best]):
-                    raise ProgramError(
-                        "The program returned logits that are not finite.",
-                        "Check the weights, or build it again in float32: the dtype may be too narrow.",
-                    )
+                check_finite(numbers[place, best])
                 token = best if writer.is_plain_greedy else writer.sample(scores[place])
                 likelihood = writer.logprobs(scores[place], token) if writer.request.logprobs is not None else None
                 text, finish = writer.add(token)

@@ -60,9 +60,8 @@ class LanguageModel:
         """The tokenizer and chat template. They are read on first use."""
         with self._text_lock:
             if isinstance(self._text, Path):
-                from inlay.runtime.text_codec import (
-                    TextCodec,
-                )  # imports pydantic and Jinja, which token ids do not need
+                # It imports pydantic and Jinja, which token ids do not need.
+                from inlay.runtime.text_codec import TextCodec
 
                 self._text = TextCodec.load(self._text)
             return self._text

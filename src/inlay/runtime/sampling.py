@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,15 +81,20 @@ def sample(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, gen
     >>> sample(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())
     1
     """
-    if not torch.isfinite(logits.max()):
-        raise ProgramError(
-            "The program returned logits that are not finite.",
-            "Check the weights, or build it again in float32: the dtype may be too narrow.",
-        )
+    check_finite(float(logits.max()))
     if sampling.is_greedy:
         return int(_penalize(logits, history, sampling.repetition_penalty).argmax())
     weights = probabilities(logits, history, sampling)
     return int(torch.multinomial(weights, 1, generator=generator))
+
+
+def check_finite(largest: float) -> None:
+    """Raise an error if the largest logit is not finite."""
+    if not math.isfinite(largest):
+        raise ProgramError(
+            "The program returned logits that are not finite.",
+            "Check the weights, or build it again in float32: the dtype may be too narrow.",
+        )
 
 
 def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

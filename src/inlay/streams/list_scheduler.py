@@ -29,7 +29,7 @@ def plan_schedule(work: WorkGraph, *, lanes: int = 2, event_seconds: float) -> S
     """
     if lanes < 1 or event_seconds < 0:
         raise UsageError(f"Got {lanes} lanes and {event_seconds} s per event, expected at least 1 lane and 0 s.")
-    _refuse_unmeasured(work)
+    work.require_times()
     before = predecessors(work)
     made = _assign_lanes(work, before, lanes, event_seconds)
     order = HappensBefore(made, _cross_lane_needs(before, made))
@@ -42,12 +42,6 @@ def plan_schedule(work: WorkGraph, *, lanes: int = 2, event_seconds: float) -> S
         tuple([Event(names[one], names[two]) for two, waited in waits.items() for one in waited]),
         tuple(work.storages[storage].name for storage, _, _ in find_reuses(work, order)),
     )
-
-
-def _refuse_unmeasured(work: WorkGraph) -> None:
-    for task in work.tasks:
-        if task.seconds is None:
-            raise UsageError(f"The duration of {task.name} was not measured.", "Measure it, or set it to 0 seconds.")
 
 
 def _assign_lanes(
@@ -96,11 +90,8 @@ def _earliest(
 
     Ties go to the lane of the predecessor that ends last.
     """
-    last, near, others = (
-        _NO_TIME,
-        0,
-        _NO_TIME,
-    )  # end of the latest predecessor, its lane, and latest end in other lanes
+    # The end of the latest predecessor, its lane, and the latest end in other lanes.
+    last, near, others = _NO_TIME, 0, _NO_TIME
     for each in needs:
         end, lane = finish[each], home[each]
         if lane == near:

@@ -43,21 +43,12 @@ def check_schedule(work: WorkGraph, schedule: Schedule) -> ScheduleCheck:
 
 
 def _unknown_names(work: WorkGraph, schedule: Schedule) -> Iterator[ScheduleError]:
-    known = work.task_index
-    for index, tasks in enumerate(schedule.lanes):
-        for name in tasks:
-            if name not in known:
-                yield ScheduleError(
-                    ScheduleErrorKind.UNKNOWN, (name,), f"Lane {index} runs {name}, which is not a task of the work."
-                )
-    for event in schedule.events:
-        for name in (event.after, event.before):
-            if name not in known:
-                yield ScheduleError(
-                    ScheduleErrorKind.UNKNOWN,
-                    (name,),
-                    f"The event {event} names {name}, which is not a task of the work.",
-                )
+    named = [(f"Lane {index} runs", name) for index, tasks in enumerate(schedule.lanes) for name in tasks]
+    named += [(f"The event {event} names", name) for event in schedule.events for name in (event.after, event.before)]
+    for place, name in named:
+        if name not in work.task_index:
+            message = f"{place} {name}, which is not a task of the work."
+            yield ScheduleError(ScheduleErrorKind.UNKNOWN, (name,), message)
     for name in schedule.recorded_storages:
         if name not in work.storage_by_name:
             yield ScheduleError(ScheduleErrorKind.UNKNOWN, (), f"{name} is recorded, but is not a storage of the work.")

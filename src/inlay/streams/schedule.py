@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from inlay.streams.work_graph import dump_json, load_json
+from inlay.streams.work_graph import JsonRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(JsonRecord):
     """Lanes, events between them, and storages that must be recorded. A schedule may be invalid:
     `inlay.streams.check_schedule` checks it.
 
@@ -96,15 +96,6 @@ class Schedule:
         if self.recorded_storages:
             lines.append(f"recorded: {', '.join(self.recorded_storages)}")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Return the schedule as JSON; equal schedules give equal text."""
-        return dump_json(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Schedule:
-        """Return a schedule from its JSON."""
-        return load_json(cls, text)
 
 
 def serial_schedule(work: WorkGraph) -> Schedule:

@@ -6,7 +6,6 @@ import heapq
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from inlay.errors import UsageError
 from inlay.program.gc_pause import pause_gc
 from inlay.streams.happens_before import build_order, predecessors, successors
 from inlay.streams.race_check import find_reuses
@@ -34,9 +33,7 @@ def group_tasks(work: WorkGraph, at_least: float) -> WorkGraph:
     >>> print(group_tasks(WorkGraph((a, b), (Storage("x"), Storage("y", Lifetime.RESULT))), 1e-5))
     b+1 (1001.0 µs): nothing -> y
     """
-    for task in work.tasks:
-        if task.seconds is None:
-            raise UsageError(f"The duration of {task.name} was not measured.", "Measure it, or set it to 0 seconds.")
+    work.require_times()
     for _ in range(ROUNDS):
         fewer = _round(_round(work, at_least, _join_predecessors), at_least, _join_successors)
         if len(fewer) == len(work):

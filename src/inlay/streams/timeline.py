@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from inlay.streams.schedule import Event  # noqa: TC001 - `load_json` reads the annotations
-from inlay.streams.work_graph import dump_json, load_json
+from inlay.streams.schedule import Event  # noqa: TC001 - `from_json` reads the annotations
+from inlay.streams.work_graph import JsonRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class TaskRun:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(JsonRecord):
     """One run of a schedule.
 
     >>> spans = [[TaskRun("a", 0, 0.0, 0.0, 3.0)], [TaskRun("b", 1, 0.0, 0.0, 2.0), TaskRun("c", 1, 2.0, 3.0, 4.0)]]
@@ -128,15 +128,6 @@ class Timeline:
     def __str__(self) -> str:
         share = f"{100 * self.overlap_share:.0f} % of the time two lanes or more ran"
         return f"{format_seconds(self.seconds)}; {share}; {format_seconds(self.wait_seconds)} lost waiting"
-
-    def to_json(self) -> str:
-        """Return the timeline as JSON."""
-        return dump_json(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Timeline:
-        """Return a timeline from its JSON."""
-        return load_json(cls, text)
 
     def trace(self) -> str:
         """Return the timeline in the JSON trace format of Perfetto and chrome://tracing."""

@@ -15,7 +15,7 @@ from inlay.program.bindings import Role
 from inlay.streams.access_sets import is_result_item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from inlay.program.program import Program
 
@@ -39,37 +39,28 @@ def measure_calls(program: Program, inputs: Mapping[str, Any], rounds: int = 5) 
     values = {name: ref.read() for name, ref in program.tensors.items() if name not in rows} | dict(inputs)
     written = {row.name for row in program.bindings.state}
 
-    def run(note: Callable[[str, float], None]) -> None:
-        fresh = {name: value.clone() if name in written else value for name, value in values.items()}
-        _TimingInterpreter(program, note).run(*(fresh[row.name] for row in program.bindings.ins))
-
-    return _medians(run, rounds)
-
-
-def _medians(run: Callable[[Callable[[str, float], None]], Any], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {}
-    run(lambda name, time: None)
-    for _ in range(rounds):
-        run(lambda name, time: times.setdefault(name, []).append(time))
+    for number in range(rounds + 1):
+        fresh = {name: value.clone() if name in written else value for name, value in values.items()}
+        interpreter = _TimingInterpreter(program)
+        interpreter.run(*(fresh[row.name] for row in program.bindings.ins))
+        for name, time in interpreter.spent.items() if number else ():
+            times.setdefault(name, []).append(time)
     return {name: median(each) for name, each in times.items()}
 
 
 class _TimingInterpreter(fx.Interpreter):
     """Runs a graph and measures each call."""
 
-    def __init__(self, program: Program, note: Callable[[str, float], None]) -> None:
+    def __init__(self, program: Program) -> None:
         owner = program.graph.owning_module
         super().__init__(owner if owner is not None else torch.nn.Module(), graph=program.graph)
-        self.note = note
         self.owner: dict[fx.Node, str] = {}
         self.spent: dict[str, float] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            result = super().run(*args, enable_io_processing=False, **kwargs)
-        for name, time in self.spent.items():
-            self.note(name, time)
-        return result
+            return super().run(*args, enable_io_processing=False, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":

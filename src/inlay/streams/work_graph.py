@@ -11,13 +11,35 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Self
 
-from inlay.errors import PackageError, ProgramError
+from inlay.errors import PackageError, ProgramError, UsageError
 from inlay.program.json_values import DECODE_ERRORS, from_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+@dataclass(frozen=True)
+class JsonRecord:
+    """Data that is saved as JSON."""
+
+    def to_json(self) -> str:
+        """Return JSON in a canonical form: equal values give equal text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return a value from its JSON; raise an error for anything else."""
+        try:
+            value: Self = from_json(cls, json.loads(text))
+        except DECODE_ERRORS as error:
+            problem = f"The JSON is not a valid {_WORDS.sub(' ', cls.__name__).lower()}."
+            raise PackageError(problem, "Create it again.") from error
+        return value
 
 
 class Lifetime(StrEnum):
@@ -80,7 +102,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class WorkGraph:
+class WorkGraph(JsonRecord):
     """Tasks in program order, and the storages they access.
 
     Running the tasks one by one in this order defines the result. A schedule is correct if every task reads the same
@@ -139,32 +161,9 @@ class WorkGraph:
         """Total duration of all tasks; tasks that are not measured count 0."""
         return sum(task.seconds or 0.0 for task in self.tasks)
 
-    def to_json(self) -> str:
-        """Return the work as JSON; equal work gives equal text."""
-        return dump_json(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> WorkGraph:
-        """Return a work graph from its JSON."""
-        return load_json(cls, text)
-
-
-T = TypeVar("T")
-
-
-def dump_json(value: dict[str, Any]) -> str:
-    """Return JSON in a canonical form: equal values give equal text."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
-
-
-def load_json(kind: type[T], text: str | bytes) -> T:
-    """Return a value of this type from its JSON; raise an error for anything else."""
-    try:
-        value: T = from_json(kind, json.loads(text))
-    except DECODE_ERRORS as error:
-        problem = f"The JSON is not a valid {_WORDS.sub(' ', kind.__name__).lower()}."
-        raise PackageError(problem, "Create it again.") from error
-    return value
+    def require_times(self) -> None:
+        """Raise an error if the duration of a task was not measured."""
+        for task in self.tasks:
+            if task.seconds is None:
+                problem = f"The duration of {task.name} was not measured."
+                raise UsageError(problem, "Measure it, or set it to 0 seconds.")

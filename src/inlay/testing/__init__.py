@@ -10,7 +10,7 @@ from inlay.testing.inductor_code import GeneratedCode, generated_code
 from inlay.testing.model_check import ModelCheck, check_model
 from inlay.testing.post_grad_graphs import post_grad_graphs
 from inlay.testing.recompiles import CompileCounts, assert_no_recompiles
-from inlay.testing.rewrites import assert_rewrites, assert_untouched, op_counts, program_of
+from inlay.testing.rewrites import assert_rewrites, assert_untouched, program_of
 
 __all__ = [
     "CompileCounts",
@@ -25,7 +25,6 @@ __all__ = [
     "cache_round_trip",
     "check_model",
     "generated_code",
-    "op_counts",
     "post_grad_graphs",
     "program_of",
 ]

@@ -60,11 +60,6 @@ def program_of(
     return program
 
 
-def op_counts(program: Program) -> Mapping[str, int]:
-    """Return the number of calls of each operator."""
-    return program.op_counts()
-
-
 def assert_rewrites(
     before: torch.nn.Module | Callable[..., Any] | Program,
     transform: str | Transform,
@@ -105,7 +100,7 @@ def assert_rewrites(
         rows = "\n".join(f"{row.left!r} ≠ {row.right!r}" for row in found.hunks(0))
         assert found.is_equal, f"expected ≠ result:\n{rows}"
     if not _instance(transform).adds_inputs:
-        _assert_same_numbers(program, applied.program, args, _numerics(transform))
+        _assert_same_numbers(program, applied.program, args, _instance(transform).numerics)
     return applied.program
 
 
@@ -126,10 +121,6 @@ def assert_untouched(
 
 def _instance(transform: str | Transform) -> Transform:
     return find_transform(transform)() if isinstance(transform, str) else transform
-
-
-def _numerics(transform: str | Transform) -> Numerics:
-    return _instance(transform).numerics
 
 
 def _apply(program: Program, transform: str | Transform) -> TransformResult:

@@ -82,13 +82,13 @@ class Cache(RuleBasedStateMachine):
     def _had_to_go(self, level: int, priority: int) -> None:
         """On the next level there was no place, and nothing that matters as little could be removed from it."""
         if level + 1 < len(self.levels):
-            assert not self.manager.free_count(level + 1)
+            assert not self.manager._free[level + 1]
             there = [(key, each) for key, each in self.before.items() if each[0] == level + 1]
             assert all(each[2] or self._followers(key) or each[1][0] > priority for key, each in there)
 
     def _is_full(self, *relied: Block | None) -> None:
         """Nothing on the first level could be removed, or moved to a place that is free."""
-        may_move = len(self.levels) > 1 and self.manager.free_count(1)
+        may_move = len(self.levels) > 1 and self.manager._free[1]
         for block in self.manager:
             if block.level == 0 and not block.ref_count and block not in relied:
                 assert block.children, "this could be removed"
@@ -241,7 +241,6 @@ class Cache(RuleBasedStateMachine):
         for level, count in enumerate(self.levels):
             free = self.manager._free[level]
             assert sorted([*free, *(place for each, place in used if each == level)]) == list(range(count))
-            assert self.manager.free_count(level) == len(free)
             assert len(self.manager._eviction_queues[level]) <= 2 * count + 64, "entries that are void are swept out"
 
     @invariant()

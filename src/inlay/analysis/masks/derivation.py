@@ -22,7 +22,7 @@ from inlay.analysis.masks.index_function import (
 )
 from inlay.analysis.masks.inequalities import AffineExpr, UndecidedError
 from inlay.analysis.masks.operators import OPERATORS, SHAPE_ONLY
-from inlay.program.graphs import is_mutation, subgraphs, target_text
+from inlay.program.graphs import is_mutation, reachable, subgraphs, target_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class IndexAnalysis:
         form = self._derive_node(node)
         if isinstance(form, str):
             raise UnknownIndexFunctionError(form)
-        first = min(_tensor_ancestors(node)) if self._writes else node
+        first = min(reachable([node], _tensors)) if self._writes else node
         write = next((each for each in self._writes if first < each < reader), None)
         if write is not None:
             raise UnknownIndexFunctionError(
@@ -138,15 +138,3 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     if node.target in SHAPE_ONLY:
         return []
     return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), SCALARS)]
-
-
-def _tensor_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return a tensor and those it is computed from, without tensors of which only a size is read."""
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        at = todo.pop()
-        if at not in found:
-            found.add(at)
-            todo.extend(_tensors(at))
-    return found

@@ -126,22 +126,22 @@ def at_least_zero(total: AffineExpr) -> Formula:
 
 def conjunction(parts: Iterable[Formula]) -> Formula:
     """Return the formula that holds where all of these hold."""
-    kept: dict[Formula, None] = {}
-    for part in parts:
-        if part == FALSE:
-            return FALSE
-        kept.update(dict.fromkeys(part.parts if isinstance(part, And) else (part,)))
-    return next(iter(kept)) if len(kept) == 1 else And(tuple(kept))
+    return _join(And, parts, FALSE)
 
 
 def disjunction(parts: Iterable[Formula]) -> Formula:
     """Return the formula that holds where at least one of these holds."""
+    return _join(Or, parts, TRUE)
+
+
+def _join(kind: type[And | Or], parts: Iterable[Formula], decisive: Formula) -> Formula:
+    """Join formulas; each part once. One part that is `decisive` decides the result."""
     kept: dict[Formula, None] = {}
     for part in parts:
-        if part == TRUE:
-            return TRUE
-        kept.update(dict.fromkeys(part.parts if isinstance(part, Or) else (part,)))
-    return next(iter(kept)) if len(kept) == 1 else Or(tuple(kept))
+        if part == decisive:
+            return decisive
+        kept.update(dict.fromkeys(part.parts if isinstance(part, kind) else (part,)))
+    return next(iter(kept)) if len(kept) == 1 else kind(tuple(kept))
 
 
 def negate(formula: Formula) -> Formula:

@@ -200,9 +200,6 @@ class ReorderedTensor:
 
     def _process(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         result = self.processor.process(
-            weights=values,
-            name=self.tensor.info.name,
-            tensor_key_mapping=self.names,
-            parsed_parameters={"tensors": {}},
+            weights=values, name=self.tensor.info.name, tensor_key_mapping=self.names, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights)

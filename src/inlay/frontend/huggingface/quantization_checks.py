@@ -60,8 +60,7 @@ def refuse_quantization_tensors(name: str, leftover: Iterable[str]) -> None:
     parts = [key for key in leftover if _QUANTIZATION_TENSORS.search(key)]
     if parts:
         raise ModelError(
-            f"{name} contains {summarize_names(parts)}, which belong to an unsupported quantization format.",
-            _REMEDY,
+            f"{name} contains {summarize_names(parts)}, which belong to an unsupported quantization format.", _REMEDY
         )
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
 from inlay.insight.report.line_table import LineTable
-from inlay.insight.report.model_report import versions
 from inlay.insight.report.package_report import report_package
 from inlay.insight.report.recorder import compare_programs
 from inlay.package.loader import read_manifest
 from inlay.package.store import is_package
-from inlay.transforms.lock import read_lock
+from inlay.transforms.lock import read_lock, versions
 
 if TYPE_CHECKING:
     from inlay.program.program import Program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from inlay import flow, machine
+from inlay import flow
 from inlay.config import resolve_config
 from inlay.errors import InlayError
 from inlay.insight.candidates import SIZES_TEXT, find_candidates, searched_text
@@ -16,6 +16,7 @@ from inlay.insight.report.tables import bindings_table, memory_table, plan_table
 from inlay.insight.verify import NumericsCheck
 from inlay.program.text.folded_printer import dump_folded
 from inlay.transforms import configure, run
+from inlay.transforms.lock import versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from inlay.lowering.lower import LoweredProgram
     from inlay.program.program import Program
-
-_PACKAGES = ("inlay", "torch", "transformers")
 
 
 def report_program(
@@ -71,14 +70,12 @@ def report_program(
         "plan": {"buckets": plan_table(lowered) if lowered is not None else [], "why": why},
         "memory": memory_table(made, lowered),
         "drift": _drift(captured, options, on_step) if drift else _empty_drift(),
-        "configuration": {"rows": settings_table(resolved, steps), "why": ""},
+        "configuration": {
+            "rows": [[key, name, repr(value), origin] for key, name, value, origin in settings_table(resolved, steps)],
+            "why": "",
+        },
         "lines": lines.texts,
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that produced the report."""
-    return {name: found for name in _PACKAGES if (found := machine.package_version(name))}
 
 
 def _lower(program: Program, options: flow.BuildOptions, clock: dict[str, float]) -> tuple[LoweredProgram | None, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.insight.candidates.region import PREFILL_ROWS, ConcreteSizes
+from inlay.lowering.buckets import format_sizes
 from inlay.program.bindings import Role
 
 if TYPE_CHECKING:
@@ -167,23 +168,11 @@ def run_lengths(steps: Sequence[Any]) -> list[list[Any]]:
     return found
 
 
-def format_sizes(sizes: Mapping[str, tuple[int, int | None]]) -> str:
-    """Format the sizes of a bucket with ranges.
-
-    >>> format_sizes({"batch": (1, 1), "length": (1, None)})
-    'batch 1, length 1 … ∞'
-    """
-    return ", ".join(
-        f"{name} {low}" if low == high else f"{name} {low} … {'∞' if high is None else high}"
-        for name, (low, high) in sizes.items()
-    )
-
-
-def settings_table(resolved: ResolvedConfig, steps: Sequence[TransformStep]) -> list[list[str]]:
+def settings_table(resolved: ResolvedConfig, steps: Sequence[TransformStep]) -> list[tuple[str, str, Any, str]]:
     """Return rows of transform, option, value and configuration layer."""
     origins = {entry.key: entry.options for entry in resolved.entries}
     return [
-        [step.key, name, repr(value), origins[step.key][name].origin if name in origins[step.key] else "built in"]
+        (step.key, name, value, origins[step.key][name].origin if name in origins[step.key] else "built in")
         for step in steps
         for name, value in step.transform.options.model_dump().items()
     ]

@@ -93,11 +93,7 @@ def _argument(row: Binding) -> str:
     return row.target.replace(".", "_")
 
 
-def _rebind(
-    program: Program,
-    ins: Iterable[Binding],
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Program:
+def _rebind(program: Program, ins: Iterable[Binding], change: Callable[[dict[str, Any]], dict[str, Any]]) -> Program:
     """Return the same graph with its placeholders in another order and another call signature."""
     made = program.copy()
     ins = list(ins)

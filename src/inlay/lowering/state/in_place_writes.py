@@ -12,7 +12,7 @@ from inlay.analysis.auto_functionalized import is_auto_functionalized, parse_aut
 from inlay.analysis.state_updates import StateUpdate, find_aliases
 from inlay.lowering.state.declared_aliases import RETURNED_KINDS
 from inlay.lowering.state.defunctionalization import call_in_place
-from inlay.lowering.state.returned_parts import copy_returned_parts
+from inlay.lowering.state.returned_parts import copy_returned_parts, insert_views
 from inlay.lowering.state.state_copies import find_eager_copies
 from inlay.program.bindings import Alias, Bindings
 from inlay.program.remarks import Remark, RemarkKind
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inlay.analysis.state_updates import StateWrite
-    from inlay.analysis.storage_slices import StorageSlice
     from inlay.program.bindings import Binding
     from inlay.program.program import Program
 
@@ -87,7 +86,7 @@ def _insert_writes(rewriter: Rewriter, states: list[StateUpdate], bases: dict[st
         if is_auto_functionalized(write.call):
             continue
         with rewriter.inserting_before(last.get(write.node, write.node).next, write.node):
-            part = _insert_views(rewriter, base, write.storage_slice)
+            part = insert_views(rewriter, base, write.storage_slice)
             last[write.node] = rewriter.call(write.target, (part, *write.args), write.kwargs)
 
 
@@ -101,15 +100,8 @@ def _replace_versions(rewriter: Rewriter, state: StateUpdate, base: fx.Node) -> 
     for node, (place, _) in state.versions.items():
         if node is not base and node.users:
             with rewriter.inserting_before(node.next, node):
-                part = _insert_views(rewriter, base, place)
+                part = insert_views(rewriter, base, place)
             rewriter.replace_all({node: part}, keep={base.graph.output_node()})
-
-
-def _insert_views(rewriter: Rewriter, base: fx.Node, place: StorageSlice) -> fx.Node:
-    at = base
-    for view in place.views:
-        at = rewriter.call(view.target, (at, *view.args))
-    return at
 
 
 def _unwrap(rewriter: Rewriter, call: fx.Node) -> None:

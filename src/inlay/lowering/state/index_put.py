@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.analysis.auto_functionalized import is_auto_functionalized
 from inlay.errors import ProgramError
-from inlay.lowering.state.returned_parts import copy_returned_parts
+from inlay.lowering.state.returned_parts import copy_returned_parts, insert_views
 from inlay.program.graphs import sizes
 from inlay.program.symbols import is_data_dependent, is_statically_true, symbolic_sizes
 from inlay.rewrite.rewriter import Rewriter
@@ -336,9 +336,6 @@ def _find_versions(rewriter: Rewriter, state: StateUpdate, now: list[fx.Node]) -
     found = {}
     for node, (place, count) in state.versions.items():
         if node is not now[0] and node.users:
-            at = now[count]
-            with rewriter.inserting_before(max(at, node).next, node):
-                for view in place.views:
-                    at = rewriter.call(view.target, (at, *view.args))
-            found[node] = at
+            with rewriter.inserting_before(max(now[count], node).next, node):
+                found[node] = insert_views(rewriter, now[count], place)
     return found

@@ -45,6 +45,13 @@ def copy_returned_parts(rewriter: Rewriter) -> list[StateUpdate]:
     return find_state_updates(rewriter.program)
 
 
+def insert_views(rewriter: Rewriter, base: fx.Node, place: StorageSlice) -> fx.Node:
+    """Insert the views of a state that make one of its parts."""
+    for view in place.views:
+        base = rewriter.call(view.target, (base, *view.args))
+    return base
+
+
 def _is_part(value: Any, places: Mapping[fx.Node, StorageSlice]) -> bool:
     """Whether a value is a part of a state, or a view of one. A whole state may itself be a view of a part of it."""
     while isinstance(value, fx.Node) and value not in places and value.op == "call_function" and is_view(value):

@@ -18,7 +18,7 @@ from inlay.analysis.auto_functionalized import is_auto_functionalized
 from inlay.analysis.state_updates import StateUpdate, find_aliases, find_state_updates
 from inlay.analysis.storage_slices import SCATTERS
 from inlay.lowering.state.index_put import canonicalize_updates
-from inlay.program.graphs import is_view, operands, target_text
+from inlay.program.graphs import is_view, operands, target_text, view_base
 from inlay.program.symbols import is_statically_true
 
 if TYPE_CHECKING:
@@ -77,17 +77,10 @@ def _partial_view_reason(state: StateUpdate) -> str:
     """Return why more of a state is written than the model writes, or "": rows of a part behind two views."""
     for write in state.writes if state.is_eligible else ():
         if write.target is aten.copy_.default and write.args[0] is write.node:
-            root = _view_root(write.node)
+            root = view_base(write.node)  # for a result of a wrapped operator, the wrapper
             if root.target in SCATTERS or target_text(root.target).startswith(_ROWS):
                 return f"views: {root} writes to a part that cannot be traced to the state, so the whole part is copied"
     return ""
-
-
-def _view_root(value: fx.Node) -> fx.Node:
-    """Return the node that a value is a view of; for a result of a wrapped operator, the wrapper."""
-    while value.op == "call_function" and is_view(value) and isinstance(value.args[0], fx.Node):
-        value = value.args[0]
-    return value
 
 
 def _find_full_value(state: StateUpdate) -> str:
@@ -109,7 +102,7 @@ def _whole(state: StateUpdate) -> torch.Tensor:
 
 def _is_new(value: fx.Node, state: StateUpdate) -> bool:
     """Whether a value, or the tensor it is a view of, was computed and may be as large as the state."""
-    root = _view_root(value)
+    root = view_base(value)
     return root.op == "call_function" and not _is_smaller(root, state)
 
 

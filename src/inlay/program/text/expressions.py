@@ -81,6 +81,10 @@ def express(node: fx.Node, operand: Callable[[fx.Node], Expression]) -> Expressi
     """Return a node as an expression of its operands' expressions."""
     name = target_text(node.target)
     args, kwargs = node.args, node.kwargs
+
+    def postfix(suffix: str) -> Expression:
+        return Expression(_express_argument(args[0], operand).parenthesize(_POSTFIX) + suffix, _POSTFIX)
+
     if name in _INFIX and len(args) == 2 and not kwargs:
         sign, level = _INFIX[name]
         left, right = (_express_argument(arg, operand) for arg in args)
@@ -91,27 +95,19 @@ def express(node: fx.Node, operand: Callable[[fx.Node], Expression]) -> Expressi
     if name == "aten.neg.default":
         return Expression(f"-{_express_argument(args[0], operand).parenthesize(5)}", 5)
     if name == "operator.getitem":
-        return Expression(
-            f"{_express_argument(args[0], operand).parenthesize(_POSTFIX)}[{_express_argument(args[1], operand).text}]",
-            _POSTFIX,
-        )
+        return postfix(f"[{_express_argument(args[1], operand).text}]")
     if name == "aten.sym_size.int":
-        return Expression(f"{_express_argument(args[0], operand).parenthesize(_POSTFIX)}.shape[{args[1]}]", _POSTFIX)
+        return postfix(f".shape[{args[1]}]")
     if name == "aten.slice.Tensor" and len(args) >= 3 and not kwargs:
-        return Expression(
-            _express_argument(args[0], operand).parenthesize(_POSTFIX) + _slice(node, args, operand), _POSTFIX
-        )
+        return postfix(_slice(args, operand))
     if name == "aten._to_copy.default" and list(kwargs) == ["dtype"]:
-        return Expression(
-            f"{_express_argument(args[0], operand).parenthesize(_POSTFIX)}.to({literal(kwargs['dtype'])})", _POSTFIX
-        )
+        return postfix(f".to({literal(kwargs['dtype'])})")
     if name in _METHODS:
         method = _METHODS[name]
         rest = args[1:]
         if method in _VARIADIC_METHODS and len(rest) == 1 and isinstance(rest[0], (list, tuple)) and rest[0]:
             rest = tuple(rest[0])
-        call = _arguments(rest, kwargs, operand)
-        return Expression(f"{_express_argument(args[0], operand).parenthesize(_POSTFIX)}.{method}({call})", _POSTFIX)
+        return postfix(f".{method}({_arguments(rest, kwargs, operand)})")
     return Expression(f"{_callee(node)}({_arguments(args, kwargs, operand)})", _POSTFIX)
 
 
@@ -135,7 +131,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], operand: Callab
     return ", ".join(parts)
 
 
-def _slice(node: fx.Node, args: tuple[Any, ...], operand: Callable[[fx.Node], Expression]) -> str:
+def _slice(args: tuple[Any, ...], operand: Callable[[fx.Node], Expression]) -> str:
     source = args[0].meta.get("val") if isinstance(args[0], fx.Node) else None
     rank = source.dim() if isinstance(source, torch.Tensor) else None
     dim, start, stop = args[1], args[2], args[3] if len(args) > 3 else None

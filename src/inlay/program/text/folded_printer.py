@@ -36,20 +36,14 @@ _MAX_CONSTANT_VALUES = 64
 _UNLIMITED = 1_000_000
 _DIFF_INLINE_LENGTH = 30
 """Statements of a diff are short, so that a line contains one difference."""
-MAX_INLINE_LENGTH = 72
+_INLINE_LENGTH = 72
 """A value that is used once is inlined if its text is at most this long."""
 
 
 @pause_gc()
-def dump_folded(
-    program: Program,
-    *,
-    width: int = 120,
-    max_inline: int = MAX_INLINE_LENGTH,
-    folds: Folds | None = None,
-) -> str:
+def dump_folded(program: Program, *, width: int = 120, folds: Folds | None = None) -> str:
     """Return the text of a program with its repeated blocks written once."""
-    return "\n".join(_FoldedPrinter(program, folds or fold(program), width, max_inline).lines()) + "\n"
+    return "\n".join(_FoldedPrinter(program, folds or fold(program), width, _INLINE_LENGTH).lines()) + "\n"
 
 
 def comparison_lines(program: Program, folds: Folds, names: Mapping[fx.Node, str]) -> list[str]:
@@ -72,7 +66,9 @@ class _FoldedPrinter:
         self.max_inline, self.node_names, self.types_only = inline, renamed or {}, types_only
         self.sizes = {symbol.name for symbol in program.symbols.values()}
         self.rows = {row.name: row for row in program.bindings.ins}
-        self.kind_names = _kind_names(folds.kinds)
+        self.kind_names = {
+            kind: kind.name or block_name(index, len(folds.kinds)) for index, kind in enumerate(folds.kinds)
+        }
         files = Counter(
             node.meta[SOURCE].partition(":")[0] for node in all_nodes(program.graph) if node.meta.get(SOURCE)
         )
@@ -180,8 +176,8 @@ class _FoldedPrinter:
         yield self._return(graph, names)
 
     def _return(self, graph: fx.Graph, names: Mapping[fx.Node, Expression]) -> Line:
-        output = next(iter(reversed(graph.nodes)))
-        return Line(f"return {literal(output.args[0], lambda node: _lookup_name(names, node, self._name(node)))}")
+        returned = graph.output_node().args[0]
+        return Line(f"return {literal(returned, lambda node: _lookup_name(names, node, self._name(node)))}")
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -355,10 +351,6 @@ class _BlockParameters:
 def _is_layer_weight(rows: Sequence[Binding | None]) -> bool:
     """Whether a weight belongs to a layer: it differs between occurrences, or its path contains an index."""
     return len(set(rows)) > 1 or (len(rows) == 1 and rows[0] is not None and bool(layer_path(rows[0].target)))
-
-
-def _kind_names(kinds: Sequence[BlockKind]) -> dict[BlockKind, str]:
-    return {kind: kind.name or block_name(index, len(kinds)) for index, kind in enumerate(kinds)}
 
 
 def block_name(index: int, count: int) -> str:

@@ -15,8 +15,8 @@ from inlay.program.bindings import Alias, Binding, Bindings, Role
 from inlay.program.facts import Facts
 from inlay.program.gc_pause import pause_gc
 from inlay.program.graphs import MODULE, SOURCE, attach_subgraphs
-from inlay.program.program import CallSpec, Program
-from inlay.program.symbols import FakeValues, parse_symbols
+from inlay.program.program import CallSpec, Program, Symbol
+from inlay.program.symbols import FakeValues
 from inlay.program.text.literals import find_target, parse_literal
 from inlay.program.text.printer import FORMAT_VERSION, HEADER
 from inlay.program.weights import InMemoryTensor, MissingTensor
@@ -105,7 +105,8 @@ class _Reader:
     def program(self) -> Program:
         bindings = self._bindings()
         graph = self._graph("forward")
-        fakes = FakeValues(parse_symbols(self.tables["SYMBOLS"]))
+        symbols = self.tables["SYMBOLS"].items()
+        fakes = FakeValues([Symbol(name, low, high, example) for name, (low, high, example) in symbols])
         values = [
             fakes.tensor(getattr(torch, row.dtype), row.shape) if row.is_tensor else row.value for row in bindings.ins
         ]

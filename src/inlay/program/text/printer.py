@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from inlay.errors import ProgramError, one_line
 from inlay.program.bindings import Role
 from inlay.program.gc_pause import pause_gc
-from inlay.program.graphs import MODULE, SOURCE, all_graphs, all_nodes, subgraphs, target_text
+from inlay.program.graphs import MODULE, SOURCE, all_graphs, all_nodes, nested_name, subgraphs, target_text
 from inlay.program.text.literals import literal, namespace, registering_module
 from inlay.program.weights import InMemoryTensor
 
@@ -143,7 +143,9 @@ def _lines(program: Program) -> Iterator[str]:
     for name, graph in reversed(graphs):
         yield ""
         yield ""
-        yield from _function(program, name, graph, dict(_nested_names(name, graph)))
+        yield from _function(
+            program, name, graph, {target: nested_name(name, target) for target, _ in subgraphs(graph)}
+        )
 
 
 def _operators_as_arguments(program: Program) -> Iterator[object]:
@@ -155,9 +157,9 @@ def _operators_as_arguments(program: Program) -> Iterator[object]:
 
 
 def _imports(targets: Sequence[object], spaces: list[str]) -> Iterator[str]:
-    yield "import math" if "math" in spaces else "from math import inf, nan"
     if "math" in spaces:
-        yield "from math import inf, nan"
+        yield "import math"
+    yield "from math import inf, nan"
     for module in sorted({"operator", "builtins"} & set(spaces)):
         yield f"import {module}"
     yield ""
@@ -168,12 +170,6 @@ def _imports(targets: Sequence[object], spaces: list[str]) -> Iterator[str]:
     for space in spaces:
         if space not in ("math", "operator", "builtins", "torch"):
             yield f"{space} = torch.ops.{space}"
-
-
-def _nested_names(name: str, graph: fx.Graph) -> Iterator[tuple[str, str]]:
-    for target, _ in subgraphs(graph):
-        inner = target if name == "forward" else f"{name}__{target}"
-        yield target, inner.replace(".", "_")
 
 
 def _constant_text(value: torch.Tensor) -> str:

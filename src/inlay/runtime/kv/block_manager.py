@@ -68,10 +68,6 @@ class BlockManager:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
-    def free_count(self, level: int = 0) -> int:
-        """Return the number of free locations on a level."""
-        return len(self._free[level])
-
     def lookup(self, tokens: Sequence[int], salt: str = "") -> list[Block]:
         """Return the longest cached prefix of these tokens, in whole blocks. A lookup counts as a use."""
         found: list[Block] = []

@@ -67,11 +67,9 @@ class PrefixCache:
     def store(self, sequence: SequenceState) -> None:
         """Store the full blocks of a sequence in the cache."""
         cache, request = self._cache, sequence.handle.request
-        rows = (
-            sequence.computed_tokens
-            if self._can_store_generated
-            else min(sequence.computed_tokens, len(request.prompt))
-        )
+        rows = sequence.computed_tokens
+        if not self._can_store_generated:
+            rows = min(rows, len(request.prompt))
         while cache is not None and not sequence.is_cache_full:
             start = len(sequence.blocks) * cache.block_size
             stop = start + cache.block_size

@@ -137,11 +137,9 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     spelling = None if wanted[0].logprobs is None else serving.token_text
     form = (ChatSerializer if chat else CompletionSerializer)(head, spelling, with_usage)
     seconds = serving.settings.write_seconds
-    return (
-        EventStreamResponse(answers, form, seconds, with_usage)
-        if asked.stream
-        else FullResponse(answers, form, seconds)
-    )
+    if asked.stream:
+        return EventStreamResponse(answers, form, seconds, with_usage)
+    return FullResponse(answers, form, seconds)
 
 
 def _submit(wanted: list[Any], serving: ServerContext) -> list[RequestHandle]:

@@ -132,24 +132,8 @@ class _GenerationRequest(_RequestModel):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # not supported: neutral values only
-    presence_penalty: Annotated[
-        Any,
-        Unsupported(
-            (
-                0,
-                0.0,
-            )
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        Any,
-        Unsupported(
-            (
-                0,
-                0.0,
-            )
-        ),
-    ] = None
+    presence_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
+    frequency_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
     logit_bias: Annotated[Any, Unsupported(({},))] = None
     user: IgnoredField = None
 
@@ -164,25 +148,9 @@ class ChatRequest(_GenerationRequest):
     response_format: Annotated[Any, Unsupported(({"type": "text"},))] = None
     modalities: Annotated[Any, Unsupported((["text"],))] = None
     tools: Annotated[Any, Unsupported(([],))] = None
-    tool_choice: Annotated[
-        Any,
-        Unsupported(
-            (
-                "none",
-                "auto",
-            )
-        ),
-    ] = None
+    tool_choice: Annotated[Any, Unsupported(("none", "auto"))] = None
     functions: Annotated[Any, Unsupported(([],))] = None
-    function_call: Annotated[
-        Any,
-        Unsupported(
-            (
-                "none",
-                "auto",
-            )
-        ),
-    ] = None
+    function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
     audio: Annotated[Any, Unsupported()] = None
     reasoning_effort: Annotated[Any, Unsupported()] = None
     verbosity: Annotated[Any, Unsupported()] = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from inlay.runtime.outputs import FinishReason
 from inlay.serve.http.schema import (
@@ -38,35 +38,28 @@ API_FINISH_REASONS: dict[FinishReason, ApiFinishReason] = {
 }
 
 
-class ResponseSerializer(Protocol):
+class ResponseSerializer:
     """The serializer of one route."""
-
-    def first_chunk(self, index: int) -> str:
-        """Return the chunk that begins a choice; may be empty."""
-        ...
-
-    def chunk(self, index: int, piece: TokenOutput) -> str:
-        """Return the chunk of one token; empty if there is nothing to send."""
-        ...
-
-    def usage(self, usage: Usage) -> str:
-        """Return the chunk with the token counts."""
-        ...
-
-    def full_response(self, choices: Sequence[Sequence[TokenOutput]], usage: Usage) -> bytes:
-        """Return the full response as JSON."""
-        ...
-
-
-class _Chunks:
-    """The common part of the chunks of both routes."""
 
     def __init__(self, head: dict[str, Any], kind: str, spelling: TokenText | None, usage: bool) -> None:
         self._head, self._token_text = head, spelling
         self._begin = "data: " + json.dumps({**head, "object": kind}, separators=(",", ":"))[:-1] + ',"choices":['
         self._end = ',"usage":null}\n\n' if usage else "}\n\n"
 
+    def first_chunk(self, index: int) -> str:
+        """Return the chunk that begins a choice; may be empty."""
+        return ""
+
+    def chunk(self, index: int, piece: TokenOutput) -> str:
+        """Return the chunk of one token; empty if there is nothing to send."""
+        raise NotImplementedError
+
+    def full_response(self, choices: Sequence[Sequence[TokenOutput]], usage: Usage) -> bytes:
+        """Return the full response as JSON."""
+        raise NotImplementedError
+
     def usage(self, usage: Usage) -> str:
+        """Return the chunk with the token counts."""
         return f'{self._begin}],"usage":{usage.model_dump_json()}}}\n\n'
 
     def _chunk(self, index: int, what: str, logprobs: str, finish: str | None) -> str:
@@ -75,7 +68,7 @@ class _Chunks:
         return self._begin + choice + self._end
 
 
-class ChatSerializer(_Chunks):
+class ChatSerializer(ResponseSerializer):
     """`/v1/chat/completions`"""
 
     def __init__(self, head: dict[str, Any], spelling: TokenText | None, usage: bool) -> None:
@@ -114,15 +107,12 @@ class ChatSerializer(_Chunks):
         )
 
 
-class CompletionSerializer(_Chunks):
+class CompletionSerializer(ResponseSerializer):
     """`/v1/completions`"""
 
     def __init__(self, head: dict[str, Any], spelling: TokenText | None, usage: bool) -> None:
         super().__init__(head, "text_completion", spelling, usage)
         self._offsets: dict[int, int] = {}
-
-    def first_chunk(self, index: int) -> str:
-        return ""
 
     def chunk(self, index: int, piece: TokenOutput) -> str:
         logprobs = "null"

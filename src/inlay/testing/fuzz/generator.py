@@ -292,9 +292,7 @@ class ProgramGenerator:
             lambda: self.call(aten.neg.default, node),
             lambda: self.call(aten._to_copy.default, node, dtype=_OTHER_DTYPE.get(value.dtype, value.dtype)),
             lambda: self.call(
-                aten._to_copy.default,
-                self.call(aten._to_copy.default, node, dtype=torch.bfloat16),
-                dtype=value.dtype,
+                aten._to_copy.default, self.call(aten._to_copy.default, node, dtype=torch.bfloat16), dtype=value.dtype
             ),
             lambda: self.call(aten.transpose.int, self.call(aten.transpose.int, node, 0, last), 0, last),
             lambda: self.call(aten.transpose.int, node, 0, last),

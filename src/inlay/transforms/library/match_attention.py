@@ -77,11 +77,7 @@ class MatchAttention(ProgramTransform):
             Case("heads one after the other", tiled, (query, key, key)),
             Case("sequences and heads in one axis", in_one_axis, (query, key)),
             Case("same heads, no mask", lambda q, k, v: sdpa(q, k, v, scale=0.3), (query, query, query)),
-            Case(
-                "a mask from outside",
-                lambda q, k, m: sdpa(q, k, k, attn_mask=m),
-                (query, query, added),
-            ),
+            Case("a mask from outside", lambda q, k, m: sdpa(q, k, k, attn_mask=m), (query, query, added)),
             Case("a mask and a number", lambda q, k, m: sdpa(q, k, k, attn_mask=m + 1), (query, query, added)),
             Case("a causal mask", masked, (query, query, query)),
             Case("a window", windowed, (query, query, query)),
