@@ -22,7 +22,7 @@ from torch._inductor.pattern_matcher import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
-from inlay.insight.watch import PassRecord, misses, watch_patterns
+from inlay.insight.watch import PassRecord, misses, observer, watch_patterns
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
@@ -207,6 +207,27 @@ def test_originals_come_back() -> None:
     with pytest.raises(RuntimeError, match="inside"), watch_patterns():
         raise RuntimeError("inside")
     assert PatternMatcherPass.apply is originals[0]
+
+
+def test_another_library_wraps_it_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was wrapped stays, is called once, and can be watched again."""
+    monkeypatch.setattr(observer, "_embedded", set())
+    monkeypatch.setattr(PatternMatcherPass, "apply", PatternMatcherPass.apply)
+    calls = []
+    with watch_patterns() as first:
+        inner = PatternMatcherPass.apply
+
+        def wrapped(self: Any, gm: Any) -> int:
+            calls.append(gm)
+            return inner(self, gm)
+
+        PatternMatcherPass.apply = wrapped  # type: ignore[method-assign]
+    made = _pass()
+    assert made.apply(_graph(_norm, (4, 8), (8,))) == 1
+    with watch_patterns() as second:
+        assert made.apply(_graph(_norm, (4, 8), (8,))) == 1
+    assert PatternMatcherPass.apply is wrapped
+    assert (len(calls), len(first), len(second)) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("function", [_norm, _negated, _read_twice])

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _lock = threading.RLock()
 _listeners: list[Callable[[PassRecord], None]] = []
 _originals: dict[str, Any] = {}
+_embedded: set[str] = set()
+"""Observed functions that another library has wrapped, so that they could not be removed."""
 _last = threading.local()
 _SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib", "functools", __name__)
 
@@ -61,53 +63,58 @@ def watch_patterns() -> Iterator[list[PassRecord]]:
 
 def add_listener(listener: Callable[[PassRecord], None]) -> None:
     """Call a function with the record of every pass, until it is removed."""
-    matcher = inductor()
     with _lock:
         _listeners.append(listener)
-        if not _originals:
-            _originals["apply"] = matcher.PatternMatcherPass.apply
-            _originals["fx_to_pattern"] = matcher.fx_to_pattern
-            _originals["match"] = SubgraphMatcher.match
-            matcher.PatternMatcherPass.apply = functools.wraps(_originals["apply"])(_observed_apply)
-            matcher.fx_to_pattern = functools.wraps(_originals["fx_to_pattern"])(_observed_fx_to_pattern)
-            SubgraphMatcher.match = functools.wraps(_originals["match"])(_observed_match)  # type: ignore[method-assign]
+        if len(_listeners) == 1:
+            for owner, name, observed in _replacements():
+                if name not in _embedded:
+                    _originals[name] = getattr(owner, name)
+                    setattr(owner, name, functools.wraps(_originals[name])(observed))
 
 
 def remove_listener(listener: Callable[[PassRecord], None]) -> None:
     """Remove a listener; after the last one, the original functions are back."""
-    matcher = inductor()
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
-            matcher.PatternMatcherPass.apply = _originals["apply"]
-            matcher.fx_to_pattern = _originals["fx_to_pattern"]
-            SubgraphMatcher.match = _originals["match"]  # type: ignore[method-assign]
-            _originals.clear()
+            for owner, name, observed in _replacements():
+                if getattr(owner, name) is observed:
+                    setattr(owner, name, _originals[name])
+                else:  # another library has wrapped it since, and goes on calling it
+                    _embedded.add(name)
 
 
-def _original(name: str, current: Any) -> Any:
-    """Return an original function; `current` is it if another thread has just ended the last watch."""
-    return _originals.get(name, current)
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """Return the observed functions: owner, name, and what replaces it."""
+    return [
+        (inductor().PatternMatcherPass, "apply", _observed_apply),
+        (inductor(), "fx_to_pattern", _observed_fx_to_pattern),
+        (SubgraphMatcher, "match", _observed_match),
+    ]
 
 
 def _observed_fx_to_pattern(*args: Any, **kwargs: Any) -> Any:
     """Convert, and keep the result: it is the shape-specific pattern of a check that is running."""
-    made = _original("fx_to_pattern", inductor().fx_to_pattern)(*args, **kwargs)
+    made = _originals["fx_to_pattern"](*args, **kwargs)
     _last.pattern = made
     return made
 
 
 def _observed_apply(self: Any, gm: Any) -> Any:
+    if not _listeners:
+        return _originals["apply"](self, gm)
     graph, call = getattr(gm, "graph", gm), _PassCall(_inductor_pass_name(self))
     before = frozenset(getattr(graph, "nodes", ()))
     observed = call.protect(lambda: call.observed_pass(self)) or self
-    matches = _original("apply", inductor().PatternMatcherPass.apply)(observed, gm)
+    matches = _originals["apply"](observed, gm)
     call.report(graph, matches, [node for node in graph.nodes if node not in before])
     return matches
 
 
 def _observed_match(self: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
-    found = _original("match", SubgraphMatcher.match)(self, graph, *args, **kwargs)
+    found = _originals["match"](self, graph, *args, **kwargs)
+    if not _listeners:
+        return found
     frame = _caller()
     call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
 
