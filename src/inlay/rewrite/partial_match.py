@@ -78,7 +78,7 @@ class Aligner:
             self.budget, self.steps = budget, 0
             best: PartialMatch | None = None
             for partial in self._align(self.tree.outputs[0], root, root, PartialMatch()):
-                complete = self._check_consumers(self._align_other_outputs(partial), root)
+                complete = self._check_consumers(self._align_other_outputs(partial, root), root)
                 better = best is None or (complete.cost, -len(complete.nodes)) < (best.cost, -len(best.nodes))
                 if complete.cost <= self.budget and better:
                     best, self.budget = complete, complete.cost
@@ -259,7 +259,7 @@ class Aligner:
         for each in self._align(pattern, value, reader, state, name):
             yield from self._align_all(rest, reader, each)
 
-    def _align_other_outputs(self, partial: PartialMatch) -> PartialMatch:
+    def _align_other_outputs(self, partial: PartialMatch, root: fx.Node) -> PartialMatch:
         for output in self.tree.outputs[1:]:
             if output in partial.nodes:
                 continue
@@ -270,7 +270,7 @@ class Aligner:
             ]
             lost = len(subtree_calls(output) - set(partial.nodes))
             none = partial.with_difference(
-                missing_node(output, None, next(iter(partial.nodes.values()), near[0])), extra_cost=lost - 1
+                missing_node(output, None, next(iter(partial.nodes.values()), root)), extra_cost=lost - 1
             )
             partial = min([*ways, none], key=lambda way: way.cost)
         return partial
