@@ -102,24 +102,34 @@ class _Stop(Exception):  # noqa: N818 - a result, not an error
     """Raised after the last post-grad pass: nothing is generated."""
 
 
+@contextmanager
+def record_post_grad_graphs(made: list[fx.Graph], *, stop: bool = False) -> Iterator[None]:
+    """Add the graphs that Inductor lowers to a list, after the last post-grad pass; `stop` ends the compilation."""
+    passes = compile_fx._recursive_post_grad_passes
+    depth = 0
+
+    def noted(module: fx.GraphModule, is_inference: bool = False) -> None:
+        nonlocal depth
+        depth += 1
+        try:
+            passes(module, is_inference)
+        finally:
+            depth -= 1
+        if depth == 0:  # subgraphs of control flow are part of the graph that calls them
+            made.append(copy_graph(module.graph))
+            if stop:
+                raise _Stop
+
+    with mock.patch.object(compile_fx, "_recursive_post_grad_passes", noted):
+        yield
+
+
 def post_grad_program(program: Program) -> Program:
     """Return the post-grad graph that Inductor makes of a program: functional ATen, decomposed, before code generation.
 
     Weights are inputs, and only their types are used. Passes in `torch._inductor.config` run.
     """
     made: list[fx.Graph] = []
-    passes = compile_fx._recursive_post_grad_passes
-    depth = 0
-
-    def stopped(module: fx.GraphModule, is_inference: bool = False) -> None:
-        nonlocal depth
-        depth += 1
-        passes(module, is_inference)
-        depth -= 1
-        if depth == 0:  # subgraphs of control flow are part of the graph that calls them
-            made.append(copy_graph(module.graph))
-            raise _Stop
-
     graph = copy_graph(program.graph)
     for node in all_nodes(graph):
         node.meta = _inductor_meta(node)
@@ -128,7 +138,7 @@ def post_grad_program(program: Program) -> Program:
     try:
         with (
             tracing_lock(),
-            mock.patch.object(compile_fx, "_recursive_post_grad_passes", stopped),
+            record_post_grad_graphs(made, stop=True),
             config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
             torch.no_grad(),
         ):

@@ -36,7 +36,7 @@ _COMMON_OPERATORS = (
     *("clone", "_to_copy", "expand", "unsqueeze"),
 )
 _REPORT_SIMILARITY = 0.5
-_REFUSAL_COST = 0.25
+REFUSAL_COST = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +228,7 @@ class NearMissFinder:
             differences=(PatternDifference(miss.kind, miss.text, node),),
             nodes=nodes,
             num_covered_nodes=len(nodes),
-            cost=_REFUSAL_COST,
+            cost=REFUSAL_COST,
             similarity=self._similarity(miss.root, nodes),
         )
 

@@ -6,7 +6,6 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch._dynamo import utils as dynamo
@@ -14,12 +13,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.compiler._cache import CacheArtifactManager
 
-from inlay.program.graphs import copy_graph
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import fx
 
 _MANY = 1 << 16
 _LIMIT = "recompile limit exceeded"
@@ -85,29 +81,6 @@ def use_eager_random() -> Iterator[None]:
     """Make compiled code draw the same random numbers as eager code."""
     with inductor_config.patch(fallback_random=True):
         yield
-
-
-@contextmanager
-def record_post_grad_graphs() -> Iterator[list[fx.Graph]]:
-    """Yield a list of the graphs that Inductor lowers, after the last post-grad pass."""
-    from torch._inductor import compile_fx
-
-    passes = compile_fx._recursive_post_grad_passes
-    made: list[fx.Graph] = []
-    depth = 0
-
-    def noted(module: fx.GraphModule, is_inference: bool = False) -> None:
-        nonlocal depth
-        depth += 1
-        try:
-            passes(module, is_inference)
-        finally:
-            depth -= 1
-        if depth == 0:  # subgraphs of control flow are part of the graph that calls them
-            made.append(copy_graph(module.graph))
-
-    with mock.patch.object(compile_fx, "_recursive_post_grad_passes", noted):
-        yield made
 
 
 def collect_sources(call: Callable[[], Any]) -> list[str]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import UsageError
-from inlay.testing.compiler import disable_caches, record_post_grad_graphs
+from inlay.integrations.post_grad import record_post_grad_graphs
+from inlay.testing.compiler import disable_caches
 from inlay.testing.inputs import call, compile_model, copy_inputs, copy_model
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def post_grad_graphs(
     ['aten.mm.default']
     """
     torch.compiler.reset()
-    with disable_caches(), record_post_grad_graphs() as made:
+    made: list[fx.Graph] = []
+    with disable_caches(), record_post_grad_graphs(made):
         call(compile_model(copy_model(model), backend, options, dynamic), copy_inputs(inputs))
     if not made:
         raise UsageError("No graph reached Inductor.", "Use a backend that calls Inductor, and enable torch.compile.")

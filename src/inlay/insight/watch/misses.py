@@ -10,7 +10,7 @@ from inlay.insight.findings import Finding, fold_misses, layer_of
 from inlay.program.exported_program import select_meta
 from inlay.program.graphs import copy_graph
 from inlay.rewrite.differences import meta_location
-from inlay.rewrite.near_misses import KnownSites, NearMiss, NearMissFinder, drop_overlapping
+from inlay.rewrite.near_misses import REFUSAL_COST, KnownSites, NearMiss, NearMissFinder, drop_overlapping
 from inlay.rewrite.partial_match import MAX_DIFFERENCES
 from inlay.rewrite.pattern_trees import subtree_calls
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from inlay.rewrite.differences import CodeLocation, PatternDifference
     from inlay.rewrite.partial_match import Aligner
     from inlay.rewrite.pattern_trees import PatternTree
-
-_REFUSAL_COST = 0.25
 
 
 @dataclass
@@ -83,7 +81,7 @@ def _refused(pattern: ObservedPattern, nodes: dict[str, fx.Node]) -> list[NearMi
             covered = tuple(nodes[name] for name in names if name in nodes)
             at, size = nodes.get(reason.node.name, nodes[root]), len(names)
             made.append(
-                NearMiss(nodes[root], at, reason.kind, reason.text, size, size, nodes=covered, cost=_REFUSAL_COST)
+                NearMiss(nodes[root], at, reason.kind, reason.text, size, size, nodes=covered, cost=REFUSAL_COST)
             )
     return made
 
