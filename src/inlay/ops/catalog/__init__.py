@@ -25,8 +25,8 @@ def lookup(operations: Sequence[str], dtype: str = "") -> list[KernelEntry]:
     Kernels that can be called here in `dtype` come first, then in the order of names. Kernels of other dtypes and
     kernels that are not installed are included, and operators of installed packages that have one of the names.
 
-    >>> [entry.source for entry in lookup(["rms_norm"], "float32")][:2]
-    ['inlay', 'flashinfer']
+    >>> lookup(["rms_norm"], "float32")[0].source
+    'inlay'
     >>> lookup(["no_such_thing"])
     []
     """
