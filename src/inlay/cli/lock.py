@@ -14,7 +14,7 @@ import typer
 from inlay.cli.console import error_boundary, out, print_json
 from inlay.cli.model_options import AtOption, DType, DTypeOption, Level, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.errors import ExitCode
+from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ def check(
     Example: [bold]inlay check --lock matches.lock[/]
     """
     with error_boundary():
-        from inlay.transforms.lock import Comparison, LockOptions, read_lock, versions
+        from inlay.transforms.lock import Comparison, LockOptions, read_lock
 
         locked = read_lock(file)
         given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
@@ -91,14 +91,8 @@ def check(
                         markup=False,
                         soft_wrap=True,
                     )
-            now = versions()
-            changed = [
-                f"{name} {old} → {now.get(name, 'none')}"
-                for name, old in locked.versions.items()
-                if now.get(name) != old
-            ]
-            if changed and seen.differences:
-                out.print(f"Changed versions: {', '.join(changed)}.")
+            if seen.differences and (changed := locked.version_changes()):
+                out.print(f"Changed versions: {changed}.")
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:
@@ -126,17 +120,21 @@ class _MatchedModel:
 
 
 def _lock_entry(model: str, made: LockOptions, trust: bool) -> LockedModel:
-    from inlay.insight.watch.folder import is_watch_folder, lock_folder
+    from inlay.insight.watch.folder import is_watch_folder, lock_passes, read_records, sum_records
 
-    return lock_folder(model) if is_watch_folder(model) else _match_model(model, made, trust).lock_entry
+    if is_watch_folder(model):
+        return lock_passes(model, sum_records(read_records(model)))
+    return _match_model(model, made, trust).lock_entry
 
 
 def _compare(old: LockedModel, made: LockOptions, trust: bool) -> Iterator[LockDifference]:
-    from inlay.insight.watch.folder import explain_watched, is_watch_folder, lock_folder
+    from inlay.insight.watch.folder import compare_passes, is_watch_folder, read_records, sum_records
     from inlay.transforms.lock import compare
 
     if is_watch_folder(old.model):
-        return compare(old, lock_folder(old.model), lambda key: explain_watched(old.model, key))
+        return compare_passes(old, sum_records(read_records(old.model)))
+    if "::" in old.model:
+        raise UsageError(f"{old.model} is a test.", "Run it with pytest: its fixture pattern_lock compares.")
     new = _match_model(old.model, made, trust)
     return compare(old, new.lock_entry, new.explain_miss)
 

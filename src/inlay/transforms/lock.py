@@ -106,6 +106,13 @@ class Lock(BaseModel):
         """Return the contents of the lock file."""
         return _HEADER + yaml.safe_dump(self.model_dump(), sort_keys=False, width=120)
 
+    def version_changes(self) -> str:
+        """Return which packages have another version than when the lock was written."""
+        now = versions()
+        return ", ".join(
+            f"{name} {old} → {now.get(name, 'none')}" for name, old in self.versions.items() if now.get(name) != old
+        )
+
 
 def versions() -> dict[str, str]:
     """Return versions of the packages that affect how a model is captured and matched."""

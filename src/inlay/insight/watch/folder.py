@@ -9,15 +9,20 @@ import threading
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
 from inlay.insight.findings import Finding
 from inlay.insight.watch.observer import add_listener
 from inlay.insight.watch.records import PassRecord
 from inlay.rewrite.reasons import Reason
-from inlay.transforms.lock import LockedModel, LockedTransform
+from inlay.transforms.lock import LockedModel, LockedTransform, compare
 from inlay.watch_startup import SUFFIX, VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from inlay.transforms.lock import LockDifference
 
 _lock = threading.Lock()
 _is_recording = False
@@ -97,24 +102,33 @@ def sum_records(records: list[PassRecord]) -> dict[str, PassRecord]:
     return merged
 
 
-def lock_folder(folder: str) -> LockedModel:
-    """Return the matches of a folder as an entry of a lock file."""
-    passes = sum_records(read_records(folder))
+def lock_passes(name: str, passes: Mapping[str, PassRecord]) -> LockedModel:
+    """Return the matches of watched passes as an entry of a lock file."""
     rows = {}
-    for name, record in passes.items():
-        rows[name] = LockedTransform(sites=record.matches, misses=_reasons(record.near_misses))
+    for key, record in passes.items():
+        rows[key] = LockedTransform(sites=record.matches, misses=_reasons(record.near_misses))
         for pattern in sorted({*record.patterns, *(each.transform for each in record.near_misses)}):
             misses = [each for each in record.near_misses if each.transform == pattern]
             sites = record.patterns.get(pattern, 0)
-            rows[f"{name}: {pattern}"] = LockedTransform(sites=sites, misses=_reasons(misses))
-    return LockedModel(model=folder, nodes=0, program="", configuration="", transforms=rows)
+            rows[f"{key}: {pattern}"] = LockedTransform(sites=sites, misses=_reasons(misses))
+    return LockedModel(model=name, nodes=0, program="", configuration="", transforms=rows)
 
 
-def explain_watched(folder: str, key: str) -> str:
+def compare_passes(old: LockedModel, passes: Mapping[str, PassRecord]) -> Iterator[LockDifference]:
+    """Compare watched passes with an entry of a lock file."""
+    new = lock_passes(old.model, passes)
+    old = old.model_copy(update={"transforms": dict(old.transforms)})
+    for one, other in ((old, new), (new, old)):
+        for key in other.transforms.keys() - one.transforms.keys():
+            if key.partition(": ")[0] in one.transforms:  # a pattern without matches has no row
+                one.transforms[key] = LockedTransform(sites=0)
+    return compare(old, new, lambda key: explain_miss(passes, key))
+
+
+def explain_miss(passes: Mapping[str, PassRecord], key: str) -> str:
     """Return the nearest miss of a pass, or of one of its patterns (`pass: pattern`)."""
     name, _, pattern = key.partition(": ")
-    record = sum_records(read_records(folder)).get(name)
-    findings = record.near_misses if record is not None else ()
+    findings = passes[name].near_misses if name in passes else ()
     return next((each.text for each in findings if pattern in ("", each.transform)), "")
 
 
