@@ -97,8 +97,7 @@ def _compare_file(request: pytest.FixtureRequest, file: Path, passes: Mapping[st
         _fail(f"{file} has {len(locked.models)} entries, and a block has one. Write it again: {update}")
     differences = [each.message for each in compare_passes(locked.models[0], passes) if each.fails]
     if differences:
-        changed = locked.version_changes()
-        _fail(*differences, *([f"Changed versions: {changed}."] if changed else []), f"To accept the changes: {update}")
+        _fail(*differences, *(each.message for each in locked.changes()), f"To accept the changes: {update}")
 
 
 def _fail(*lines: str) -> NoReturn:

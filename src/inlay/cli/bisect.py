@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inlay.cli.console import err, error_boundary, out, print_json
-from inlay.cli.model_options import DTypeOption, ModelArgument, TrustOption, read_program, resolve_config
+from inlay.cli.model_options import DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.errors import ExitCode
+from inlay.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,18 @@ if TYPE_CHECKING:
 
 
 def bisect(
-    model: ModelArgument,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL|COMMAND",
+            help="A model (see `inlay show`); with --watch a program and its arguments.",
+            show_default=False,
+        ),
+    ],
+    is_watched: Annotated[
+        bool,
+        typer.Option("--watch", help="Run a program, and find the match of its graph passes that makes it fail."),
+    ] = False,
     oracle: Annotated[
         str,
         typer.Option(
@@ -52,9 +65,21 @@ def bisect(
     transforms are those of the default configuration, without `insert_kv_cache` and `pack_weights`. Exit code 0:
     nothing is wrong. Exit code 1: a faulty site was found.
 
+    With --watch, the exit code of the program says whether it is good: 0 is good, 125 cannot judge, another one is bad.
+
     Example: [bold]inlay bisect ./my-model --oracle tokens -o repro.py[/]
+
+    Example: [bold]inlay bisect --watch -- python compare.py[/]
     """
     with error_boundary():
+        if is_watched:
+            if any((passes, resume, output, find_all, files, settings, dtype, trust, oracle != "logits")):
+                raise UsageError("With --watch, the only other option is --json.", "See `inlay bisect --help`.")
+            _bisect_watched(words, as_json)
+            return
+        model, *more = words
+        if more:
+            raise UsageError(f"{more[0]} is one argument too many.", "Name one model, or a program with --watch.")
         from inlay.insight.bisect import Bisection, load_answers, save_answers
         from inlay.insight.oracles import make_oracle
         from inlay.integrations.external_pass import load_external_pass as external_pass
@@ -97,6 +122,41 @@ def bisect(
             output.write_text(_script(model, found.groups[0], options))
         if found.groups:
             raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _bisect_watched(command: list[str], as_json: bool) -> None:
+    """Find the match that makes a program fail."""
+    from inlay.cli.watch import run_watched
+    from inlay.insight.watch.bisection import ALL, LimitedRun, find_bad_match
+    from inlay.insight.watch.match_limit import read_matches
+
+    def run(limit: int) -> LimitedRun:
+        with tempfile.TemporaryDirectory() as folder:
+            done = run_watched(command, Path(folder), limit=limit)
+            printed = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            made = LimitedRun(done.returncode, read_matches(Path(folder)), *printed[-1:])
+        verdict = {True: "good", False: "bad ", None: "skip"}[made.is_good]
+        said = f": exit code {made.code}: {made.last_line}" if made.code else ""
+        amount = "all" if limit == ALL else f"the first {limit}"
+        err.print(f"{verdict} with {amount} matches{said}", markup=False, soft_wrap=True)
+        return made
+
+    found = find_bad_match(run)
+    if found is None:
+        if as_json:
+            print_json(None)
+        else:
+            out.print("The program is good with all matches.")
+        return
+    if as_json:
+        print_json(asdict(found))
+    else:
+        which = f"match {found.bad}" if found.bad == found.good + 1 else f"one of matches {found.good + 1}–{found.bad}"
+        out.print(f"The program fails with {which} of {found.total}, and not with the first {found.good}:")
+        for each in found.matches:
+            out.print(f"  {each.number}: {each.text}", markup=False, soft_wrap=True)
+        out.print(f"{found.runs} runs.")
+    raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _script(model: str, found: Sequence[Culprit], options: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def check(
         given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
         given.at = locked.options.at
         made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
-        seen = Comparison(list(made.changes()))
+        seen = Comparison([*locked.changes(), *made.changes()])
         for old in locked.models:
             seen.differences += _compare(old, made, trust)
         if as_json:
@@ -91,8 +91,6 @@ def check(
                         markup=False,
                         soft_wrap=True,
                     )
-            if seen.differences and (changed := locked.version_changes()):
-                out.print(f"Changed versions: {changed}.")
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:

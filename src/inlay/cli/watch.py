@@ -46,15 +46,7 @@ def watch(
         from inlay.insight.watch.folder import is_watch_folder, read_records, sum_records
 
         _clear(output, is_watch_folder(output))
-        site = str(Path(watch_startup.__file__).parent / "watch_site")
-        paths = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, watch_startup.VARIABLE: str(output.resolve()), "PYTHONPATH": paths}
-        if not use_caches:
-            environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-        try:
-            code = subprocess.run(command, env=environment, check=False).returncode
-        except OSError as error:
-            raise UsageError(f"{command[0]} cannot be run: {error.strerror}.", "Name a program after --.") from error
+        code = run_watched(command, output, use_caches).returncode
         if is_watch_folder(output):
             passes = list(sum_records(read_records(output)).values())
             if as_json:
@@ -64,6 +56,23 @@ def watch(
         else:
             err.print("No pattern pass ran: nothing was compiled, or another Python ran it.", markup=False)
         raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def run_watched(
+    command: list[str], folder: Path, use_caches: bool = False, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with records in a folder; with a limit, apply only so many matches and capture the output."""
+    site = str(Path(watch_startup.__file__).parent / "watch_site")
+    paths = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, watch_startup.VARIABLE: str(folder.resolve()), "PYTHONPATH": paths}
+    if not use_caches:
+        environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    if limit is not None:
+        environment["INLAY_WATCH_LIMIT"] = str(limit)
+    try:
+        return subprocess.run(command, env=environment, check=False, text=True, capture_output=limit is not None)
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be run: {error.strerror}.", "Name a program after --.") from error
 
 
 def _clear(folder: Path, is_watched: bool) -> None:

@@ -106,12 +106,13 @@ class Lock(BaseModel):
         """Return the contents of the lock file."""
         return _HEADER + yaml.safe_dump(self.model_dump(), sort_keys=False, width=120)
 
-    def version_changes(self) -> str:
-        """Return which packages have another version than when the lock was written."""
+    def changes(self) -> Iterator[LockDifference]:
+        """Find packages whose version changed since the lock was written."""
         now = versions()
-        return ", ".join(
-            f"{name} {old} → {now.get(name, 'none')}" for name, old in self.versions.items() if now.get(name) != old
-        )
+        for name, old in self.versions.items():
+            if now.get(name) != old:
+                text = f"The lock was written with {name} {old}; {now.get(name, 'no version of it')} is installed."
+                yield LockDifference(name, text, fails=False)
 
 
 def versions() -> dict[str, str]:
@@ -165,7 +166,7 @@ class LockDifference:
     """One difference from a lock. It fails the check unless `fails` is false."""
 
     model: str
-    """The model, or the configuration file."""
+    """The model, the configuration file or the package."""
     message: str
     fails: bool = True
     transform: str = ""
@@ -195,7 +196,7 @@ class Comparison:
 def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -> Iterator[LockDifference]:
     """Find what changed for one model, most important first. `explain` returns why a transform missed sites."""
     for key in dict.fromkeys((*old.transforms, *new.transforms)):
-        before, after = old.transforms.get(key), new.transforms.get(key)
+        before, after = _row(old, key), _row(new, key)
         if before is None or after is None:
             what = "did not run when the lock was written" if before is None else "does not run any more"
             yield LockDifference(old.model, f"{key} {what}.", transform=key)
@@ -213,6 +214,12 @@ def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
         yield LockDifference(old.model, f"The captured program changed ({nodes}).", fails=False)
+
+
+def _row(locked: LockedModel, key: str) -> LockedTransform | None:
+    """Return the results of a transform; of a part of it (`transform: part`) that is not there, none."""
+    found = locked.transforms.get(key)
+    return LockedTransform(sites=0) if found is None and key.partition(": ")[0] in locked.transforms else found
 
 
 def _reasons(locked: LockedTransform) -> str:
