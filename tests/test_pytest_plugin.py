@@ -76,9 +76,9 @@ def test_only_more_near_misses_are_no_failure(lock: Path, pattern_lock: Any) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"passes.lock does not exist. Write it: pytest --update-pattern-locks "),
-        ("models: 3", r"is not a lock of format 3. Write it again: pytest --update-pattern-locks "),
-        ("format: 3\nmodels: []", "has 0 entries"),
+        (None, r"passes.lock cannot be read. Write it: pytest --update-pattern-locks "),
+        ("models: 3", r"is not a lock of format 3. Write it: pytest --update-pattern-locks "),
+        ("format: 3\nmodels: []", "does not have one entry"),
     ],
 )
 def test_no_lock_file(text: str | None, message: str, pattern_lock: Any, tmp_path: Path) -> None:

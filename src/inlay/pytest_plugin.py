@@ -83,19 +83,17 @@ def _compare_file(request: pytest.FixtureRequest, file: Path, passes: Mapping[st
     from inlay.insight.watch.folder import compare_passes, lock_passes
     from inlay.transforms.lock import Lock, read_lock, versions
 
-    update = f"pytest {_OPTION} {shlex.quote(request.node.nodeid)}"
     if request.config.getoption(_OPTION, default=False):
         file.write_text(Lock(versions=versions(), models=[lock_passes(request.node.nodeid, passes)]).text())
         return
-    if not file.exists():
-        _fail(f"{file} does not exist. Write it: {update}")
+    update = f"pytest {_OPTION} {shlex.quote(request.node.nodeid)}"
     try:
         locked = read_lock(file)
-    except UsageError as error:
-        _fail(f"{error.problem} Write it again: {update}")
-    if len(locked.models) != 1:
-        _fail(f"{file} has {len(locked.models)} entries, and a block has one. Write it again: {update}")
-    differences = [each.message for each in compare_passes(locked.models[0], passes) if each.fails]
+        (entry,) = locked.models
+    except (UsageError, ValueError) as error:
+        problem = getattr(error, "problem", f"{file} does not have one entry.")
+        _fail(f"{problem} Write it: {update}")
+    differences = [each.message for each in compare_passes(entry, passes) if each.fails]
     if differences:
         _fail(*differences, *(each.message for each in locked.changes()), f"To accept the changes: {update}")
 

@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 def bisect(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="MODEL|COMMAND",
-            help="A model (see `inlay show`); with --watch a program and its arguments.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="MODEL|COMMAND", help="A model (see `inlay show`), or with --watch a program."),
     ],
-    is_watched: Annotated[
-        bool,
-        typer.Option("--watch", help="Run a program, and find the match of its graph passes that makes it fail."),
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Find the match that makes a program fail.")] = False,
     oracle: Annotated[
         str,
         typer.Option(
@@ -72,7 +65,7 @@ def bisect(
     Example: [bold]inlay bisect --watch -- python compare.py[/]
     """
     with error_boundary():
-        if is_watched:
+        if watch:
             if any((passes, resume, output, find_all, files, settings, dtype, trust, oracle != "logits")):
                 raise UsageError("With --watch, the only other option is --json.", "See `inlay bisect --help`.")
             _bisect_watched(words, as_json)
@@ -127,36 +120,34 @@ def bisect(
 def _bisect_watched(command: list[str], as_json: bool) -> None:
     """Find the match that makes a program fail."""
     from inlay.cli.watch import run_watched
-    from inlay.insight.watch.bisection import ALL, LimitedRun, find_bad_match
-    from inlay.insight.watch.match_limit import read_matches
+    from inlay.insight.watch.bisection import ALL, AppliedMatch, find_bad_match, read_matches
 
-    def run(limit: int) -> LimitedRun:
+    def run(limit: int) -> tuple[bool | None, list[AppliedMatch]]:
         with tempfile.TemporaryDirectory() as folder:
-            done = run_watched(command, Path(folder), limit=limit)
-            printed = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            made = LimitedRun(done.returncode, read_matches(Path(folder)), *printed[-1:])
-        verdict = {True: "good", False: "bad ", None: "skip"}[made.is_good]
-        said = f": exit code {made.code}: {made.last_line}" if made.code else ""
+            made = run_watched(command, Path(folder), limit=limit)
+            matches = read_matches(Path(folder))
+        verdict = {0: "good", 125: "skip"}.get(made.returncode, "bad ")
+        last = [line for line in (made.stdout + made.stderr).splitlines() if line.strip()][-1:]
+        said = f": exit code {made.returncode}: {''.join(last)}" if made.returncode else ""
         amount = "all" if limit == ALL else f"the first {limit}"
         err.print(f"{verdict} with {amount} matches{said}", markup=False, soft_wrap=True)
-        return made
+        return {"good": True, "skip": None}.get(verdict, False), matches
 
     found = find_bad_match(run)
-    if found is None:
-        if as_json:
-            print_json(None)
-        else:
-            out.print("The program is good with all matches.")
-        return
     if as_json:
-        print_json(asdict(found))
+        print_json(found and asdict(found))
+    elif found is None:
+        out.print("The program is good with all matches.")
     else:
         which = f"match {found.bad}" if found.bad == found.good + 1 else f"one of matches {found.good + 1}–{found.bad}"
         out.print(f"The program fails with {which} of {found.total}, and not with the first {found.good}:")
         for each in found.matches:
-            out.print(f"  {each.number}: {each.text}", markup=False, soft_wrap=True)
+            source = f" ({each.source})" if each.source else ""
+            text = f"pass {each.pass_name}, pattern {each.pattern}, node {each.node}{source}"
+            out.print(f"  {each.number}: {text}", markup=False, soft_wrap=True)
         out.print(f"{found.runs} runs.")
-    raise typer.Exit(int(ExitCode.FAILED))
+    if found is not None:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _script(model: str, found: Sequence[Culprit], options: dict[str, Any]) -> str:

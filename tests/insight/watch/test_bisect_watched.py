@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from inlay import watch_startup
 from inlay.cli.main import app
 from inlay.errors import ExitCode, UsageError
-from inlay.insight.watch import match_limit, watch_patterns
-from inlay.insight.watch.bisection import ALL, LimitedRun, find_bad_match
+from inlay.insight.watch import bisection, watch_patterns
+from inlay.insight.watch.bisection import ALL, AppliedMatch, find_bad_match, read_matches
 from inlay.testing.compiler import disable_caches
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 fast = pytest.mark.fast
+Run = tuple[bool | None, list[AppliedMatch]]
 
 
 class Program:
@@ -42,21 +43,24 @@ class Program:
     def model(self, x: torch.Tensor) -> torch.Tensor:
         return (((x.sin() * 2).exp() * 2).cos().sin() * 2).abs()
 
-    def run(self, limit: int) -> LimitedRun:
+    def module(self) -> torch.fx.GraphModule:
+        with FakeTensorMode():
+            return fwd_only(lambda x: self.model(x), [torch.empty(2)])
+
+    def run(self, limit: int) -> Run:
         folder = self.folder / str(len(self.limits))
         folder.mkdir()
         self.limits.append(limit)
         self.patch.setenv(watch_startup.VARIABLE, str(folder))
-        self.patch.setenv(match_limit.LIMIT, str(limit))
-        with FakeTensorMode():
-            module = fwd_only(lambda x: self.model(x), [torch.empty(2)])
+        self.patch.setenv(bisection.LIMIT, str(limit))
+        module = self.module()
         with watch_patterns() as records:
             self.passes.apply(module)
         module.recompile()
         assert records[0].matches == min(limit, 3)
         assert not records[0].error
         good = torch.allclose(module(*self.inputs), self.model(*self.inputs))
-        return LimitedRun(int(not good), match_limit.read_matches(folder))
+        return good, read_matches(folder)
 
 
 @fast
@@ -68,19 +72,21 @@ def test_the_match_with_the_wrong_replacement(tmp_path: Path, monkeypatch: pytes
     (match,) = found.matches
     assert (match.pass_name, match.node, match.number) == ("mine", "mul_1", found.bad)
     assert found.good == found.bad - 1
-    monkeypatch.delenv(match_limit.LIMIT)
-    assert match_limit.may_apply("mine"), "without the variable nothing is limited"
+    monkeypatch.delenv(bisection.LIMIT)
+    count = len(list(tmp_path.rglob("*.jsonl")))
+    assert program.passes.apply(program.module()) == 3
+    assert len(list(tmp_path.rglob("*.jsonl"))) == count, "without the variable nothing is written"
 
 
 @fast
 def test_passes_of_torch_fx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watch_startup.VARIABLE, str(tmp_path))
-    monkeypatch.setenv(match_limit.LIMIT, "1")
+    monkeypatch.setenv(bisection.LIMIT, "1")
     module = torch.fx.symbolic_trace(lambda x: torch.cos(torch.sin(torch.cos(torch.sin(x)))))
     with watch_patterns():
         replaced = torch.fx.replace_pattern(module, lambda x: torch.cos(torch.sin(x)), lambda x: torch.tanh(x))
     assert len(replaced) == 1
-    (match,) = match_limit.read_matches(tmp_path)
+    (match,) = read_matches(tmp_path)
     assert (match.number, match.node) == (1, "cos")
 
 
@@ -88,7 +94,7 @@ def test_passes_of_torch_fx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_inductor_requires_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random: bool) -> None:
     """Random numbers and writes of custom operators, which Inductor compiles only after its own passes."""
     monkeypatch.setenv(watch_startup.VARIABLE, str(tmp_path))
-    monkeypatch.setenv(match_limit.LIMIT, "0")
+    monkeypatch.setenv(bisection.LIMIT, "0")
 
     def add_one(x: torch.Tensor) -> None:
         x.add_(1)
@@ -105,15 +111,15 @@ def test_what_inductor_requires_is_applied(tmp_path: Path, monkeypatch: pytest.M
         with torch.no_grad(), disable_caches(), watch_patterns() as records:
             assert torch.compile(model)(torch.zeros(4, 4), torch.zeros(4, 4)).sum() == 0
     assert {record.name for record in records if record.matches} >= {"post_grad.decompose_auto_functionalized"}
-    assert not match_limit.read_matches(tmp_path)
+    assert not read_matches(tmp_path)
 
 
 def _matches(number: int) -> list[Any]:
-    return [match_limit.AppliedMatch(each, "mine", "search", f"node_{each}", "") for each in range(1, number + 1)]
+    return [AppliedMatch(each, "mine", "search", f"node_{each}", "") for each in range(1, number + 1)]
 
 
-def _codes(code: Callable[[int], int], total: int = 8) -> Callable[[int], LimitedRun]:
-    return lambda limit: LimitedRun(code(limit), _matches(min(limit, total)))
+def _codes(code: Callable[[int], int], total: int = 8) -> Callable[[int], Run]:
+    return lambda limit: ({0: True, 125: None}.get(code(limit), False), _matches(min(limit, total)))
 
 
 @fast
@@ -134,9 +140,9 @@ def test_runs_that_cannot_be_judged() -> None:
 
 @fast
 def test_two_processes_count_for_themselves() -> None:
-    one = match_limit.AppliedMatch(1, "mine", "search", "node_1", "")
-    other = match_limit.AppliedMatch(1, "mine", "search", "another", "")
-    found = find_bad_match(lambda limit: LimitedRun(int(limit > 0), [one, one, other] if limit else []))
+    one = AppliedMatch(1, "mine", "search", "node_1", "")
+    other = AppliedMatch(1, "mine", "search", "another", "")
+    found = find_bad_match(lambda limit: (limit == 0, [one, one, other] if limit else []))
     assert found is not None
     assert found.matches == (one, other)
 
@@ -146,8 +152,8 @@ def test_two_processes_count_for_themselves() -> None:
     ("code", "total", "problem"),
     [
         (lambda limit: 1, 3, "not good when no match is applied"),
-        (lambda limit: 125 if limit else 0, 3, "exits with 125 when all matches are applied"),
-        (lambda limit: int(limit > 0), 0, "is bad in one of two runs, although no match was applied"),
+        (lambda limit: 125 if limit else 0, 3, "With all matches, the program cannot be judged"),
+        (lambda limit: int(limit > 0), 0, "It fails, but no match was applied"),
     ],
 )
 def test_nothing_can_be_found(code: Callable[[int], int], total: int, problem: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inlay.insight.findings import Finding, fold_misses, layer_of
-from inlay.insight.watch import match_limit
+from inlay.insight.watch.bisection import LIMIT
 from inlay.program.exported_program import select_meta
 from inlay.program.graphs import copy_graph
 from inlay.rewrite.differences import meta_location
@@ -50,7 +51,7 @@ def find_findings(
     graph: fx.Graph, patterns: Sequence[ObservedPattern], taken: Collection[fx.Node] = ()
 ) -> list[Finding]:
     """Return the near misses of patterns in a graph, closest first. Nodes in `taken` are not part of a site."""
-    if match_limit.is_limited():  # the runs of a bisection need only the matches
+    if os.environ.get(LIMIT):  # the runs of a bisection need only the matches
         return []
     there = Counter(node.target for node in graph.nodes if node.op == "call_function")
     plausible = [each for each in patterns if each.is_plausible(there)]

@@ -21,7 +21,7 @@ import torch
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 from inlay.errors import one_line
-from inlay.insight.watch import match_limit
+from inlay.insight.watch.bisection import may_apply
 from inlay.insight.watch.misses import ObservedPattern, find_findings
 from inlay.insight.watch.records import PassRecord
 from inlay.integrations.foreign_patterns import GraphAligner, InductorAligner, convert_graph, convert_pattern
@@ -118,13 +118,15 @@ def _observed_match(self: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs
         return found
     frame = _caller()
     call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
-    found = call.limit(found, _replaced_pattern())
+    name = _replaced_pattern()
+    roots = [max(node for node in match.nodes_map.values() if isinstance(node, torch.fx.Node)) for match in found]
+    found = [match for match, root in zip(found, roots, strict=True) if may_apply(call.name, name, root)]
 
     def observe() -> None:
         tree = convert_graph(self.pattern, self.ignore_literals)
         inner = {node for node in self.pattern.nodes if node.op not in ("placeholder", "output")}
         matches = [sorted(match.nodes_map[node] for node in inner if node in match.nodes_map) for match in found]
-        call.patterns.append(ObservedPattern(_replaced_pattern(), tree, GraphAligner, matches))
+        call.patterns.append(ObservedPattern(name, tree, GraphAligner, matches))
 
     call.protect(observe)
     call.report(graph, len(found), {node for each in call.patterns for match in each.matches for node in match})
@@ -167,24 +169,14 @@ class _PassCall:
             is_accepted = entry.extra_check(match)
             if not isinstance(is_accepted, torch.SymBool) and not is_accepted:
                 self.protect(lambda: pattern.refusals.append(_explain_refusal(entry, match)))
-            return is_accepted if match_limit.may_apply(self.name) else False
+                return False
+            return is_accepted if may_apply(self.name, pattern.name, match.output_node()) else False
 
         def apply(match: Any, graph: Any, node: Any) -> Any:
             pattern.matches.append([*match.nodes])
-            self.protect(lambda: match_limit.count_match(self.name, pattern.name, node))
             return entry.apply(match, graph, node)
 
         made.extra_check, made.apply = check, apply
-        return made
-
-    def limit(self, found: list[Any], pattern: str) -> list[Any]:
-        """Return the matches of torch.fx's matcher that may be applied."""
-        made = []
-        for match in found:
-            if match_limit.may_apply(self.name):
-                root = max(each for each in match.nodes_map.values() if isinstance(each, torch.fx.Node))
-                self.protect(functools.partial(match_limit.count_match, self.name, pattern, root))
-                made.append(match)
         return made
 
     def report(self, graph: fx.Graph, matches: int, taken: Collection[fx.Node]) -> None:
