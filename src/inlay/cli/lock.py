@@ -70,13 +70,13 @@ def check(
     Example: [bold]inlay check --lock matches.lock[/]
     """
     with error_boundary():
-        from inlay.transforms.lock import Comparison, LockOptions, read_lock, versions
+        from inlay.transforms.lock import Comparison, LockOptions, read_lock
 
         locked = read_lock(file)
         given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
         given.at = locked.options.at
         made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
-        seen = Comparison(list(made.changes()))
+        seen = Comparison([*locked.changes(), *made.changes()])
         for old in locked.models:
             seen.differences += _compare(old, made, trust)
         if as_json:
@@ -91,14 +91,6 @@ def check(
                         markup=False,
                         soft_wrap=True,
                     )
-            now = versions()
-            changed = [
-                f"{name} {old} → {now.get(name, 'none')}"
-                for name, old in locked.versions.items()
-                if now.get(name) != old
-            ]
-            if changed and seen.differences:
-                out.print(f"Changed versions: {', '.join(changed)}.")
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:

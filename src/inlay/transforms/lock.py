@@ -50,6 +50,8 @@ class LockedModel(BaseModel):
     nodes: int
     program: str
     configuration: str
+    operators: dict[str, int] = Field(default_factory=dict)
+    """Operator of the captured program → number of calls. Locks of watched programs and older locks have none."""
     transforms: dict[str, LockedTransform]
 
 
@@ -106,6 +108,14 @@ class Lock(BaseModel):
         """Return the contents of the lock file."""
         return _HEADER + yaml.safe_dump(self.model_dump(), sort_keys=False, width=120)
 
+    def changes(self) -> Iterator[LockDifference]:
+        """Find packages whose version changed since the lock was written."""
+        now = versions()
+        for name, old in self.versions.items():
+            if now.get(name) != old:
+                text = f"The lock was written with {name} {old}; {now.get(name, 'no version of it')} is installed."
+                yield LockDifference(name, text, fails=False)
+
 
 def versions() -> dict[str, str]:
     """Return versions of the packages that affect how a model is captured and matched."""
@@ -126,6 +136,7 @@ def lock_model(
         architecture=program.facts.architecture,
         nodes=len(program),
         program=_short_hash(dump(program).partition("\n")[2]),
+        operators=dict(sorted(program.op_counts().items())),
         configuration=_short_hash("\n".join(settings)),
         transforms={
             record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_miss_counts(record).items())))
@@ -158,7 +169,7 @@ class LockDifference:
     """One difference from a lock. It fails the check unless `fails` is false."""
 
     model: str
-    """The model, or the configuration file."""
+    """The model, the configuration file or the package."""
     message: str
     fails: bool = True
     transform: str = ""
@@ -205,7 +216,19 @@ def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -
         yield LockDifference(old.model, "The configuration changed.", fails=False)
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
-        yield LockDifference(old.model, f"The captured program changed ({nodes}).", fails=False)
+        yield LockDifference(old.model, f"The captured program changed ({nodes}){_operators(old, new)}.", fails=False)
+
+
+def _operators(old: LockedModel, new: LockedModel, shown: int = 8) -> str:
+    """Return which operators are called more or less often, largest change first; nothing for a lock without them."""
+    if not old.operators:
+        return ""
+    change = Counter(new.operators)
+    change.subtract(old.operators)
+    found = sorted((name for name, count in change.items() if count), key=lambda name: (-abs(change[name]), name))
+    texts = [f"{name} {old.operators.get(name, 0)} → {new.operators.get(name, 0)}" for name in found[:shown]]
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return f": calls of {', '.join(texts)}{more}" if texts else ": the same operators, connected or called differently"
 
 
 def _reasons(locked: LockedTransform) -> str:
