@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from inlay.machine import TESTED_TORCH
+
 SOURCE = Path(__file__).parents[1] / "src" / "inlay"
 pytestmark = pytest.mark.fast
 
@@ -79,6 +81,17 @@ def test_private_api_has_one_home() -> None:
                 assert all(here in files for files in homes), f"{here} imports {name}"
                 if re.match(r"torch\._(?!ops)", name):
                     assert homes, f"{here} imports {name}, which is private and has no home"
+
+
+def test_adapters_state_their_versions() -> None:
+    """A file that imports private API of torch says on which versions it was tested; docs/versions.md has the runs."""
+    oldest, newest = TESTED_TORCH
+    for home in sorted(set().union(*(files for name, files in PRIVATE.items() if name.startswith("torch")))):
+        stated = ast.get_docstring(ast.parse((SOURCE / home).read_text())) or ""
+        assert f"Tested on torch {oldest} to {newest}." in stated, home
+    major, minor = newest.split(".")
+    wanted = f'"torch>={oldest},<{major}.{int(minor) + 1}"'
+    assert wanted in (SOURCE.parents[1] / "pyproject.toml").read_text()
 
 
 def test_no_file_is_long() -> None:

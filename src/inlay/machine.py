@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TESTED_TORCH = "2.13"
-"""The torch this version of Inlay is tested with."""
+TESTED_TORCH = ("2.13", "2.15")
+"""The oldest and newest torch this version of Inlay is tested with (docs/versions.md)."""
 INSTALL_TORCH = "pip install torch==2.13.0 (for the CPU build, with the index that pytorch.org/get-started names)"
 TESTED_TRANSFORMERS = ("5.20", "5.23")
 """The oldest and newest transformers this version of Inlay is tested with."""
@@ -160,10 +160,10 @@ def _torch() -> MachineCheck:
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     found = f"{torch.__version__} ({build} build)"
-    if not torch.__version__.startswith(TESTED_TORCH):
-        return MachineCheck(
-            "torch", CheckStatus.WARN, found, f"Inlay is tested with torch {TESTED_TORCH}: {INSTALL_TORCH}"
-        )
+    oldest, newest = TESTED_TORCH
+    if not _release(oldest) <= _release(torch.__version__) <= _release(newest):
+        remedy = f"Inlay is tested with torch {oldest} to {newest}: {INSTALL_TORCH}"
+        return MachineCheck("torch", CheckStatus.WARN, found, remedy)
     return MachineCheck("torch", CheckStatus.OK, found)
 
 

@@ -2,7 +2,9 @@
 
 While this process waits for cores, its threads spin only for microseconds; otherwise OpenMP's default applies. libgomp
 spins briefly if there are more threads than cores (`gomp_throttled_spin_count_var`). So a second pool of sleeping
-threads exists while cores are short. Tested with torch 2.13's libgomp.
+threads exists while cores are short.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

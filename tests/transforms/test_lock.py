@@ -187,6 +187,34 @@ def test_updating_shows_what_changes(lock: Path, monkeypatch: pytest.MonkeyPatch
     assert _run("check", "--lock", str(lock)).exit_code == 0
 
 
+def test_a_lock_of_another_torch(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed, in sentences: the version, the operators of the program, the sites with the reason."""
+    lock.write_text(re.sub(r"torch: .*", "torch: 2.12.1", lock.read_text()))
+    same = _run("check", "--lock", str(lock))
+    assert same.exit_code == 0, same.output
+    installed = torch.__version__
+    assert f"note: torch: The lock was written with torch 2.12.1; {installed} is installed." in same.stdout
+    assert "captured program" not in same.stdout
+    _written(monkeypatch, "divided")
+    lines = _run("check", "--lock", str(lock)).stdout.splitlines()
+    (program,) = [line for line in lines if "The captured program changed" in line]
+    assert program.endswith(
+        "calls of aten.div.Tensor 0 → 1, aten.mul.Tensor 4 → 3, aten.rsqrt.default 2 → 1, aten.sqrt.default 0 → 1."
+    )
+    assert any("match_rms_norm matched 1 sites, the lock has 2: " in line for line in lines)
+    found = json.loads(_run("check", "--lock", str(lock), "--json").stdout)
+    assert [each["model"] for each in found["differences"] if "was written with" in each["message"]] == ["torch"]
+
+
+def test_a_lock_without_operators_holds(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks written before operators were part of them."""
+    lock.write_text(re.sub(r"  operators:\n(    .*\n)*", "", lock.read_text()))
+    assert not read_lock(lock).models[0].operators
+    assert _run("check", "--lock", str(lock)).exit_code == 0
+    _written(monkeypatch, "divided")
+    assert "nodes)." in _run("check", "--lock", str(lock)).stdout
+
+
 def test_no_lock(tmp_path: Path) -> None:
     assert _run("check", "--lock", str(tmp_path / "none")).exit_code == 2
     (tmp_path / "bad").write_text("models: 3")

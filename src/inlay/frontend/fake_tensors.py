@@ -2,6 +2,8 @@
 
 The meta device is not an option. It bakes `device=meta` into captured graphs and loses the buffers that are not in
 the checkpoint (`inv_freq`, embedding scales).
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

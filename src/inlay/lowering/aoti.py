@@ -1,4 +1,7 @@
-"""Adapter: compile a program without weights with AOTInductor, and record how its code accesses state."""
+"""Adapter: compile a program without weights with AOTInductor, and record how its code accesses state.
+
+Tested on torch 2.13 to 2.15.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ def build_library(
 def _lean_headers() -> Iterator[None]:
     """Replace the <regex> header while wrappers compile: it takes half of their compile time.
 
-    Tested on torch 2.13. If torch's headers use regular expressions in another way, the real header is used.
+    If torch's headers use regular expressions in another way, the real header is used.
     """
     import torch
 

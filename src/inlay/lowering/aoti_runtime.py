@@ -9,6 +9,8 @@ Any number of threads may call what this module returns. Arguments, values and r
 containers, and only one thread at a time may run an AOTInductor container: its first run folds constants, and its
 built-in waiting hangs when the run that it waits for fails. So every container has a lock. It is a mutex in `run.cpp`,
 or a Python lock where a library calls back into torch, which may need the GIL that a waiting thread must not hold.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Adapter: run a graph in this process, with eager torch, AOTAutograd or Inductor."""
+"""Adapter: run a graph in this process, with eager torch, AOTAutograd or Inductor.
+
+Tested on torch 2.13 to 2.15.
+"""
 
 from __future__ import annotations
 

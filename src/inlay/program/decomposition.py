@@ -1,9 +1,11 @@
 """Adapter: the result of `ExportedProgram.run_decompositions({})` without its fixed cost.
 
-The only file that imports torch.export's tables of composite operators; tested on torch 2.13.0. An empty table means
+The only file that imports torch.export's tables of composite operators. An empty table means
 that composite operators are preserved. torch then registers all of them, about a thousand, at every call, which takes
 longer than tracing a small program. Only the operators that a program calls matter, unless it calls an operator that
 decomposes into composite operators. Such programs, and all programs on a torch with other tables, use the public API.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

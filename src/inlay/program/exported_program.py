@@ -1,4 +1,7 @@
-"""Adapter: conversion between Program and torch.export.ExportedProgram."""
+"""Adapter: conversion between Program and torch.export.ExportedProgram.
+
+Tested on torch 2.13 to 2.15.
+"""
 
 from __future__ import annotations
 

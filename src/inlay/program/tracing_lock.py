@@ -4,7 +4,9 @@ torch.export replaces methods of `nn.Module` and sets flags while it traces. tra
 it builds a model. Python's warning filter is process-wide. None of these can be limited to one thread, so only one
 trace of a model or pattern runs at a time. Dynamo holds its own lock while it compiles and calls a backend, and export
 takes that lock when it uses Dynamo. Inlay uses the same lock, because a second lock could deadlock two threads. State
-that Inlay itself changes is per thread. Tested on torch 2.13.0; a torch without that lock uses a fallback lock.
+that Inlay itself changes is per thread. A torch without that lock uses a fallback lock.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A pattern function is exported exactly like a model (torch.export, `run_decompositions({})`), so that both give the same
 operators, and converted to Inductor's pattern tree. That tree is then converted to the classes below for the matcher.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

@@ -50,6 +50,8 @@ class LockedModel(BaseModel):
     nodes: int
     program: str
     configuration: str
+    operators: dict[str, int] = Field(default_factory=dict)
+    """Operator of the captured program → number of calls. Locks of watched programs and older locks have none."""
     transforms: dict[str, LockedTransform]
 
 
@@ -134,6 +136,7 @@ def lock_model(
         architecture=program.facts.architecture,
         nodes=len(program),
         program=_short_hash(dump(program).partition("\n")[2]),
+        operators=dict(sorted(program.op_counts().items())),
         configuration=_short_hash("\n".join(settings)),
         transforms={
             record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_miss_counts(record).items())))
@@ -213,7 +216,19 @@ def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -
         yield LockDifference(old.model, "The configuration changed.", fails=False)
     if old.program != new.program:
         nodes = f"{new.nodes} nodes" if new.nodes == old.nodes else f"{new.nodes} nodes instead of {old.nodes}"
-        yield LockDifference(old.model, f"The captured program changed ({nodes}).", fails=False)
+        yield LockDifference(old.model, f"The captured program changed ({nodes}){_operators(old, new)}.", fails=False)
+
+
+def _operators(old: LockedModel, new: LockedModel, shown: int = 8) -> str:
+    """Return which operators are called more or less often, largest change first; nothing for a lock without them."""
+    if not old.operators:
+        return ""
+    change = Counter(new.operators)
+    change.subtract(old.operators)
+    found = sorted((name for name, count in change.items() if count), key=lambda name: (-abs(change[name]), name))
+    texts = [f"{name} {old.operators.get(name, 0)} → {new.operators.get(name, 0)}" for name in found[:shown]]
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return f": calls of {', '.join(texts)}{more}" if texts else ": the same operators, connected or called differently"
 
 
 def _row(locked: LockedModel, key: str) -> LockedTransform | None:

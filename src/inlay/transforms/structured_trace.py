@@ -2,6 +2,8 @@
 
 The trace is on when the environment variable TORCH_TRACE names a folder. Each program becomes an artifact called
 `inlay_NNN_stage_transform`, in the folded form.
+
+Tested on torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

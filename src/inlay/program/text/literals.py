@@ -1,4 +1,7 @@
-"""Conversion of values and operators to Python source and back."""
+"""Conversion of values and operators to Python source and back.
+
+Tested on torch 2.13 to 2.15.
+"""
 
 from __future__ import annotations
 
