@@ -24,7 +24,7 @@ def report(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|PACKAGE", help="A model (see `inlay show`), or a folder that `inlay build` wrote."
+            metavar="MODEL|FOLDER", help="A model (see `inlay show`), or a folder of `inlay build` or `inlay watch`."
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path("report.html"),
@@ -33,6 +33,9 @@ def report(
     ] = False,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Also show this timeline.json, written by `inlay streams -o`.")
+    ] = None,
+    lock: Annotated[
+        Path | None, typer.Option("--lock", help="Also compare what was watched with this lock file.")
     ] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Maximum tokens per sequence.")] = 2048,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum sequences per batch.")] = 8,
@@ -49,12 +52,21 @@ def report(
     Example: [bold]inlay report SmolLM2-135M-Instruct.Q4_1.gguf -o report.html[/]
 
     Example: [bold]inlay report ./package -o report.html[/]
+
+    Example: [bold]inlay report watched --lock passes.lock -o passes.html[/]
     """
     with error_boundary():
         from inlay.package.store import is_package
+        from inlay.watch_startup import SUFFIX
 
         lanes = {} if timeline is None else {"lanes": _timeline_section(timeline)}
-        if is_package(Path(model)):
+        if any(Path(model).glob(f"*{SUFFIX}")):
+            from inlay.insight.report.comparison import build_watched_page
+
+            made = build_watched_page(model, lock)
+        elif lock is not None:
+            raise UsageError(f"{model} is not a folder of `inlay watch`.", "Omit --lock; `inlay check` takes models.")
+        elif is_package(Path(model)):
             from inlay.insight.report import report_package
 
             made = report_package(Path(model))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
 
+from inlay.cli.main import app
+from inlay.errors import ExitCode
+from inlay.insight.watch import watch_patterns
+from inlay.watch_startup import SUFFIX
 from tests.chromium import Browser, installed
 
 if TYPE_CHECKING:
@@ -152,3 +161,44 @@ def test_two_programs(browser: Browser, two_programs_page: Path, pictures: Path,
     assert browser.ask("document.documentElement.scrollWidth") <= width
     assert browser.ask("document.querySelectorAll('.row.changed, .row.added').length") > 0
     browser.picture(pictures / f"diff-{width}.png")
+
+
+def _watch(folder: Path, second: float) -> None:
+    """Write what is watched of a pass with two sites; only with 2 the second one matches."""
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x.exp() * 2 + w).sin().exp() * second + w
+
+    with FakeTensorMode():
+        inputs = [torch.empty(3), torch.empty(3)]
+        passes = PatternMatcherPass(pass_name="<doubles>")
+        register_replacement(lambda x, w: x.exp() * 2 + w, lambda x, w: x - w, inputs, fwd_only, [passes])
+        with watch_patterns() as records:
+            passes.apply(fwd_only(model, inputs))
+    folder.mkdir(exist_ok=True)
+    (folder / f"1{SUFFIX}").write_text("".join(json.dumps(each.to_json()) + "\n" for each in records))
+
+
+def test_watched_passes(browser: Browser, tmp_path: Path, pictures: Path) -> None:
+    folder, lock, page = tmp_path / "watched", tmp_path / "passes.lock", tmp_path / "page.html"
+    _watch(folder, 2)
+    assert CliRunner().invoke(app, ["lock", str(folder), "-o", str(lock)]).exit_code == 0
+    _watch(folder, 3)
+    made = CliRunner().invoke(app, ["report", str(folder), "--lock", str(lock), "-o", str(page)])
+    assert made.exit_code == 0, made.output
+    browser.open(page, width=390)
+    _assert_quiet(browser, page)
+    assert browser.ask("document.documentElement.scrollWidth") <= 390
+    cells = (
+        "[...document.querySelectorAll('#{} tbody tr')].map((row) => [...row.children].map((each) => each.innerText))"
+    )
+    ((name, patterns, matches, missed, *_),) = browser.ask(cells.format("passes"))
+    assert (name, patterns, matches, missed) == ("<doubles>", "1", "1", "1")
+    ((_, sites, node, reason, share, *_),) = browser.ask(cells.format("misses"))
+    assert (sites, node, share) == ("1", "mul_1", "3 of 3")
+    assert "other of mul_1 is 3; expected 2" in reason
+    rows = browser.ask(cells.format("table-0"))
+    assert ["<doubles>", "2 sites", "1 sites; missed: constant differs × 1"] in rows
+    browser.picture(pictures / "watched.png")
+    refused = CliRunner().invoke(app, ["report", str(tmp_path), "--lock", str(lock), "-o", str(page)])
+    assert refused.exit_code == ExitCode.USAGE

@@ -1,4 +1,4 @@
-"""Compare two packages or two locks table by table, or two programs side by side."""
+"""Compare two packages or two locks table by table, or two programs side by side; and watched passes with a lock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from inlay.errors import UsageError
 from inlay.insight.report.line_table import LineTable
 from inlay.insight.report.package_report import report_package
 from inlay.insight.report.recorder import compare_programs
+from inlay.insight.watch.folder import lock_passes, read_records, sum_records
 from inlay.package.loader import read_manifest
 from inlay.package.store import is_package
 from inlay.transforms.lock import read_lock, versions
 
 if TYPE_CHECKING:
     from inlay.program.program import Program
+    from inlay.transforms.lock import LockedModel
 
 Tables = dict[str, dict[str, str]]
 """Title of a table → name of a row → text."""
@@ -83,6 +85,19 @@ def build_program_page(left: Program, right: Program, names: tuple[str, str]) ->
     return _page(*names, diff=found, equal=found["equal"], lines=lines.texts)
 
 
+def build_watched_page(folder: str, lock: Path | None) -> dict[str, Any]:
+    """Return the page data of a folder of `inlay watch`; with a lock file also what differs from it."""
+    passes = sum_records(read_records(folder))
+    tables = []
+    for entry in read_lock(lock).models if lock is not None else ():
+        before, after = _transform_rows(entry), _transform_rows(lock_passes(folder, passes))
+        rows = [[name, before.get(name, ""), after.get(name, "")] for name in dict.fromkeys((*before, *after))]
+        rows = [row for row in rows if row[1] != row[2]]
+        tables.append({"title": "Changes since the lock", "columns": [str(lock), "now"], "rows": rows})
+    records = [each.to_json() for each in passes.values()]
+    return {**_page(folder, folder, tables=tables), "kind": "watched", "title": _short_name(folder), "passes": records}
+
+
 def _page(left: str, right: str, **more: Any) -> dict[str, Any]:
     page = {"kind": "diff", "title": f"{_short_name(left)} and {_short_name(right)}", "sides": [left, right]}
     return {**page, "versions": versions(), "tables": [], "diff": None, "lines": [], **more}
@@ -98,10 +113,16 @@ def _lock_tables(path: Path) -> Tables:
     for model in lock.models:
         about = {"architecture": model.architecture, "nodes": f"{model.nodes:,}", "program": model.program}
         tables[model.model] = about | {"configuration": model.configuration}
-        for key, each in model.transforms.items():
-            reasons = ", ".join(f"{reason} × {count}" for reason, count in each.misses.items())
-            tables[model.model][key] = f"{each.sites} sites" + (f"; missed: {reasons}" if reasons else "")
+        tables[model.model] |= _transform_rows(model)
     return tables
+
+
+def _transform_rows(model: LockedModel) -> dict[str, str]:
+    rows = {}
+    for key, each in model.transforms.items():
+        reasons = ", ".join(f"{reason} × {count}" for reason, count in each.misses.items())
+        rows[key] = f"{each.sites} sites" + (f"; missed: {reasons}" if reasons else "")
+    return rows
 
 
 def _package_tables(path: Path) -> Tables:

@@ -149,6 +149,24 @@ function lanes() {
       found.rows.map(([task, lane, began, took, waited, critical]) => [code(task), number(lane), began, took, waited, critical ? tag("critical", "warn") : ""])));
 }
 
+/* The passes of a program that was watched. */
+function watched() {
+  const all = facts.passes, near = (each) => each.findings.filter((miss) => !miss.trivial);
+  const count = (each) => near(each).reduce((sum, miss) => sum + miss.roots.length, 0);
+  const places = (each) => [...new Set(each.places.filter(Boolean))].map((place) => h("div", {}, code(place), times(each.places.filter((one) => one === place).length)));
+  section("overview", "Overview", h("dl", { class: "tiles" },
+    tile("passes", `${all.filter((each) => each.matches).length} of ${all.length}`, "have matches"),
+    tile("matches", number(all.reduce((sum, each) => sum + each.matches, 0))),
+    tile("near misses", number(all.reduce((sum, each) => sum + count(each), 0))),
+    Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
+  section("passes", "Passes", table("Passes", ["pass", "#patterns", "#matches", "#near misses", "matches by pattern", "matched at"],
+    [...all].sort((one, two) => Boolean(two.matches || count(two)) - Boolean(one.matches || count(one))).map((each) => [each.pass, number(each.num_patterns), number(each.matches), number(count(each)), Object.entries(each.patterns).map(([name, sites]) => h("div", {}, code(name), times(sites))), places(each)])));
+  section("misses", "Near misses", all.some(count) ? null : why("No near misses."), all.filter((each) => count(each) || each.error).map((each) => [h("h3", {}, each.pass), why(each.error),
+    table(`Near misses of ${each.pass}`, ["pattern", "#sites", "node", "reason", "#nodes matched", "layers", "source"], near(each).map((miss) => [code(miss.transform), number(miss.roots.length), code(miss.node),
+      [miss.reason, miss.suggestion ? h("div", { class: "why" }, miss.suggestion) : null], `${miss.matched} of ${miss.of}`, miss.layers.join(", "), code(miss.source)]))]));
+  comparedTables();
+}
+
 /* The comparison of two sides. */
 function comparison() {
   section("overview", "Overview", h("dl", { class: "tiles" },
@@ -156,12 +174,15 @@ function comparison() {
     tile("result", facts.equal ? "equal" : "different", null, facts.equal ? "" : "bad"),
     facts.diff ? tile("nodes", `${number(facts.diff.nodes[0])} → ${number(facts.diff.nodes[1])}`) : null,
     Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
+  comparedTables();
+  if (facts.diff) programsCompared();
+}
+function comparedTables() {
   facts.tables.forEach((found, at) => {
     const differing = found.rows.filter(([, left, right]) => left !== right).length;
     section(`table-${at}`, found.title, h("p", { class: "why" }, differing ? `${plural(differing, "row")} of ${number(found.rows.length)} ${differing === 1 ? "differs" : "differ"}.` : "Equal on both sides."),
-      found.rows.length ? table(found.title, ["", "left", "right"], found.rows.map(([name, left, right]) => ({ differs: left !== right, cells: [name, left || h("span", { class: "none" }, "none"), right || h("span", { class: "none" }, "none")] }))) : null);
+      found.rows.length ? table(found.title, ["", ...(found.columns || ["left", "right"])], found.rows.map(([name, left, right]) => ({ differs: left !== right, cells: [name, left || h("span", { class: "none" }, "none"), right || h("span", { class: "none" }, "none")] }))) : null);
   });
-  if (facts.diff) programsCompared();
 }
 function programsCompared() {
   const home = h("div", {});

@@ -1,6 +1,6 @@
 /* Draw the page, then register the event handlers. */
 function heading() {
-  const what = { model: "model report", package: "package report", diff: "comparison" }[facts.kind];
+  const what = { model: "model report", package: "package report", diff: "comparison", watched: "watched passes" }[facts.kind];
   add(document.getElementById("title"), [facts.title, h("small", {}, what)]);
 }
 
@@ -36,6 +36,7 @@ function start() {
   theme(kept);
   const asked = new URLSearchParams(place.includes("=") ? place : "");
   if (facts.kind === "diff") comparison();
+  else if (facts.kind === "watched") watched();
   else { overview(); timeline(); programs(); candidates(); bindings(); plan(); lanes(); memory(); drift(); configuration(); }
   if (rows.length) {
     const wanted = facts.transforms.findIndex((each) => each.key === asked.get("transform"));
