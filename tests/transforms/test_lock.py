@@ -227,6 +227,14 @@ def test_no_lock(tmp_path: Path) -> None:
     assert "is not a lock of format 3" in old.stderr
 
 
+def test_a_lock_of_a_test_is_checked_by_pytest(tmp_path: Path) -> None:
+    entry = "{model: 'test_a.py::test_b', nodes: 0, program: '', configuration: '', transforms: {}}"
+    (tmp_path / "passes.lock").write_text(f"format: 3\nmodels: [{entry}]")
+    checked = _run("check", "--lock", str(tmp_path / "passes.lock"))
+    assert checked.exit_code == 2
+    assert "test_a.py::test_b is a test. Run it with pytest" in checked.stderr
+
+
 def test_verify_against_a_lock(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run("verify", MODEL, "--against", str(lock)).exit_code == 0
     _written(monkeypatch, "returned")
@@ -272,7 +280,7 @@ def test_the_workflow_and_the_hook(lock: Path, monkeypatch: pytest.MonkeyPatch) 
     """What docs/lock.md gives away runs as it stands, and fails when the lock does not hold."""
     steps = _code("docs/inlay-check.yml")["jobs"]["matches"]["steps"]
     (command,) = [step["run"] for step in steps if "inlay check" in step.get("run", "")]
-    (hook,) = _code(".pre-commit-hooks.yaml")
+    (hook,) = [each for each in _code(".pre-commit-hooks.yaml") if each["id"] == "inlay-check"]
     assert hook["pass_filenames"] is False
     assert re.search(hook["files"], "requirements.txt"), "an upgrade is what it is for"
     assert lock.name == "matches.lock"

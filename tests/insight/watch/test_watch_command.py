@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from inlay import watch_startup
 from inlay.cli.main import app
 from inlay.errors import ExitCode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROGRAM = """
 import os
@@ -69,6 +69,35 @@ def test_an_upgrade_that_breaks_a_pattern(program: Path, monkeypatch: pytest.Mon
     assert "other of mul_1 is 3.0; expected 2" in message
     (row,) = json.loads(_inlay(program, "explain", "watched", "--json"))
     assert (row["matches"], row["findings"][0]["node"]) == (1, "mul_1")
+
+
+@pytest.mark.nightly
+def test_the_workflow_and_the_hook(program: Path) -> None:
+    """What docs/lock.md gives away for watched passes runs as it stands, and fails when the lock does not hold."""
+    root = Path(__file__).parents[3]
+    steps = yaml.safe_load((root / "docs" / "inlay-check.yml").read_text())["jobs"]["passes"]["steps"]
+    workflow = " && ".join(step["run"] for step in steps if step.get("run", "").startswith("inlay "))
+    hooks = yaml.safe_load((root / ".pre-commit-hooks.yaml").read_text())
+    (hook,) = [each for each in hooks if each["id"] == "inlay-check-watched"]
+    assert re.search(hook["files"], "passes.lock")
+    assert hook["pass_filenames"] is False
+    source = (program / "program.py").read_text().replace("sys.argv[2]", "0")
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def run(words: list[str], factor: int) -> subprocess.CompletedProcess[str]:
+        (program / "program.py").write_text(source.replace("sys.argv[1]", str(factor)))
+        environment = {**os.environ, "PATH": scripts}
+        return subprocess.run(words, cwd=program, env=environment, capture_output=True, text=True, timeout=300)
+
+    lock = ["bash", "-c", "inlay watch -o watched -- python program.py && inlay lock watched -o passes.lock"]
+    assert run(lock, 2).returncode == 0
+    for words in ([*shlex.split(hook["entry"]), *hook["args"]], ["bash", "-c", workflow]):
+        good = run(words, 2)
+        assert good.returncode == 0, good.stdout + good.stderr
+        assert "1 models match as locked." in good.stdout
+        bad = run(words, 3)
+        assert bad.returncode == ExitCode.FAILED
+        assert "differs: watched: doubles matched 1 sites, the lock has 2: " in bad.stdout
 
 
 @pytest.mark.fast
