@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SLOW_TUTORIALS = ("in_place_state", "package_and_run", "why_did_it_not_match")
+SLOW_TUTORIALS = ("in_place_state", "my_pattern_stopped_matching", "package_and_run", "why_did_it_not_match")
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
