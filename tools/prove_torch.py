@@ -27,7 +27,7 @@ HEADER = """# Versions of torch
 
 This page lists the results of Inlay's tests on each version of torch that it accepts. `python tools/prove_torch.py
 VERSION` writes the page: it installs that torch in an environment of its own, clones the commit and runs the tests.
-[CI](dev/nightly.md) runs on torch 2.13.0.
+CI runs on torch 2.13.0.
 
 | tests | contents |
 |---|---|

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -46,22 +46,19 @@ class PartialMatch:
 
     def bind(self, name: str, value: Any) -> PartialMatch:
         """Return the match with a variable bound to this value."""
-        return replace(self, values={**self.values, name: value})
+        return PartialMatch(self.nodes, {**self.values, name: value}, self.extra_nodes, self.differences, self.cost)
 
     def with_node(self, call: PatternCall, node: fx.Node) -> PartialMatch:
         """Return the match with a call of the pattern assigned to this node."""
-        return replace(self, nodes={**self.nodes, call: node})
+        return PartialMatch({**self.nodes, call: node}, self.values, self.extra_nodes, self.differences, self.cost)
 
     def with_difference(
         self, difference: PatternDifference, *extra_nodes: fx.Node, extra_cost: float = 0.0
     ) -> PartialMatch:
         """Return the match with one more difference, which costs its own cost plus `extra_cost`."""
-        return replace(
-            self,
-            differences=(*self.differences, difference),
-            extra_nodes=self.extra_nodes | set(extra_nodes),
-            cost=self.cost + difference.cost + extra_cost,
-        )
+        extra = self.extra_nodes.union(extra_nodes) if extra_nodes else self.extra_nodes
+        cost = self.cost + difference.cost + extra_cost
+        return PartialMatch(self.nodes, self.values, extra, (*self.differences, difference), cost)
 
 
 CodeLocation = tuple[str, str]

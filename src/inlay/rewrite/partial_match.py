@@ -181,7 +181,7 @@ class Aligner:
             yield from self._align_same_operator(pattern, value, state)
             if not any(pattern.accepts(each.target) for each in operands(value)):
                 return
-        if state.cost + _MIN_COST > self.budget:
+        if not self._is_affordable(state):
             return
         unseen = len(subtree_calls(pattern) - state.nodes.keys())
         if isinstance(value, fx.Node) and value.op == "call_function":
@@ -191,10 +191,17 @@ class Aligner:
         for child in children(pattern):
             lost = unseen - 1.0 - len(subtree_calls(child) - state.nodes.keys())
             lost += self.missing_output_cost if value is reader else 0.0
+            if not self._is_affordable(state, lost):
+                continue
             instead = isinstance(child, PatternVariable) and isinstance(value, fx.Node) and self.is_site_location(value)
             left_out = missing_node(pattern, value, reader) if instead else missing_node_between(pattern, value, reader)
             yield from self._align(child, value, reader, state.with_difference(left_out, extra_cost=lost))
-        yield state.with_difference(missing_node(pattern, value, reader), extra_cost=unseen - 1)
+        if self._is_affordable(state, unseen - 1):
+            yield state.with_difference(missing_node(pattern, value, reader), extra_cost=unseen - 1)
+
+    def _is_affordable(self, state: PartialMatch, extra_cost: float = 0.0) -> bool:
+        """Return whether one more difference is within the budget."""
+        return state.cost + _MIN_COST + extra_cost <= self.budget
 
     def _align_repeated_call(
         self, pattern: PatternCall, known: fx.Node, value: Any, reader: fx.Node, state: PartialMatch
@@ -244,6 +251,8 @@ class Aligner:
         more = 0.0 if len(wanted) == len(given) else _OPERAND_COUNT_COST
         for order in [given, given[::-1]] if len(given) == 2 else [given]:
             lost = sum(len(subtree_calls(each) - state.nodes.keys()) for each in wanted[len(order) :])
+            if not self._is_affordable(state, more + lost):
+                continue
             changed = state.with_difference(missing_node(pattern, value, reader), value, extra_cost=more + lost)
             yield from self._align_all(
                 [("", one, two) for one, two in zip(wanted, order, strict=False)], value, changed

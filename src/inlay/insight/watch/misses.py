@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,18 @@ def find_findings(
     plausible = [each for each in patterns if each.is_plausible(there)]
     if not plausible and not any(each.refusals for each in patterns):
         return []
+    # In a thread of its own: the call stack of a compilation is deep, and Python 3.11 then allocates memory at many of
+    # the calls of a recursive search, which takes several times as long.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_search, graph, patterns, plausible, taken).result()
+
+
+def _search(
+    graph: fx.Graph,
+    patterns: Sequence[ObservedPattern],
+    plausible: Sequence[ObservedPattern],
+    taken: Collection[fx.Node],
+) -> list[Finding]:
     copied = copy_graph(graph)
     nodes = {node.name: node for node in copied.nodes}
     for node in copied.nodes:
