@@ -162,7 +162,8 @@ def test_caches_are_off_in_the_block_only(pattern_lock: Any) -> None:
             call(True)
 
 
-def test_nothing_is_imported_until_it_is_used(pytester: pytest.Pytester) -> None:
+def test_nothing_is_imported_until_it_is_used(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile("""
         import sys
 
