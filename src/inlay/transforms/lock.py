@@ -199,7 +199,7 @@ class Comparison:
 def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -> Iterator[LockDifference]:
     """Find what changed for one model, most important first. `explain` returns why a transform missed sites."""
     for key in dict.fromkeys((*old.transforms, *new.transforms)):
-        before, after = old.transforms.get(key), new.transforms.get(key)
+        before, after = _row(old, key), _row(new, key)
         if before is None or after is None:
             what = "did not run when the lock was written" if before is None else "does not run any more"
             yield LockDifference(old.model, f"{key} {what}.", transform=key)
@@ -229,6 +229,12 @@ def _operators(old: LockedModel, new: LockedModel, shown: int = 8) -> str:
     texts = [f"{name} {old.operators.get(name, 0)} → {new.operators.get(name, 0)}" for name in found[:shown]]
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return f": calls of {', '.join(texts)}{more}" if texts else ": the same operators, connected or called differently"
+
+
+def _row(locked: LockedModel, key: str) -> LockedTransform | None:
+    """Return the results of a transform; of a part of it (`transform: part`) that is not there, none."""
+    found = locked.transforms.get(key)
+    return LockedTransform(sites=0) if found is None and key.partition(": ")[0] in locked.transforms else found
 
 
 def _reasons(locked: LockedTransform) -> str:
