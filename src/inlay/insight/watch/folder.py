@@ -138,10 +138,14 @@ def explain_watched(folder: str, key: str) -> str:
 
 
 def left_calls(record: PassRecord, operator: str = "") -> list[str]:
-    """Return the calls that a function left, of one operator or of all that it removed; wrapped ones are one kind."""
+    """Return the calls that a function left: of one operator, or of all that it removed.
+
+    Calls with the same wrapper, or with another wrapper of the same operator, are one kind.
+    """
     removed = [operator] if operator else [each.removeprefix(_REMOVED) for each in record.changes if _REMOVED in each]
-    kinds = {each.partition("(")[0] for each in removed}
-    return [f"left: {call}" for name, calls in record.left.items() if name.partition("(")[0] in kinds for call in calls]
+    kinds = {part for each in removed for part in each.partition("(")[::2]} - {""}
+    found = [name for name in record.left if not kinds.isdisjoint(name.partition("(")[::2])]
+    return [f"left: {call}" for name in found for call in record.left[name]]
 
 
 def _reasons(findings: Any) -> dict[str, int]:

@@ -33,6 +33,7 @@ from inlay.integrations.foreign_patterns import GraphAligner, InductorAligner, c
 from inlay.program.exported_program import select_meta
 from inlay.program.graphs import SOURCE
 from inlay.rewrite.differences import PatternDifference
+from inlay.rewrite.partial_match import MAX_DIFFERENCES
 from inlay.rewrite.pattern_trees import compile_id, custom_pass_classes, inductor
 from inlay.rewrite.reasons import Reason
 
@@ -262,10 +263,12 @@ def _explain_refusal(entry: Any, match: Any) -> tuple[list[str], PatternDifferen
     nodes = [root.name, *(node.name for node in match.nodes)]
     specific: Any = getattr(_last, "pattern", None)
     tree = convert_pattern(specific) if specific is not None else None
-    if tree is not None and not specific.match(root):
+    if tree is not None and not (matched := specific.match(root)):
         found = InductorAligner(tree, {}).best_match(root)
-        if found is not None:
-            return nodes, min(found.differences, key=lambda each: each.node)
+        if found is None:
+            text = f"Inductor's matcher says: {matched}"
+            return nodes, PatternDifference(Reason.REFUSED, text, root, cost=MAX_DIFFERENCES + 1)
+        return nodes, replace(min(found.differences, key=lambda each: each.node), cost=found.cost)
     check = _plain(_nonlocals(entry.extra_check).get("extra_check", entry.extra_check))
     code, name = getattr(check, "__code__", None), getattr(check, "__qualname__", repr(check))
     where = f"{name}, {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else name
