@@ -26,7 +26,10 @@ SUFFIX = ".watched.jsonl"
 _HOOKED = {
     "torch._inductor.pattern_matcher": ("PatternMatcherPass", "apply"),
     "torch.fx.passes.utils.matcher_utils": ("SubgraphMatcher", "match"),
+    "torch.fx.passes.graph_transform_observer": ("GraphTransformObserver", "apply_graph_pass"),
 }
+_hooks: dict[Any, tuple[Any, str, Any]] = {}
+"""Hook → class, name of the method, and original."""
 
 
 def install() -> None:
@@ -66,20 +69,32 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _hook(module: ModuleType) -> None:
-    """Replace the method of a matcher until its first call, which starts the watch."""
+    """Replace the method of a class until the first call of any of them, which starts the watch."""
     class_name, method = _HOOKED[module.__name__]
     cls = getattr(module, class_name)
     original = getattr(cls, method)
 
     @functools.wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cls, method) is start:
-            setattr(cls, method, original)
-        try:
-            # by name: this module is below all others, so that they can use its constants
-            importlib.import_module("inlay.insight.watch.folder").start_recording()
-        except Exception as error:
-            print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
-        return getattr(cls, method)(self, *args, **kwargs)
+        _start()
+        # A hook that another library has wrapped stays, and what it was wrapped with calls it.
+        return (original if start in _hooks else getattr(cls, method))(self, *args, **kwargs)
 
     setattr(cls, method, start)
+    _hooks[start] = cls, method, original
+
+
+def _start() -> None:
+    """Remove the hooks, so that none is taken for an original, and watch."""
+    folder: Any = None
+    try:
+        # by name: this module is below all others, so that they can use its constants
+        folder = importlib.import_module("inlay.insight.watch.folder")
+    except Exception as error:
+        print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
+    for hook, (cls, method, original) in list(_hooks.items()):
+        if vars(cls)[method] is hook:
+            setattr(cls, method, original)
+            _hooks.pop(hook, None)
+    if folder is not None:
+        folder.start_recording()

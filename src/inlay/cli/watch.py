@@ -83,26 +83,36 @@ def _clear(folder: Path, is_watched: bool) -> None:
 
 
 def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
-    """Print the passes that matched or nearly did, and then their near misses."""
+    """Print the passes that matched or nearly did, their near misses, and what functions changed and left."""
+    from inlay.insight.watch.folder import left_calls
+    from inlay.insight.watch.records import MAX_RECORDS
+
     table = Table(box=None, pad_edge=False)
     for column in ("pass", "patterns", "matches", "near misses"):
         table.add_column(column, overflow="fold", justify="left" if column == "pass" else "right")
-    shown = [each for each in passes if each.matches or each.near_misses or each.error]
+    shown = [each for each in passes if each.matches or each.near_misses or each.changes or each.error]
     for each in shown:
+        if not each.num_patterns:
+            continue
         missed = sum(len(finding.roots) for finding in each.near_misses)
         table.add_row(Text(each.name), str(each.num_patterns), str(each.matches), str(missed))
-    if shown:
+    if table.row_count:
         out.print(table)
     for each in shown:
+        changed = "; ".join(f"{change} × {number}" for change, number in sorted(each.changes.items()))
         findings = each.findings if show_all else each.near_misses
-        if findings:
+        lines = [changed] * bool(changed) + left_calls(each)
+        lines += [f"{finding.transform}: {finding.text}" for finding in findings]
+        if lines:
             out.print(Text(f"\n{each.name}", style="bold"))
-        for finding in findings if show_all else findings[:_MOST]:
-            out.print(Padding(Text(f"{finding.transform}: {finding.text}"), (0, 0, 0, 2)))
-        if not show_all and len(findings) > _MOST:
-            out.print(Padding(Text(f"… and {len(findings) - _MOST} more (inlay explain FOLDER --all)"), (0, 0, 0, 2)))
+        for line in lines if show_all else lines[:_MOST]:
+            out.print(Padding(Text(line), (0, 0, 0, 2)))
+        if not show_all and len(lines) > _MOST:
+            out.print(Padding(Text(f"… and {len(lines) - _MOST} more (inlay explain FOLDER --all)"), (0, 0, 0, 2)))
         if each.error:
-            out.print(Padding(Text(f"The search for near misses ended early: {each.error}"), (0, 0, 0, 2)))
+            out.print(Padding(Text(f"The record is incomplete: {each.error}"), (0, 0, 0, 2)))
     silent = len(passes) - len(shown)
     if silent:
-        out.print(Text(f"{silent} passes without a match or near miss.", style="dim"))
+        out.print(Text(f"{silent} passes without a match, near miss or change.", style="dim"))
+    if dropped := sum(each.dropped for each in passes):
+        out.print(Text(f"{dropped} records were dropped: at most {MAX_RECORDS} of a process are kept."))

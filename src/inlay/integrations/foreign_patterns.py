@@ -7,16 +7,17 @@ are arguments, and an inner value may be read only inside the pattern.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from inlay.program.graphs import is_mutation, target_text
+from inlay.program.graphs import is_mutation, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, constant_difference
 from inlay.rewrite.partial_match import Aligner
-from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, inductor
+from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, inductor
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
@@ -127,6 +128,23 @@ class InductorAligner(_WrittenAligner):
     """Aligns one of Inductor's patterns."""
 
     tree: InductorTree
+
+    def _align_call(
+        self, pattern: PatternCall, value: Any, reader: fx.Node, state: PartialMatch
+    ) -> Iterator[PartialMatch]:
+        """Align a call. Other operators instead of the parts of one result, such as slices for a split, differ once."""
+        source = next((each for each in children(pattern) if isinstance(each, PatternCall)), None)
+        is_part = pattern.target is operator.getitem and source is not None and source not in state.nodes
+        if is_part and isinstance(value, fx.Node) and value.target is not operator.getitem and operands(value):
+            assert source is not None
+            key, given = f"parts of {id(source)}", operands(value)[0]
+            if state.values.get(key) is given:
+                yield replace(state, extra_nodes=state.extra_nodes | {value})
+            elif key not in state.values:
+                text = f"{target_text(source.target)} expected, {value} ({target_text(value.target)}) found"
+                found = state.bind(key, given).with_difference(PatternDifference(Reason.MISSING, text, value), value)
+                yield from self._align(next(iter(children(source)), None), given, value, found)
+        yield from super()._align_call(pattern, value, reader, state)
 
     def _refusal(self, root: fx.Node, found: PartialMatch) -> PatternDifference:
         matched = self.tree.pattern.match(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -263,7 +264,7 @@ class NearMissFinder:
                 standing = [node for node in standing if code_location(node) in self.sites.locations]
             for node in standing:
                 roots |= _find_roots_above(tree, readers, call, node)
-        calls = Counter(call.target for call in readers)
+        calls = Counter(call.target for call in readers if call.target is not operator.getitem)
         targets = {target: call.target for call in readers for target in (*call.others, call.target)}
         free_roots = (root for root in roots if root.op == "call_function" and root not in self.sites.nodes)
         return sorted(root for root in free_roots if self._is_plausible_root(root, targets, calls, _height(tree)))

@@ -35,6 +35,16 @@ def inductor() -> Any:
     return pattern_matcher
 
 
+def custom_pass_classes() -> list[Any]:
+    """Return the classes derived from Inductor's interfaces for passes of graphs and of their modules."""
+    from torch._inductor import custom_graph_pass
+
+    found = [custom_graph_pass.CustomGraphPass, custom_graph_pass.CustomGraphModulePass]
+    for each in found:
+        found += [derived for derived in each.__subclasses__() if derived not in found]
+    return found[2:]
+
+
 @dataclass(frozen=True, eq=False)
 class PatternCall:
     """A call of one operator; `args` are (name, value). A value is a pattern, a constant or a list of them."""

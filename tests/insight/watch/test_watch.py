@@ -134,6 +134,27 @@ def test_a_check_of_the_author() -> None:
     assert "its extra_check returned False (test_a_check_of_the_author.<locals>.refuses, test_watch.py:" in finding.text
 
 
+def test_of_patterns_with_other_constants_the_closest_is_named() -> None:
+    """Inductor first matches without constants, so every pattern of a family is refused by its own constants."""
+
+    def family(eps: float, scale: float, power: int = 2) -> Callable[..., torch.Tensor]:
+        return lambda x, w: (x.pow(power).sum(power - 2) + eps) * scale - w * eps
+
+    made = PatternMatcherPass(pass_name="family")
+    with FakeTensorMode():
+        for number, search in enumerate((family(1e-3, 9.0, 3), family(1e-5, 2.0), family(1e-6, 3.0))):
+            search.__name__ = search.__qualname__ = f"search_{number}"
+            register_replacement(search, _fused, [torch.empty(8, 8), torch.empty(8)], fwd_only, [made])
+    finding, *others = _watch(made, _graph(family(1e-6, 4.0), (8, 8), (8,))).near_misses
+    assert (finding.transform, finding.node, others) == ("search_2", "mul", [])
+    assert "other of mul is 4.0; expected 3.0" in finding.text
+    far = PatternMatcherPass(pass_name="far")
+    with FakeTensorMode():
+        register_replacement(family(1e-3, 9.0, 3), _fused, [torch.empty(8, 8), torch.empty(8)], fwd_only, [far])
+    (finding,) = _watch(far, _graph(family(1e-6, 4.0), (8, 8), (8,))).near_misses
+    assert "Inductor's matcher says: constant_args: " in finding.text
+
+
 def test_a_write_between() -> None:
     def written(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         mean = x.pow(2).mean(-1, keepdim=True)

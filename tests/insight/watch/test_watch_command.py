@@ -24,6 +24,7 @@ import sys
 import torch
 from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 def search(x, w):
     return x.exp() * 2 + w
@@ -31,11 +32,19 @@ def search(x, w):
 def model(x, w):
     return (x.exp() * 2 + w).sin().exp() * float(sys.argv[1]) + w
 
+def drop_sines(graph):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        if float(sys.argv[1]) == 2:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
 with FakeTensorMode():
     inputs = [torch.empty(3), torch.empty(3)]
+    GraphTransformObserver(fwd_only(model, inputs), "some").apply_graph_pass(drop_sines)
     passes = PatternMatcherPass(pass_name="doubles")
     register_replacement(search, lambda x, w: x - w, inputs, fwd_only, [passes])
     print("matches", passes.apply(fwd_only(model, inputs)), "hidden", os.environ.get("HIDDEN_RAN"))
+    torch.fx.replace_pattern(fwd_only(model, inputs), lambda x: x.neg(), lambda x: x)
 sys.exit(int(sys.argv[2]))
 """
 
@@ -60,6 +69,7 @@ def test_an_upgrade_that_breaks_a_pattern(program: Path, monkeypatch: pytest.Mon
     first = _inlay(program, *words, "2", "0")
     assert "matches 2" in first
     assert "hidden yes" in first
+    assert "removed aten.sin.default × 1" in first
     _inlay(program, "lock", "watched", "-o", "passes.lock")
     assert "1 models match as locked" in _inlay(program, "check", "--lock", "passes.lock")
     assert "constant differs: other of mul_1 is 3.0; expected 2" in _inlay(program, *words, "3", "7", code=7)
@@ -67,7 +77,12 @@ def test_an_upgrade_that_breaks_a_pattern(program: Path, monkeypatch: pytest.Mon
     message = next(each["message"] for each in checked["differences"] if each["transform"] == "doubles")
     assert message.startswith("doubles matched 1 sites, the lock has 2: 1 of 2 matched; add_1: 3 of 3 nodes:")
     assert "other of mul_1 is 3.0; expected 2" in message
-    (row,) = json.loads(_inlay(program, "explain", "watched", "--json"))
+    left = "left: sin = aten.sin.default(add)"
+    assert [each["message"] for each in checked["differences"] if "drop_sines" in each["transform"]] == [
+        "__main__.drop_sines matched 0 sites, the lock has 2.",
+        f"__main__.drop_sines: removed aten.sin.default matched 0 sites, the lock has 1: {left}.",
+    ]
+    (row,) = json.loads(_inlay(program, "explain", "watched", "--pass", "doubles", "--json"))
     assert (row["matches"], row["findings"][0]["node"]) == (1, "mul_1")
 
 

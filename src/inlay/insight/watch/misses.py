@@ -81,7 +81,8 @@ def _search(
     for pattern in plausible:
         assert pattern.tree is not None
         finder = NearMissFinder(copied, [(pattern.tree, {})], _known_sites(pattern, claimed), pattern.aligner)
-        misses += [(pattern.name, each) for each in finder.find_misses()]
+        refused = {names[0] for names, _ in pattern.refusals}
+        misses += [(pattern.name, each) for each in finder.find_misses() if each.root.name not in refused]
     kept = set(drop_overlapping([miss for _, miss in misses]))
     findings: list[Finding] = []
     for name in dict.fromkeys(name for name, _ in misses):
@@ -97,9 +98,8 @@ def _refused(pattern: ObservedPattern, nodes: dict[str, fx.Node]) -> list[NearMi
         if root in nodes:
             covered = tuple(nodes[name] for name in names if name in nodes)
             at, size = nodes.get(reason.node.name, nodes[root]), len(names)
-            made.append(
-                NearMiss(nodes[root], at, reason.kind, reason.text, size, size, nodes=covered, cost=REFUSAL_COST)
-            )
+            cost = REFUSAL_COST * reason.cost
+            made.append(NearMiss(nodes[root], at, reason.kind, reason.text, size, size, nodes=covered, cost=cost))
     return made
 
 

@@ -1,9 +1,12 @@
-"""Observe the pattern passes of this process: `PatternMatcherPass.apply`, which Inductor, vLLM and others call, and
-`SubgraphMatcher.match`, which `torch.fx.replace_pattern` calls.
+"""Observe the graph passes of this process.
 
-While nothing is watched, both are the original functions. While something is, a pass runs with copies of its entries
-that report their matches. The near misses are searched in a copy of the graph, so what is compiled does not change. An
-error in this search never reaches the compilation: it is part of the record.
+Pattern passes: `PatternMatcherPass.apply`, which Inductor, vLLM and others call, and `SubgraphMatcher.match`, which
+`torch.fx.replace_pattern` calls. Functions that edit a graph: what Inductor applies through `GraphTransformObserver`,
+and `__call__` of the classes derived from its `CustomGraphPass`, which pass managers such as vLLM's call one by one.
+
+While nothing is watched, all are the original functions. While something is, a pattern pass runs with copies of its
+entries that report their matches. The near misses are searched in a copy of the graph, so what is compiled does not
+change. An error in this never reaches the compilation: it is part of the record.
 """
 
 from __future__ import annotations
@@ -15,20 +18,24 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 from inlay.errors import one_line
 from inlay.insight.watch.bisection import may_apply
+from inlay.insight.watch.changes import compare_calls, describe_left, list_calls
 from inlay.insight.watch.misses import ObservedPattern, find_findings
-from inlay.insight.watch.records import PassRecord
+from inlay.insight.watch.records import MAX_RECORDS, PassRecord
 from inlay.integrations.foreign_patterns import GraphAligner, InductorAligner, convert_graph, convert_pattern
 from inlay.program.exported_program import select_meta
 from inlay.program.graphs import SOURCE
 from inlay.rewrite.differences import PatternDifference
-from inlay.rewrite.pattern_trees import compile_id, inductor
+from inlay.rewrite.partial_match import MAX_DIFFERENCES
+from inlay.rewrite.pattern_trees import compile_id, custom_pass_classes, inductor
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
@@ -39,8 +46,9 @@ if TYPE_CHECKING:
 
 _lock = threading.RLock()
 _listeners: list[Callable[[PassRecord], None]] = []
-_originals: dict[str, Any] = {}
-_embedded: set[str] = set()
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""Owner and name of each function that is observed now → the original, and what replaces it."""
+_embedded: set[tuple[Any, str]] = set()
 """Observed functions that another library has wrapped, so that they could not be removed."""
 _last = threading.local()
 _SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib", "functools", __name__)
@@ -48,13 +56,21 @@ _SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib",
 
 @contextmanager
 def watch_patterns() -> Iterator[list[PassRecord]]:
-    """Record every pattern pass that runs in this process within the context.
+    """Record every graph pass that runs in this process within the context.
 
     `torch.compile` compiles when the function is first called, so the first call must be in the context. A graph from
-    Inductor's cache is not compiled, and its passes do not run.
+    Inductor's cache is not compiled, and its passes do not run. At most `MAX_RECORDS` are kept; the last one has the
+    number of those that were dropped.
     """
     records: list[PassRecord] = []
-    listener = records.append
+
+    def listener(record: PassRecord) -> None:
+        with _lock:
+            if len(records) < MAX_RECORDS:
+                records.append(record)
+            else:
+                records[-1] = replace(records[-1], dropped=records[-1].dropped + 1)
+
     add_listener(listener)
     try:
         yield records
@@ -66,11 +82,7 @@ def add_listener(listener: Callable[[PassRecord], None]) -> None:
     """Call a function with the record of every pass, until it is removed."""
     with _lock:
         _listeners.append(listener)
-        if len(_listeners) == 1:
-            for owner, name, observed in _replacements():
-                if name not in _embedded:
-                    _originals[name] = getattr(owner, name)
-                    setattr(owner, name, functools.wraps(_originals[name])(observed))
+        _replace_functions()
 
 
 def remove_listener(listener: Callable[[PassRecord], None]) -> None:
@@ -78,59 +90,112 @@ def remove_listener(listener: Callable[[PassRecord], None]) -> None:
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
-            for owner, name, observed in _replacements():
-                if getattr(owner, name) is observed:
-                    setattr(owner, name, _originals[name])
+            for (owner, name), (original, observed) in _replaced.items():
+                if vars(owner)[name] is observed:
+                    setattr(owner, name, original)
                 else:  # another library has wrapped it since, and goes on calling it
-                    _embedded.add(name)
+                    _embedded.add((owner, name))
+            _replaced.clear()
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Return the observed functions: owner, name, and what replaces it."""
-    return [
-        (inductor().PatternMatcherPass, "apply", _observed_apply),
-        (inductor(), "fx_to_pattern", _observed_fx_to_pattern),
-        (SubgraphMatcher, "match", _observed_match),
-    ]
+def _replace_functions() -> None:
+    """Replace what is observed. Classes of passes may be new whenever Inductor calls a pass."""
+    with _lock:
+        for key, observe in _observers().items() if _listeners else ():
+            if key not in _replaced and key not in _embedded:
+                original = vars(key[0])[key[1]]
+                _replaced[key] = original, _observed_function(original, observe)
+                setattr(*key, _replaced[key][1])
 
 
-def _observed_fx_to_pattern(*args: Any, **kwargs: Any) -> Any:
+def _observers() -> dict[tuple[Any, str], Any]:
+    """Return the functions to observe, by owner and name, and what is called with the original and its arguments."""
+    passes = {(each, "__call__"): _observe_custom_pass for each in custom_pass_classes() if "__call__" in vars(each)}
+    return passes | {
+        (inductor().PatternMatcherPass, "apply"): _observe_apply,
+        (inductor(), "fx_to_pattern"): _observe_fx_to_pattern,
+        (SubgraphMatcher, "match"): _observe_match,
+        (GraphTransformObserver, "apply_graph_pass"): _observe_function,
+        (GraphTransformObserver, "apply_gm_pass"): _observe_function,
+    }
+
+
+def _observed_function(original: Any, observe: Any) -> Any:
+    @functools.wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        return observe(original, *args, **kwargs) if _listeners else original(*args, **kwargs)
+
+    return observed
+
+
+def _observe_fx_to_pattern(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert, and keep the result: it is the shape-specific pattern of a check that is running."""
-    made = _originals["fx_to_pattern"](*args, **kwargs)
+    made = original(*args, **kwargs)
     _last.pattern = made
     return made
 
 
-def _observed_apply(self: Any, gm: Any) -> Any:
-    if not _listeners:
-        return _originals["apply"](self, gm)
-    graph, call = getattr(gm, "graph", gm), _PassCall(_inductor_pass_name(self))
+def _observe_apply(original: Any, watched: Any, gm: Any) -> Any:
+    graph, call = _graph(gm), _PassCall(_inductor_pass_name(watched))
     before = frozenset(getattr(graph, "nodes", ()))
-    observed = call.protect(lambda: call.observed_pass(self)) or self
-    matches = _originals["apply"](observed, gm)
+    observed = call.protect(lambda: call.observed_pass(watched)) or watched
+    matches = original(observed, gm)
     call.report(graph, matches, [node for node in graph.nodes if node not in before])
     return matches
 
 
-def _observed_match(self: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
-    found = _originals["match"](self, graph, *args, **kwargs)
-    if not _listeners:
-        return found
+def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+    found = original(matcher, graph, *args, **kwargs)
     frame = _caller()
     call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
     name = _replaced_pattern()
-    roots = [max(node for node in match.nodes_map.values() if isinstance(node, torch.fx.Node)) for match in found]
-    found = [match for match, root in zip(found, roots, strict=True) if may_apply(call.name, name, root)]
+    applied = call.protect(lambda: [match for match in found if may_apply(call.name, name, _last_node(match))])
+    found = found if applied is None else applied
 
     def observe() -> None:
-        tree = convert_graph(self.pattern, self.ignore_literals)
-        inner = {node for node in self.pattern.nodes if node.op not in ("placeholder", "output")}
+        tree = convert_graph(matcher.pattern, matcher.ignore_literals)
+        inner = {node for node in matcher.pattern.nodes if node.op not in ("placeholder", "output")}
         matches = [sorted(match.nodes_map[node] for node in inner if node in match.nodes_map) for match in found]
         call.patterns.append(ObservedPattern(name, tree, GraphAligner, matches))
 
     call.protect(observe)
     call.report(graph, len(found), {node for each in call.patterns for match in each.matches for node in match})
     return found
+
+
+def _observe_function(original: Any, applied: GraphTransformObserver, function: Any) -> Any:
+    """Observe a function that Inductor applies to a graph, unless it is observed where it is defined."""
+    _replace_functions()
+    if type(getattr(function, "__self__", function)) in (inductor().PatternMatcherPass, *custom_pass_classes()):
+        return original(applied, function)
+    plain = _plain(function)
+    module, own = str(getattr(plain, "__module__", "")), _function_name(plain) or type(plain).__name__
+    name = applied.passname if module.startswith("torch.") else f"{module.rpartition('.')[2]}.{own}"
+    return original(applied, lambda graph: _call_observed(name, function, graph))
+
+
+def _observe_custom_pass(original: Any, watched: Any, *args: Any, **kwargs: Any) -> Any:
+    name = str(getattr(watched, "pass_name", "") or type(watched).__name__)
+    return _call_observed(name, functools.partial(original, watched), *args, **kwargs)
+
+
+def _call_observed(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a graph or of its module, and report what it changed."""
+    call, (subject, *_) = _PassCall(name), (*args, *kwargs.values())
+    before = call.protect(lambda: list_calls(_graph(subject)))
+    result = function(*args, **kwargs)
+    changes = call.protect(lambda: compare_calls(before, list_calls(_graph(subject)))) or {}
+    left = call.protect(lambda: describe_left(_graph(subject))) or {}
+    _tell(PassRecord(name, compile_id(), 0, 0, error=call.error, changes=changes, left=left))
+    return result
+
+
+def _last_node(match: Any) -> fx.Node:
+    return max(node for node in match.nodes_map.values() if isinstance(node, torch.fx.Node))
+
+
+def _graph(subject: Any) -> Any:
+    return getattr(subject, "graph", subject)
 
 
 class _PassCall:
@@ -188,8 +253,12 @@ class _PassCall:
         record = PassRecord(
             *(self.name, compile_id(), len(self.patterns), int(matches), counts, places, tuple(findings), self.error)
         )
-        for listener in tuple(_listeners):
-            listener(record)
+        _tell(record)
+
+
+def _tell(record: PassRecord) -> None:
+    for listener in tuple(_listeners):
+        listener(record)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,10 +272,12 @@ def _explain_refusal(entry: Any, match: Any) -> tuple[list[str], PatternDifferen
     nodes = [root.name, *(node.name for node in match.nodes)]
     specific: Any = getattr(_last, "pattern", None)
     tree = convert_pattern(specific) if specific is not None else None
-    if tree is not None and not specific.match(root):
+    if tree is not None and not (matched := specific.match(root)):
         found = InductorAligner(tree, {}).best_match(root)
-        if found is not None:
-            return nodes, min(found.differences, key=lambda each: each.node)
+        if found is None:
+            text = f"Inductor's matcher says: {matched}"
+            return nodes, PatternDifference(Reason.REFUSED, text, root, cost=MAX_DIFFERENCES + 1)
+        return nodes, replace(min(found.differences, key=lambda each: each.node), cost=found.cost)
     check = _plain(_nonlocals(entry.extra_check).get("extra_check", entry.extra_check))
     code, name = getattr(check, "__code__", None), getattr(check, "__qualname__", repr(check))
     where = f"{name}, {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else name

@@ -11,15 +11,20 @@ if TYPE_CHECKING:
     from inlay.insight.findings import Finding
 
 
+MAX_RECORDS = 20_000
+"""How many records of one watch, or of one process, are kept."""
+
+
 @dataclass(frozen=True)
 class PassRecord:
-    """One call of a pass: its matches by pattern, and its near misses, closest first."""
+    """One call of a pass: its matches by pattern and its near misses; or what a function changed in a graph."""
 
     name: str
     """Name of the pass."""
     compile_id: str
     """torch's number of the compilation, such as `0/0`; empty outside of torch.compile."""
     num_patterns: int
+    """0 for a function."""
     matches: int
     patterns: Mapping[str, int] = field(default_factory=dict)
     """Pattern → number of matches, for those that matched."""
@@ -28,6 +33,12 @@ class PassRecord:
     findings: tuple[Finding, ...] = ()
     error: str = ""
     """Why the near misses are incomplete."""
+    changes: Mapping[str, int] = field(default_factory=dict)
+    """What a function did with calls, such as `removed aten.clone.default` → how many."""
+    left: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Operator → calls in the graph after a function: node, arguments, source line."""
+    dropped: int = 0
+    """How many later records were not kept."""
 
     @property
     def near_misses(self) -> tuple[Finding, ...]:
@@ -45,4 +56,7 @@ class PassRecord:
             "places": list(self.places),
             "findings": [finding.to_json() for finding in self.findings],
             "error": self.error,
+            "changes": dict(self.changes),
+            "left": {name: list(calls) for name, calls in self.left.items()},
+            "dropped": self.dropped,
         }

@@ -1,0 +1,55 @@
+"""What a function changed in a graph, and the calls that are left in it."""
+
+from __future__ import annotations
+
+import operator
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch._ops import HigherOrderOperator, OpOverload
+
+from inlay.program.exported_program import select_meta
+from inlay.program.graphs import SOURCE, target_text
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_MOST_LEFT = 8
+"""How many calls of one operator are kept."""
+
+
+def list_calls(graph: fx.Graph) -> dict[str, tuple[str, str]]:
+    """Return operator and arguments of the calls in a graph, by name of the node."""
+    return {node.name: _call(node) for node in graph.nodes if node.op.startswith("call_")}
+
+
+def compare_calls(before: dict[str, tuple[str, str]], after: dict[str, tuple[str, str]]) -> Counter[str]:
+    """Return how many calls of each operator were removed, added or changed; their order does not count."""
+    changes = Counter(f"removed {before[name][0]}" for name in before if name not in after)
+    changes.update(f"added {after[name][0]}" for name in after if name not in before)
+    changes.update(f"changed {after[name][0]}" for name in after if before.get(name, after[name]) != after[name])
+    return changes
+
+
+def describe_left(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """Return operator → its first calls in a graph, with arguments and source line."""
+    left: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.op.startswith("call_") and node.target is not operator.getitem:
+            name, arguments = _call(node)
+            calls = left.setdefault(name, [])
+            source = select_meta(node).get(SOURCE) if len(calls) < _MOST_LEFT else None
+            shown = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})" if len(calls) < _MOST_LEFT else ""
+            calls.append(f"{shown} ({source})" if source else shown)
+    for calls in left.values():
+        calls[_MOST_LEFT:] = [f"and {len(calls) - _MOST_LEFT} more"] * (len(calls) > _MOST_LEFT)
+    return {name: tuple(calls) for name, calls in left.items()}
+
+
+def _call(node: fx.Node) -> tuple[str, str]:
+    """Return the operator of a call and its arguments. `auto_functionalized` names what it wraps."""
+    name, args = target_text(node.target), node.args
+    if isinstance(node.target, HigherOrderOperator) and args and isinstance(args[0], OpOverload):
+        name, args = f"{name}({target_text(args[0])})", args[1:]
+    return name, ", ".join([*map(str, args), *(f"{word}={value}" for word, value in node.kwargs.items())])
