@@ -54,7 +54,7 @@ def watch(
             else:
                 print_passes(passes)
         else:
-            err.print("No pattern pass ran: nothing was compiled, or another Python ran it.", markup=False)
+            err.print("No graph pass ran: nothing was compiled, or another Python ran it.", markup=False)
         raise typer.Exit(code if code >= 0 else 128 - code)
 
 

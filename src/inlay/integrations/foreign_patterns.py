@@ -140,7 +140,7 @@ class InductorAligner(_WrittenAligner):
             key, given = f"parts of {id(source)}", operands(value)[0]
             if state.values.get(key) is given:
                 yield replace(state, extra_nodes=state.extra_nodes | {value})
-            elif key not in state.values:
+            elif key not in state.values and self._is_affordable(state):
                 text = f"{target_text(source.target)} expected, {value} ({target_text(value.target)}) found"
                 found = state.bind(key, given).with_difference(PatternDifference(Reason.MISSING, text, value), value)
                 yield from self._align(next(iter(children(source)), None), given, value, found)

@@ -144,7 +144,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing.exit_code == ExitCode.USAGE
     nothing = CliRunner().invoke(app, ["watch", "--", "true"])
     assert nothing.exit_code == 0
-    assert "No pattern pass ran" in nothing.output
+    assert "No graph pass ran" in nothing.output
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / f"1{watch_startup.SUFFIX}").write_text("{}\n")
     broken = CliRunner().invoke(app, ["explain", "broken"])

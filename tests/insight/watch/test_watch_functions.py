@@ -128,9 +128,17 @@ def test_passes_of_a_manager_are_recorded_one_by_one() -> None:
         def __call__(self, graph: fx.Graph) -> None:
             super().__call__(graph)
 
-    records = _apply(Manager(DropNegation(), Later()))
-    assert [(record.name, record.changes["removed aten.neg.default"]) for record in records] == [
-        *(("DropNegation", 1), ("Later", 1), ("Later", 1), ("Manager", 2)),
+    records = _apply(Manager(Manager(DropNegation()), Manager(Later(), Manager())))
+    assert [(record.name, record.changes.get("removed aten.neg.default")) for record in records] == [
+        *(("DropNegation", 1), ("Later", 1), ("Manager", None)),
+    ]
+
+
+def test_a_function_that_edits_and_calls_a_pass() -> None:
+    """It is recorded if the changes are surely its own."""
+    records = _apply(Manager(Manager(), drop_one_negation))
+    assert [(len(record.changes), record.changes.get("removed aten.neg.default")) for record in records] == [
+        *((0, None), (2, 1)),
     ]
 
 

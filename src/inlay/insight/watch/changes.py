@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -19,9 +19,9 @@ _MOST_LEFT = 8
 """How many calls of one operator are kept."""
 
 
-def list_calls(graph: fx.Graph) -> dict[str, tuple[str, str]]:
-    """Return operator and arguments of the calls in a graph, by name of the node."""
-    return {node.name: _call(node) for node in graph.nodes if node.op.startswith("call_")}
+def list_calls(subject: fx.Graph | fx.GraphModule) -> dict[str, tuple[str, str]]:
+    """Return operator and arguments of the calls in a graph or in that of a module, by name of the node."""
+    return {node.name: _call(node) for node in _calls(subject)}
 
 
 def compare_calls(before: dict[str, tuple[str, str]], after: dict[str, tuple[str, str]]) -> Counter[str]:
@@ -32,19 +32,24 @@ def compare_calls(before: dict[str, tuple[str, str]], after: dict[str, tuple[str
     return changes
 
 
-def describe_left(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+def describe_left(subject: fx.Graph | fx.GraphModule) -> dict[str, tuple[str, ...]]:
     """Return operator → its first calls in a graph, with arguments and source line."""
     left: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.op.startswith("call_") and node.target is not operator.getitem:
-            name, arguments = _call(node)
-            calls = left.setdefault(name, [])
-            source = select_meta(node).get(SOURCE) if len(calls) < _MOST_LEFT else None
-            shown = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})" if len(calls) < _MOST_LEFT else ""
-            calls.append(f"{shown} ({source})" if source else shown)
+    for node in _calls(subject):
+        name, arguments = _call(node)
+        calls = left.setdefault(name, [])
+        source = select_meta(node).get(SOURCE) if len(calls) < _MOST_LEFT else None
+        shown = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})" if len(calls) < _MOST_LEFT else ""
+        calls.append(f"{shown} ({source})" if source else shown)
     for calls in left.values():
         calls[_MOST_LEFT:] = [f"and {len(calls) - _MOST_LEFT} more"] * (len(calls) > _MOST_LEFT)
     return {name: tuple(calls) for name, calls in left.items()}
+
+
+def _calls(subject: Any) -> list[fx.Node]:
+    """Return the calls of a graph; to take a part of a tuple is none."""
+    nodes = getattr(subject, "graph", subject).nodes
+    return [node for node in nodes if node.op.startswith("call_") and node.target is not operator.getitem]
 
 
 def _call(node: fx.Node) -> tuple[str, str]:

@@ -72,7 +72,7 @@ def read_records(folder: str | Path) -> list[PassRecord]:
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{file}:{number} is not a record.", "Watch the program again.") from error
     if not found:
-        raise UsageError(f"{folder} has no records.", "No pattern pass ran: is everything from Inductor's cache?")
+        raise UsageError(f"{folder} has no records.", "No graph pass ran: is everything from Inductor's cache?")
     return found
 
 
@@ -147,10 +147,7 @@ def explain_miss(passes: Mapping[str, PassRecord], key: str) -> str:
 
 
 def left_calls(record: PassRecord, operator: str = "") -> list[str]:
-    """Return the calls that a function left: of one operator, or of all that it removed.
-
-    Calls with the same wrapper, or with another wrapper of the same operator, are one kind.
-    """
+    """Return the calls left of an operator, or of all that a function removed; also of the same or another wrapper."""
     removed = [operator] if operator else [each.removeprefix(_REMOVED) for each in record.changes if _REMOVED in each]
     kinds = {part for each in removed for part in each.partition("(")[::2]} - {""}
     found = [name for name in record.left if not kinds.isdisjoint(name.partition("(")[::2])]

@@ -51,6 +51,7 @@ _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 _embedded: set[tuple[Any, str]] = set()
 """Observed functions that another library has wrapped, so that they could not be removed."""
 _last = threading.local()
+"""Of each thread: the pattern that was converted last; whether passes changed something in the function that runs."""
 _SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib", "functools", __name__)
 
 
@@ -136,7 +137,7 @@ def _observe_fx_to_pattern(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _observe_apply(original: Any, watched: Any, gm: Any) -> Any:
-    graph, call = _graph(gm), _PassCall(_inductor_pass_name(watched))
+    graph, call = getattr(gm, "graph", gm), _PassCall(_inductor_pass_name(watched))
     before = frozenset(getattr(graph, "nodes", ()))
     observed = call.protect(lambda: call.observed_pass(watched)) or watched
     matches = original(observed, gm)
@@ -180,22 +181,23 @@ def _observe_custom_pass(original: Any, watched: Any, *args: Any, **kwargs: Any)
 
 
 def _call_observed(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of a graph or of its module, and report what it changed."""
+    """Call a function of a graph or of its module, and report what it changed, unless the passes that it called did."""
     call, (subject, *_) = _PassCall(name), (*args, *kwargs.values())
-    before = call.protect(lambda: list_calls(_graph(subject)))
+    before = call.protect(lambda: list_calls(subject))
+    outer, _last.effects = getattr(_last, "effects", None), set()
     result = function(*args, **kwargs)
-    changes = call.protect(lambda: compare_calls(before, list_calls(_graph(subject)))) or {}
-    left = call.protect(lambda: describe_left(_graph(subject))) or {}
-    _tell(PassRecord(name, compile_id(), 0, 0, error=call.error, changes=changes, left=left))
+    inner, _last.effects = _last.effects, outer
+    if outer is not None:
+        outer |= inner
+    changes = call.protect(lambda: compare_calls(before, list_calls(subject))) or {}
+    left = call.protect(lambda: describe_left(subject)) or {}
+    if not inner or (changes and True not in inner):
+        _tell(PassRecord(name, compile_id(), 0, 0, error=call.error, changes=changes, left=left))
     return result
 
 
 def _last_node(match: Any) -> fx.Node:
     return max(node for node in match.nodes_map.values() if isinstance(node, torch.fx.Node))
-
-
-def _graph(subject: Any) -> Any:
-    return getattr(subject, "graph", subject)
 
 
 class _PassCall:
@@ -257,6 +259,8 @@ class _PassCall:
 
 
 def _tell(record: PassRecord) -> None:
+    if getattr(_last, "effects", None) is not None:
+        _last.effects.add(bool(record.matches or record.changes))
     for listener in tuple(_listeners):
         listener(record)
 
