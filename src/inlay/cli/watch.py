@@ -36,11 +36,11 @@ def watch(
     """Run a program and record its graph passes: Inductor's, vLLM's, torchao's and your own.
 
     For each pass: its matches, its nearest misses and their reasons. The program and what it compiles do not change.
-    `inlay explain`, `lock` and `diff` take the folder.
+    `inlay explain`, `lock` and `report` take the folder.
 
     Example: [bold]inlay watch -o watched -- python train.py[/]
 
-    Example: [bold]inlay watch -- vllm serve MODEL && inlay lock watched -o passes.lock[/]
+    Example: [bold]inlay watch -- python train.py && inlay lock watched -o passes.lock[/]
     """
     with error_boundary():
         from inlay.insight.watch.folder import is_watch_folder, read_records, sum_records
