@@ -74,7 +74,7 @@ def main() -> int:
             print(f"torch {given.torch}: {tier} …", flush=True)
             result = _matches(python, clone) if tier == "matches" else _tests(python, clone, tier, given)
             print(f"torch {given.torch}: {tier}: {result}", flush=True)
-            failed |= "failed" in result or "differ" in result
+            failed |= re.search("failed|error|differ", result) is not None
             _write(Row(given.torch, tier, commit, datetime.datetime.now(tz=datetime.UTC).date().isoformat(), result))
     return int(failed)
 

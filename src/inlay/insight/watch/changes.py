@@ -15,7 +15,7 @@ from inlay.program.graphs import SOURCE, target_text
 if TYPE_CHECKING:
     from torch import fx
 
-_MOST_LEFT = 8
+MOST_LEFT = 8
 """How many calls of one operator are kept."""
 
 
@@ -32,18 +32,18 @@ def compare_calls(before: dict[str, tuple[str, str]], after: dict[str, tuple[str
     return changes
 
 
-def describe_left(subject: fx.Graph | fx.GraphModule) -> dict[str, tuple[str, ...]]:
-    """Return operator → its first calls in a graph, with arguments and source line."""
-    left: dict[str, list[str]] = {}
+def describe_left(subject: fx.Graph | fx.GraphModule) -> tuple[dict[str, tuple[str, ...]], Counter[str]]:
+    """Return operator → its first calls in a graph, with arguments and source line; and operator → number of calls."""
+    left: dict[str, tuple[str, ...]] = {}
+    counts: Counter[str] = Counter()
     for node in _calls(subject):
         name, arguments = _call(node)
-        calls = left.setdefault(name, [])
-        source = select_meta(node).get(SOURCE) if len(calls) < _MOST_LEFT else None
-        shown = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})" if len(calls) < _MOST_LEFT else ""
-        calls.append(f"{shown} ({source})" if source else shown)
-    for calls in left.values():
-        calls[_MOST_LEFT:] = [f"and {len(calls) - _MOST_LEFT} more"] * (len(calls) > _MOST_LEFT)
-    return {name: tuple(calls) for name, calls in left.items()}
+        counts[name] += 1
+        if counts[name] <= MOST_LEFT:
+            source = select_meta(node).get(SOURCE)
+            text = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})"
+            left[name] = (*left.get(name, ()), f"{text} ({source})" if source else text)
+    return left, counts
 
 
 def _calls(subject: Any) -> list[fx.Node]:
