@@ -138,7 +138,7 @@ class WrittenAxes:
     def accepts(self, value: Any) -> bool:
         """Return whether an argument is these axes."""
         axes = value if isinstance(value, (list, tuple)) and all(type(axis) is int for axis in value) else ()
-        return tuple(axis % self.pattern.rank for axis in axes) == self.pattern.dims
+        return bool(tuple(axis % self.pattern.rank for axis in axes) == self.pattern.dims)
 
 
 class InductorAligner(_WrittenAligner):

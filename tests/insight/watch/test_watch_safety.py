@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import pytest
@@ -170,12 +170,12 @@ def test_a_fork_while_another_thread_holds_a_lock(lock: Any) -> None:
 
 
 def test_symbolic_sizes_are_compared_without_a_guard() -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     environment = ShapeEnv()
-    with FakeTensorMode(shape_env=environment) as mode:
-        value = mode.from_tensor(torch.empty(7, 11), static_shapes=False)
-    one, two = value.shape
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)  # type: ignore[var-annotated]
+    mode = FakeTensorMode(shape_env=environment)
+    one, two = cast("list[Any]", mode.from_tensor(torch.empty(7, 11), symbolic_context=context).shape)
     assert isinstance(one, torch.SymInt)
     before = len(environment.guards)
     assert is_same_constant(one, one)

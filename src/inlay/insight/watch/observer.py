@@ -216,7 +216,8 @@ def _observe_custom_pass(original: Any, watched: Any, /, *args: Any, **kwargs: A
 
 def _call_observed(name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of a graph or of its module, and report what it changed, unless the passes that it called did."""
-    call, subject = _PassCall(name), next(iter((*args, *kwargs.values())), None)
+    call = _PassCall(name)
+    subject: Any = next(iter((*args, *kwargs.values())), None)
     before = call.protect(lambda: list_calls(subject))
     inner: set[bool] = set()
     outer, _state.effects = _state.effects, inner
