@@ -125,3 +125,13 @@ def one_line(error: BaseException, limit: int = 160) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """Return a text of limited length on one line, without control characters.
+
+    >>> printable("rms_norm(Tensor x,\\n    float eps)\\x1b[0m")
+    'rms_norm(Tensor x, float eps)�[0m'
+    """
+    line = "".join(each if each.isprintable() else "�" for each in " ".join(text.split()))
+    return line if len(line) <= limit else line[: limit - 1] + "…"

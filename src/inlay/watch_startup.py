@@ -12,6 +12,8 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +32,15 @@ _HOOKED = {
 }
 _hooks: dict[Any, tuple[Any, str, Any]] = {}
 """Hook → class, name of the method, and original."""
+_lock = threading.RLock()
+
+
+def is_watch_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has records of watched processes."""
+    try:
+        return any(Path(path).glob(f"*{SUFFIX}"))
+    except (OSError, ValueError):
+        return False
 
 
 def install() -> None:
@@ -71,8 +82,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _hook(module: ModuleType) -> None:
     """Replace the method of a class until the first call of any of them, which starts the watch."""
     class_name, method = _HOOKED[module.__name__]
-    cls = getattr(module, class_name)
-    original = getattr(cls, method)
+    cls = getattr(module, class_name, None)
+    original = getattr(cls, method, None)
+    if original is None:
+        print(f"inlay: this torch has no {class_name}.{method}, which is not watched.", file=sys.stderr)
+        return
 
     @functools.wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,15 +100,13 @@ def _hook(module: ModuleType) -> None:
 
 def _start() -> None:
     """Remove the hooks, so that none is taken for an original, and watch."""
-    folder: Any = None
-    try:
-        # by name: this module is below all others, so that they can use its constants
-        folder = importlib.import_module("inlay.insight.watch.folder")
-    except Exception as error:
-        print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
-    for hook, (cls, method, original) in list(_hooks.items()):
-        if vars(cls)[method] is hook:
-            setattr(cls, method, original)
-            _hooks.pop(hook, None)
-    if folder is not None:
-        folder.start_recording()
+    with _lock:
+        for hook, (cls, method, original) in list(_hooks.items()):
+            if vars(cls)[method] is hook:
+                setattr(cls, method, original)
+                _hooks.pop(hook, None)
+        try:
+            # by name: this module is below all others, so that they can use its constants
+            importlib.import_module("inlay.insight.watch.folder").start_recording()
+        except Exception as error:
+            print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from inlay.cli.console import error_boundary, out, print_json
 from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import steps_up_to
+from inlay.watch_startup import is_watch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,15 +87,13 @@ def explain(
 
 def _print_watched(folder: str, pass_name: str | None, show_all: bool, as_json: bool) -> bool:
     """Print what was watched, if MODEL is such a folder."""
-    from inlay.watch_startup import SUFFIX
-
-    if not any(Path(folder).glob(f"*{SUFFIX}")):
+    if not is_watch_folder(folder):
         return False
     from inlay.cli.watch import print_passes
     from inlay.errors import UsageError, suggest
-    from inlay.insight.watch.folder import read_records, sum_records
+    from inlay.insight.watch.folder import read_passes
 
-    passes = sum_records(read_records(folder))
+    passes = read_passes(folder)
     if pass_name is not None and pass_name not in passes:
         raise UsageError(f"No pass {pass_name} was watched.", suggest(pass_name, passes) or "Omit --pass to see all.")
     shown = [each for each in passes.values() if pass_name in (None, each.name)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +13,12 @@ import typer
 from inlay.cli.console import error_boundary, out, print_json
 from inlay.cli.model_options import AtOption, DType, DTypeOption, Level, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.errors import ExitCode, UsageError
+from inlay.errors import ExitCode, UsageError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from inlay.program.program import Program
     from inlay.transforms.lock import LockDifference, LockedModel, LockOptions
-    from inlay.transforms.pass_manager import TransformStep
 
 
 def lock(
@@ -86,11 +83,8 @@ def check(
                 if os.environ.get("GITHUB_ACTIONS"):
                     out.print(each.annotation(file), markup=False, soft_wrap=True)
                 else:
-                    out.print(
-                        f"{'differs' if each.fails else 'note'}: {each.model}: {each.message}",
-                        markup=False,
-                        soft_wrap=True,
-                    )
+                    level = "differs" if each.fails else "note"
+                    out.print(printable(f"{level}: {each.model}: {each.message}"), markup=False, soft_wrap=True)
             if seen.holds:
                 out.print(f"{len(locked.models)} models match as locked.")
             else:
@@ -101,43 +95,36 @@ def check(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-@dataclass(frozen=True)
-class _MatchedModel:
-    """A model with its current matches."""
-
-    lock_entry: LockedModel
-    program: Program
-    steps: list[TransformStep]
-
-    def explain_miss(self, key: str) -> str:
-        """Return why a transform does not match at its closest near miss."""
-        from inlay.insight import explain
-
-        (explained,) = explain(self.program, self.steps, key)
-        return explained.findings[0].text if explained.findings else ""
-
-
 def _lock_entry(model: str, made: LockOptions, trust: bool) -> LockedModel:
-    from inlay.insight.watch.folder import is_watch_folder, lock_passes, read_records, sum_records
+    from inlay.watch_startup import is_watch_folder
 
     if is_watch_folder(model):
-        return lock_passes(model, sum_records(read_records(model)))
-    return _match_model(model, made, trust).lock_entry
+        from inlay.insight.watch.folder import lock_passes, read_passes
+
+        return lock_passes(model, read_passes(model))
+    return _match_model(model, made, trust)[0]
 
 
 def _compare(old: LockedModel, made: LockOptions, trust: bool) -> Iterator[LockDifference]:
-    from inlay.insight.watch.folder import compare_passes, is_watch_folder, read_records, sum_records
     from inlay.transforms.lock import compare
+    from inlay.watch_startup import is_watch_folder
 
     if is_watch_folder(old.model):
-        return compare_passes(old, sum_records(read_records(old.model)))
+        from inlay.insight.watch.folder import compare_passes, read_passes
+
+        return compare_passes(old, read_passes(old.model))
     if "::" in old.model:
         raise UsageError(f"{old.model} is a test.", "Run it with pytest: its fixture pattern_lock compares.")
-    new = _match_model(old.model, made, trust)
-    return compare(old, new.lock_entry, new.explain_miss)
+    if not old.program:
+        raise UsageError(
+            f"{old.model} has no records.", f"Record them: inlay watch -o {shlex.quote(old.model)} -- PROGRAM"
+        )
+    return compare(old, *_match_model(old.model, made, trust))
 
 
-def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:
+def _match_model(model: str, made: LockOptions, trust: bool) -> tuple[LockedModel, Callable[[str], str]]:
+    """Return the current matches of a model, and a function that returns the closest near miss of a transform."""
+    from inlay.insight import explain
     from inlay.transforms import configure, run
     from inlay.transforms.lock import lock_model
 
@@ -149,4 +136,9 @@ def _match_model(model: str, made: LockOptions, trust: bool) -> _MatchedModel:
         options = step.transform.options
         step.transform.options = options.model_copy(update={"expect": "any", "reason": "the lock states the count"})
     _, records = run(program, steps)
-    return _MatchedModel(lock_model(model, program, resolved, records), program, steps)
+
+    def explain_miss(key: str) -> str:
+        (explained,) = explain(program, steps, key)
+        return explained.findings[0].text if explained.findings else ""
+
+    return lock_model(model, program, resolved, records), explain_miss

@@ -57,10 +57,10 @@ def report(
     """
     with error_boundary():
         from inlay.package.store import is_package
-        from inlay.watch_startup import SUFFIX
+        from inlay.watch_startup import is_watch_folder
 
         lanes = {} if timeline is None else {"lanes": _timeline_section(timeline)}
-        if any(Path(model).glob(f"*{SUFFIX}")):
+        if is_watch_folder(model):
             from inlay.insight.report.comparison import build_watched_page
 
             made = build_watched_page(model, lock)

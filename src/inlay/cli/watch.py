@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from inlay import watch_startup
-from inlay.cli.console import err, error_boundary, out, print_json
-from inlay.errors import UsageError
+from inlay.cli.console import err, error_boundary, make_table, out, print_json
+from inlay.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from inlay.insight.watch.records import PassRecord
@@ -43,12 +43,13 @@ def watch(
     Example: [bold]inlay watch -- python train.py && inlay lock watched -o passes.lock[/]
     """
     with error_boundary():
-        from inlay.insight.watch.folder import is_watch_folder, read_records, sum_records
+        from inlay.insight.watch.folder import read_passes
+        from inlay.watch_startup import is_watch_folder
 
         _clear(output, is_watch_folder(output))
-        code = run_watched(command, output, use_caches).returncode
+        code = run_watched(command, output, use_caches, stdout=sys.stderr if as_json else None).returncode
         if is_watch_folder(output):
-            passes = list(sum_records(read_records(output)).values())
+            passes = list(read_passes(output).values())
             if as_json:
                 print_json([each.to_json() for each in passes])
             else:
@@ -59,7 +60,7 @@ def watch(
 
 
 def run_watched(
-    command: list[str], folder: Path, use_caches: bool = False, limit: int | None = None
+    command: list[str], folder: Path, use_caches: bool = False, limit: int | None = None, stdout: Any = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with records in a folder; with a limit, apply only so many matches and capture the output."""
     site = str(Path(watch_startup.__file__).parent / "watch_site")
@@ -67,12 +68,22 @@ def run_watched(
     environment = {**os.environ, watch_startup.VARIABLE: str(folder.resolve()), "PYTHONPATH": paths}
     if not use_caches:
         environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    environment.pop("INLAY_WATCH_LIMIT", None)
     if limit is not None:
         environment["INLAY_WATCH_LIMIT"] = str(limit)
+    pipe = subprocess.PIPE if limit is not None else None
     try:
-        return subprocess.run(command, env=environment, check=False, text=True, capture_output=limit is not None)
+        process = subprocess.Popen(
+            command, env=environment, text=True, errors="replace", stdout=pipe or stdout, stderr=pipe
+        )
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}.", "Name a program after --.") from error
+    while True:
+        try:
+            printed = process.communicate()
+            return subprocess.CompletedProcess(command, process.returncode, *printed)
+        except KeyboardInterrupt:  # the program got it too, and ends as it does without Inlay
+            continue
 
 
 def _clear(folder: Path, is_watched: bool) -> None:
@@ -87,15 +98,14 @@ def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
     from inlay.insight.watch.folder import left_calls
     from inlay.insight.watch.records import MAX_RECORDS
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("pass", "patterns", "matches", "near misses"):
-        table.add_column(column, overflow="fold", justify="left" if column == "pass" else "right")
+    numbers = ("patterns", "matches", "near misses")
+    table = make_table("pass", *numbers, right=numbers, fold=True)
     shown = [each for each in passes if each.matches or each.near_misses or each.changes or each.error]
     for each in shown:
         if not each.num_patterns:
             continue
         missed = sum(len(finding.roots) for finding in each.near_misses)
-        table.add_row(Text(each.name), str(each.num_patterns), str(each.matches), str(missed))
+        table.add_row(Text(printable(each.name)), str(each.num_patterns), str(each.matches), str(missed))
     if table.row_count:
         out.print(table)
     for each in shown:
@@ -103,14 +113,14 @@ def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
         findings = each.findings if show_all else each.near_misses
         lines = [changed] * bool(changed) + left_calls(each)
         lines += [f"{finding.transform}: {finding.text}" for finding in findings]
-        if lines:
-            out.print(Text(f"\n{each.name}", style="bold"))
+        if lines or each.error:
+            out.print(Text(f"\n{printable(each.name)}", style="bold"))
         for line in lines if show_all else lines[:_MOST]:
-            out.print(Padding(Text(line), (0, 0, 0, 2)))
+            out.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
         if not show_all and len(lines) > _MOST:
             out.print(Padding(Text(f"… and {len(lines) - _MOST} more (inlay explain FOLDER --all)"), (0, 0, 0, 2)))
         if each.error:
-            out.print(Padding(Text(f"The record is incomplete: {each.error}"), (0, 0, 0, 2)))
+            out.print(Padding(Text(f"The record is incomplete: {printable(each.error)}"), (0, 0, 0, 2)))
     silent = len(passes) - len(shown)
     if silent:
         out.print(Text(f"{silent} passes without a match, near miss or change.", style="dim"))

@@ -73,6 +73,8 @@ class _InductorConverter:
             if id(value) not in self.calls:
                 self.calls[id(value)] = self._call(value)
             return self.calls[id(value)]
+        if isinstance(value, getattr(matcher, "CanonicalDims", ())):  # torch 2.15
+            return WrittenAxes(value)
         if isinstance(value, matcher.PatternExpr):
             if id(value) not in self.variables:
                 name = getattr(value, "name", "") or f"_{next(self.numbers)}"
@@ -124,10 +126,35 @@ class _WrittenAligner(Aligner):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, eq=False)
+class WrittenAxes:
+    """Axes of an argument, from the front or from the back: a pattern of torch 2.15."""
+
+    pattern: Any
+
+    def __str__(self) -> str:
+        return str([axis - self.pattern.rank for axis in self.pattern.dims])
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether an argument is these axes."""
+        axes = value if isinstance(value, (list, tuple)) and all(type(axis) is int for axis in value) else ()
+        return bool(tuple(axis % self.pattern.rank for axis in axes) == self.pattern.dims)
+
+
 class InductorAligner(_WrittenAligner):
     """Aligns one of Inductor's patterns."""
 
     tree: InductorTree
+
+    def _align(
+        self, pattern: Any, value: Any, reader: fx.Node, state: PartialMatch, name: str = ""
+    ) -> Iterator[PartialMatch]:
+        if not isinstance(pattern, WrittenAxes):
+            yield from super()._align(pattern, value, reader, state, name)
+        elif pattern.accepts(value):
+            yield state
+        else:
+            yield state.with_difference(constant_difference(name, pattern, value, reader))
 
     def _align_call(
         self, pattern: PatternCall, value: Any, reader: fx.Node, state: PartialMatch

@@ -85,7 +85,8 @@ def target_text(target: Any) -> str:
     if isinstance(target, str):
         return target
     module = getattr(target, "__module__", "") or ""
-    return f"{'operator' if module == '_operator' else module}.{getattr(target, '__qualname__', repr(target))}"
+    name = str(getattr(target, "__qualname__", repr(target))).removeprefix("_VariableFunctionsClass.")
+    return f"{'operator' if module == '_operator' else module}.{name}"
 
 
 def is_mutation(node: fx.Node) -> bool:

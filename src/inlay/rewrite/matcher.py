@@ -16,6 +16,8 @@ from inlay.rewrite.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 @dataclass
 class PatternMatch:
@@ -181,4 +183,8 @@ def is_same_constant(one: Any, two: Any) -> bool:
         return one == two
     if isinstance(one, torch.dtype) or isinstance(two, torch.dtype):
         return one is two
+    if isinstance(one, _SYMBOLIC) or isinstance(two, _SYMBOLIC):
+        return str(one) == str(two)  # their comparison would add a guard
+    if isinstance(one, (list, tuple)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(is_same_constant, one, two))
     return type(one) is type(two) and one == two

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from inlay import machine
 from inlay.config import ConfigFile
@@ -139,15 +139,15 @@ def lock_model(
         operators=dict(sorted(program.op_counts().items())),
         configuration=_short_hash("\n".join(settings)),
         transforms={
-            record.key: LockedTransform(sites=record.sites, misses=dict(sorted(_miss_counts(record).items())))
+            record.key: LockedTransform(sites=record.sites, misses=_count_reasons(record))
             for record in records
             if record.was_applied
         },
     )
 
 
-def _miss_counts(record: TransformRecord) -> Counter[str]:
-    return Counter(Reason.parse(remark.reason)[0].value for remark in record.misses)
+def _count_reasons(record: TransformRecord) -> dict[str, int]:
+    return dict(sorted(Counter(Reason.parse(remark.reason)[0].value for remark in record.misses).items()))
 
 
 def _short_hash(text: str) -> str:
@@ -160,7 +160,7 @@ def read_lock(file: Path) -> Lock:
         return Lock.model_validate(yaml.safe_load(file.read_text()))
     except OSError as error:
         raise UsageError(f"{file} cannot be read.", "Write one with `inlay lock MODEL -o matches.lock`.") from error
-    except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not a lock of format {FORMAT}.", "Write it again with `inlay lock`.") from error
 
 
@@ -176,8 +176,15 @@ class LockDifference:
 
     def annotation(self, file: Path) -> str:
         """Return the message as a GitHub Actions annotation."""
-        text = self.message.replace("%", "%25").replace("\n", "%0A")
-        return f"::{'error' if self.fails else 'notice'} file={file},title=inlay check: {self.model}::{text}"
+        level, title = "error" if self.fails else "notice", _escape(f"inlay check: {self.model}", ":,")
+        return f"::{level} file={_escape(str(file), ':,')},title={title}::{_escape(self.message)}"
+
+
+def _escape(text: str, also: str = "") -> str:
+    """Return a text as a part of a workflow command of GitHub: without line ends, and other separators escaped."""
+    for each in f"%\r\n{also}":
+        text = text.replace(each, f"%{ord(each):02X}")
+    return text
 
 
 @dataclass
@@ -204,7 +211,7 @@ def compare(old: LockedModel, new: LockedModel, explain: Callable[[str], str]) -
             what = "did not run when the lock was written" if before is None else "does not run any more"
             yield LockDifference(old.model, f"{key} {what}.", transform=key)
         elif before.sites != after.sites:
-            reason = f": {text}" if (text := explain(key)) else ""
+            reason = f": {text}" if after.sites < before.sites and (text := explain(key)) else ""
             yield LockDifference(
                 old.model, f"{key} matched {after.sites} sites, the lock has {before.sites}{reason}.", transform=key
             )

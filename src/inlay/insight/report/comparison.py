@@ -10,7 +10,7 @@ from inlay.errors import UsageError
 from inlay.insight.report.line_table import LineTable
 from inlay.insight.report.package_report import report_package
 from inlay.insight.report.recorder import compare_programs
-from inlay.insight.watch.folder import lock_passes, read_records, sum_records
+from inlay.insight.watch.folder import lock_passes, read_passes
 from inlay.package.loader import read_manifest
 from inlay.package.store import is_package
 from inlay.transforms.lock import read_lock, versions
@@ -87,9 +87,11 @@ def build_program_page(left: Program, right: Program, names: tuple[str, str]) ->
 
 def build_watched_page(folder: str, lock: Path | None) -> dict[str, Any]:
     """Return the page data of a folder of `inlay watch`; with a lock file also what differs from it."""
-    passes = sum_records(read_records(folder))
+    passes = read_passes(folder)
     tables = []
-    for entry in read_lock(lock).models if lock is not None else ():
+    entries = read_lock(lock).models if lock is not None else []
+    own = [entry for entry in entries if Path(entry.model) == Path(folder)]
+    for entry in own or entries:
         before, after = _transform_rows(entry), _transform_rows(lock_passes(folder, passes))
         rows = [[name, before.get(name, ""), after.get(name, "")] for name in dict.fromkeys((*before, *after))]
         rows = [row for row in rows if row[1] != row[2]]

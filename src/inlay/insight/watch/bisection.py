@@ -84,7 +84,12 @@ def find_bad_match(run: Callable[[int], tuple[bool | None, list[AppliedMatch]]])
 
     `run` returns whether the program is good (None: cannot be judged), and the matches that it applied.
     """
-    if not run(0)[0]:
+    is_good, _ = run(0)
+    if is_good is None:
+        raise UsageError(
+            "Without a match, the program cannot be judged.", "Make it end with 0 if it is good, or 1 if it is bad."
+        )
+    if not is_good:
         raise UsageError(
             "The program is not good when no match is applied, so that no match is the cause.",
             "Run it with TORCH_COMPILE_DISABLE=1 to see whether the compiler is.",

@@ -15,46 +15,67 @@ from inlay.program.graphs import SOURCE, target_text
 if TYPE_CHECKING:
     from torch import fx
 
-_MOST_LEFT = 8
+MOST_LEFT = 8
 """How many calls of one operator are kept."""
 
 
-def list_calls(subject: fx.Graph | fx.GraphModule) -> dict[str, tuple[str, str]]:
-    """Return operator and arguments of the calls in a graph or in that of a module, by name of the node."""
-    return {node.name: _call(node) for node in _calls(subject)}
+Call = tuple[str, Any, Any, Any]
+"""Name of the node, operator, positional arguments, keyword arguments."""
 
 
-def compare_calls(before: dict[str, tuple[str, str]], after: dict[str, tuple[str, str]]) -> Counter[str]:
+def list_calls(subject: fx.Graph | fx.GraphModule) -> dict[str, Call]:
+    """Return the calls in a graph or in that of a module, by name of the node."""
+    return {node.name: (node.name, node.target, node.args, node.kwargs) for node in _calls(subject)}
+
+
+def compare_calls(before: dict[str, Call], after: dict[str, Call]) -> Counter[str]:
     """Return how many calls of each operator were removed, added or changed; their order does not count."""
-    changes = Counter(f"removed {before[name][0]}" for name in before if name not in after)
-    changes.update(f"added {after[name][0]}" for name in after if name not in before)
-    changes.update(f"changed {after[name][0]}" for name in after if before.get(name, after[name]) != after[name])
+    changes = Counter(f"removed {_operator(before[name])[0]}" for name in before if name not in after)
+    changes.update(f"added {_operator(after[name])[0]}" for name in after if name not in before)
+    changed = (name for name in after if name in before and _is_changed(before[name], after[name]))
+    changes.update(f"changed {_operator(after[name])[0]}" for name in changed)
     return changes
 
 
-def describe_left(subject: fx.Graph | fx.GraphModule) -> dict[str, tuple[str, ...]]:
-    """Return operator → its first calls in a graph, with arguments and source line."""
-    left: dict[str, list[str]] = {}
+def _is_changed(one: Call, two: Call) -> bool:
+    # Arguments are immutable, and most are the same objects. Others are compared as text: a symbolic size, as a number,
+    # would add a guard.
+    if one[1] is two[1] and one[2] is two[2] and one[3] is two[3]:
+        return False
+    return _call_text(one) != _call_text(two)
+
+
+def describe_left(subject: fx.Graph | fx.GraphModule) -> tuple[dict[str, tuple[str, ...]], Counter[str]]:
+    """Return operator → its first calls in a graph, with arguments and source line; and operator → number of calls."""
+    left: dict[str, tuple[str, ...]] = {}
+    counts: Counter[str] = Counter()
     for node in _calls(subject):
-        name, arguments = _call(node)
-        calls = left.setdefault(name, [])
-        source = select_meta(node).get(SOURCE) if len(calls) < _MOST_LEFT else None
-        shown = f"{node.name} = {name}({textwrap.shorten(arguments, 160)})" if len(calls) < _MOST_LEFT else ""
-        calls.append(f"{shown} ({source})" if source else shown)
-    for calls in left.values():
-        calls[_MOST_LEFT:] = [f"and {len(calls) - _MOST_LEFT} more"] * (len(calls) > _MOST_LEFT)
-    return {name: tuple(calls) for name, calls in left.items()}
+        call = (node.name, node.target, node.args, node.kwargs)
+        name, _ = _operator(call)
+        counts[name] += 1
+        if counts[name] <= MOST_LEFT:
+            source = select_meta(node).get(SOURCE)
+            text = _call_text(call)
+            left[name] = (*left.get(name, ()), f"{text} ({source})" if source else text)
+    return left, counts
+
+
+def _operator(call: Call) -> tuple[str, Any]:
+    """Return the operator of a call and its positional arguments. `auto_functionalized` names what it wraps."""
+    _, target, args, _ = call
+    name = target_text(target)
+    if isinstance(target, HigherOrderOperator) and args and isinstance(args[0], OpOverload):
+        return f"{name}({target_text(args[0])})", args[1:]
+    return name, args
+
+
+def _call_text(call: Call) -> str:
+    name, args = _operator(call)
+    arguments = ", ".join([*map(str, args), *(f"{word}={value}" for word, value in call[3].items())])
+    return f"{call[0]} = {name}({textwrap.shorten(arguments, 160)})"
 
 
 def _calls(subject: Any) -> list[fx.Node]:
     """Return the calls of a graph; to take a part of a tuple is none."""
     nodes = getattr(subject, "graph", subject).nodes
     return [node for node in nodes if node.op.startswith("call_") and node.target is not operator.getitem]
-
-
-def _call(node: fx.Node) -> tuple[str, str]:
-    """Return the operator of a call and its arguments. `auto_functionalized` names what it wraps."""
-    name, args = target_text(node.target), node.args
-    if isinstance(node.target, HigherOrderOperator) and args and isinstance(args[0], OpOverload):
-        name, args = f"{name}({target_text(args[0])})", args[1:]
-    return name, ", ".join([*map(str, args), *(f"{word}={value}" for word, value in node.kwargs.items())])

@@ -80,7 +80,9 @@ def _search(
         misses += [(pattern.name, each) for each in _refused(pattern, nodes)]
     for pattern in plausible:
         assert pattern.tree is not None
-        finder = NearMissFinder(copied, [(pattern.tree, {})], _known_sites(pattern, claimed), pattern.aligner)
+        # A handler may leave what it matched in the graph.
+        matched = {nodes[node.name] for match in pattern.matches for node in match if node.name in nodes}
+        finder = NearMissFinder(copied, [(pattern.tree, {})], _known_sites(pattern, claimed | matched), pattern.aligner)
         refused = {names[0] for names, _ in pattern.refusals}
         misses += [(pattern.name, each) for each in finder.find_misses() if each.root.name not in refused]
     kept = set(drop_overlapping([miss for _, miss in misses]))

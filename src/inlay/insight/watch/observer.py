@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,25 @@ _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 """Owner and name of each function that is observed now → the original, and what replaces it."""
 _embedded: set[tuple[Any, str]] = set()
 """Observed functions that another library has wrapped, so that they could not be removed."""
-_last = threading.local()
-"""Of each thread: the pattern that was converted last; whether passes changed something in the function that runs."""
-_SKIPPED_CALLERS = ("torch.fx", "torch._inductor.pattern_matcher", "contextlib", "functools", __name__)
+
+
+class _ThreadState(threading.local):
+    specific: Any = None
+    """The shape-specific pattern of the check that runs."""
+    effects: set[bool] | None = None
+    """Whether the passes changed something that the function which runs has called; None outside of a function."""
+
+
+_state = _ThreadState()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
+_SKIPPED_CALLERS = (
+    "torch.fx",
+    "torch._inductor.pattern_matcher",
+    "contextlib",
+    "functools",
+    "inlay.watch_startup",
+    __name__,
+)
 
 
 @contextmanager
@@ -94,7 +111,7 @@ def remove_listener(listener: Callable[[PassRecord], None]) -> None:
             for (owner, name), (original, observed) in _replaced.items():
                 if vars(owner)[name] is observed:
                     setattr(owner, name, original)
-                else:  # another library has wrapped it since, and goes on calling it
+                elif vars(owner)[name] is not original:  # another library has wrapped it since, and goes on calling it
                     _embedded.add((owner, name))
             _replaced.clear()
 
@@ -112,6 +129,8 @@ def _replace_functions() -> None:
 def _observers() -> dict[tuple[Any, str], Any]:
     """Return the functions to observe, by owner and name, and what is called with the original and its arguments."""
     passes = {(each, "__call__"): _observe_custom_pass for each in custom_pass_classes() if "__call__" in vars(each)}
+    if (cache := getattr(inductor(), "_SpecificPatternCache", None)) is not None:  # torch 2.15
+        passes[cache, "lookup"] = _observe_lookup
     return passes | {
         (inductor().PatternMatcherPass, "apply"): _observe_apply,
         (inductor(), "fx_to_pattern"): _observe_fx_to_pattern,
@@ -129,11 +148,17 @@ def _observed_function(original: Any, observe: Any) -> Any:
     return observed
 
 
-def _observe_fx_to_pattern(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _observe_fx_to_pattern(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Convert, and keep the result: it is the shape-specific pattern of a check that is running."""
-    made = original(*args, **kwargs)
-    _last.pattern = made
-    return made
+    _state.specific = original(*args, **kwargs)
+    return _state.specific
+
+
+def _observe_lookup(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Look up the shape-specific pattern of a check, which is not converted again."""
+    found = original(*args, **kwargs)
+    _state.specific = found[0].get(found[1]) if found is not None else None
+    return found
 
 
 def _observe_apply(original: Any, watched: Any, gm: Any) -> Any:
@@ -145,7 +170,7 @@ def _observe_apply(original: Any, watched: Any, gm: Any) -> Any:
     return matches
 
 
-def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, /, *args: Any, **kwargs: Any) -> Any:
     found = original(matcher, graph, *args, **kwargs)
     frame = _caller()
     call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
@@ -164,35 +189,48 @@ def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, *ar
     return found
 
 
-def _observe_function(original: Any, applied: GraphTransformObserver, function: Any) -> Any:
+def _observe_function(original: Any, applied: GraphTransformObserver, pass_fn: Any) -> Any:
     """Observe a function that Inductor applies to a graph, unless it is observed where it is defined."""
     _replace_functions()
-    if type(getattr(function, "__self__", function)) in (inductor().PatternMatcherPass, *custom_pass_classes()):
-        return original(applied, function)
-    plain = _plain(function)
+    owner, method = getattr(pass_fn, "__self__", None), getattr(pass_fn, "__name__", "")
+    if _is_observed(owner, method):
+        return original(applied, getattr(owner, method))  # one that was bound before the watch holds the original
+    if _is_observed(pass_fn, "__call__"):
+        return original(applied, pass_fn)
+    plain = _plain(pass_fn)
     module, own = str(getattr(plain, "__module__", "")), _function_name(plain) or type(plain).__name__
     name = applied.passname if module.startswith("torch.") else f"{module.rpartition('.')[2]}.{own}"
-    return original(applied, lambda graph: _call_observed(name, function, graph))
+    return original(applied, lambda graph: _call_observed(name, pass_fn, graph))
 
 
-def _observe_custom_pass(original: Any, watched: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_observed(owner: Any, method: str) -> bool:
+    """Return whether a method of an object is observed where its class or a base class defines it."""
+    home = next((each for each in type(owner).__mro__ if method in vars(each)), None)
+    return (home, method) in _replaced
+
+
+def _observe_custom_pass(original: Any, watched: Any, /, *args: Any, **kwargs: Any) -> Any:
     name = str(getattr(watched, "pass_name", "") or type(watched).__name__)
     return _call_observed(name, functools.partial(original, watched), *args, **kwargs)
 
 
-def _call_observed(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_observed(name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of a graph or of its module, and report what it changed, unless the passes that it called did."""
-    call, (subject, *_) = _PassCall(name), (*args, *kwargs.values())
+    call = _PassCall(name)
+    subject: Any = next(iter((*args, *kwargs.values())), None)
     before = call.protect(lambda: list_calls(subject))
-    outer, _last.effects = getattr(_last, "effects", None), set()
-    result = function(*args, **kwargs)
-    inner, _last.effects = _last.effects, outer
-    if outer is not None:
-        outer |= inner
+    inner: set[bool] = set()
+    outer, _state.effects = _state.effects, inner
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        _state.effects = outer
+        if outer is not None:
+            outer |= inner
     changes = call.protect(lambda: compare_calls(before, list_calls(subject))) or {}
-    left = call.protect(lambda: describe_left(subject)) or {}
+    left, counts = call.protect(lambda: describe_left(subject)) or ({}, {})
     if not inner or (changes and True not in inner):
-        _tell(PassRecord(name, compile_id(), 0, 0, error=call.error, changes=changes, left=left))
+        _tell(PassRecord(name, compile_id(), 0, 0, error=call.error, changes=changes, left=left, num_left=counts))
     return result
 
 
@@ -232,12 +270,13 @@ class _PassCall:
         made = copy.copy(entry)
 
         def check(match: Any) -> Any:
-            _last.pattern = None
+            _state.specific = None
             is_accepted = entry.extra_check(match)
             if not isinstance(is_accepted, torch.SymBool) and not is_accepted:
                 self.protect(lambda: pattern.refusals.append(_explain_refusal(entry, match)))
-                return False
-            return is_accepted if may_apply(self.name, pattern.name, match.output_node()) else False
+                return is_accepted
+            is_allowed = self.protect(lambda: may_apply(self.name, pattern.name, match.output_node()))
+            return False if is_allowed is False else is_accepted
 
         def apply(match: Any, graph: Any, node: Any) -> Any:
             pattern.matches.append([*match.nodes])
@@ -249,20 +288,30 @@ class _PassCall:
     def report(self, graph: fx.Graph, matches: int, taken: Collection[fx.Node]) -> None:
         """Tell the listeners; `graph` is searched for near misses outside the nodes in `taken`."""
         findings = self.protect(lambda: find_findings(graph, self.patterns, taken)) or []
-        counts = Counter({each.name: len(each.matches) for each in self.patterns if each.matches})
-        roots = [match[-1] for each in self.patterns for match in each.matches]
-        places = tuple(str(select_meta(node).get(SOURCE, "")) for node in roots)
+        counts = Counter(each.name for each in self.patterns for _ in each.matches)
+        places = self.protect(lambda: tuple(_source_lines(self.patterns))) or ()
         record = PassRecord(
             *(self.name, compile_id(), len(self.patterns), int(matches), counts, places, tuple(findings), self.error)
         )
         _tell(record)
 
 
+def _source_lines(patterns: Sequence[ObservedPattern]) -> Iterator[str]:
+    """Yield the source line of each match."""
+    for match in (match for each in patterns for match in each.matches if match):
+        yield str(select_meta(match[-1]).get(SOURCE, ""))
+
+
 def _tell(record: PassRecord) -> None:
-    if getattr(_last, "effects", None) is not None:
-        _last.effects.add(bool(record.matches or record.changes))
+    """Give a record to the listeners. An error of one is printed, and does not reach the compilation."""
+    if _state.effects is not None:
+        _state.effects.add(bool(record.matches or record.changes))
     for listener in tuple(_listeners):
-        listener(record)
+        try:
+            listener(record)
+        except Exception as error:
+            with suppress(OSError):
+                print(f"inlay: the record of {record.name} is lost: {one_line(error)}", file=sys.stderr)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -274,7 +323,7 @@ def _explain_refusal(entry: Any, match: Any) -> tuple[list[str], PatternDifferen
     """Explain why the check of an entry refused a match: the shape-specific pattern, or the check of its author."""
     root = next(node for node in match.output_nodes() if node is not None)
     nodes = [root.name, *(node.name for node in match.nodes)]
-    specific: Any = getattr(_last, "pattern", None)
+    specific = _state.specific
     tree = convert_pattern(specific) if specific is not None else None
     if tree is not None and not (matched := specific.match(root)):
         found = InductorAligner(tree, {}).best_match(root)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from inlay import machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,27 +39,24 @@ class PassRecord:
     changes: Mapping[str, int] = field(default_factory=dict)
     """What a function did with calls, such as `removed aten.clone.default` → how many."""
     left: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Operator → calls in the graph after a function: node, arguments, source line."""
+    """Operator → its first calls in the graph after a function: node, arguments, source line."""
+    num_left: Mapping[str, int] = field(default_factory=dict)
+    """Operator → number of its calls in the graph after a function."""
     dropped: int = 0
     """How many later records were not kept."""
+    torch: str = field(default_factory=functools.cache(functools.partial(machine.package_version, "torch")))
+    """The version of torch."""
 
     @property
     def near_misses(self) -> tuple[Finding, ...]:
         """The findings without the trivial ones."""
         return tuple(each for each in self.findings if not each.is_trivial)
 
+    @property
+    def count(self) -> int:
+        """The matches of a pass, or the calls that a function changed."""
+        return self.matches or sum(self.changes.values())
+
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON data."""
-        return {
-            "pass": self.name,
-            "compile_id": self.compile_id,
-            "num_patterns": self.num_patterns,
-            "matches": self.matches,
-            "patterns": dict(self.patterns),
-            "places": list(self.places),
-            "findings": [finding.to_json() for finding in self.findings],
-            "error": self.error,
-            "changes": dict(self.changes),
-            "left": {name: list(calls) for name, calls in self.left.items()},
-            "dropped": self.dropped,
-        }
+        return {**vars(self), "findings": [finding.to_json() for finding in self.findings]}

@@ -160,10 +160,16 @@ function watched() {
     tile("near misses", number(all.reduce((sum, each) => sum + count(each), 0))),
     Object.entries(facts.versions).map(([name, version]) => tile(name, version))));
   section("passes", "Passes", table("Passes", ["pass", "#patterns", "#matches", "#near misses", "matches by pattern", "matched at"],
-    [...all].sort((one, two) => Boolean(two.matches || count(two)) - Boolean(one.matches || count(one))).map((each) => [each.pass, number(each.num_patterns), number(each.matches), number(count(each)), Object.entries(each.patterns).map(([name, sites]) => h("div", {}, code(name), times(sites))), places(each)])));
-  section("misses", "Near misses", all.some(count) ? null : why("No near misses."), all.filter((each) => count(each) || each.error).map((each) => [h("h3", {}, each.pass), why(each.error),
-    table(`Near misses of ${each.pass}`, ["pattern", "#sites", "node", "reason", "#nodes matched", "layers", "source"], near(each).map((miss) => [code(miss.transform), number(miss.roots.length), code(miss.node),
+    [...all].sort((one, two) => Boolean(two.matches || count(two)) - Boolean(one.matches || count(one))).map((each) => [each.name, number(each.num_patterns), number(each.matches), number(count(each)), Object.entries(each.patterns).map(([name, sites]) => h("div", {}, code(name), times(sites))), places(each)])));
+  section("misses", "Near misses", all.some(count) ? null : why("No near misses."), all.filter((each) => count(each) || each.error).map((each) => [h("h3", {}, each.name), why(each.error),
+    table(`Near misses of ${each.name}`, ["pattern", "#sites", "node", "reason", "#nodes matched", "layers", "source"], near(each).map((miss) => [code(miss.transform), number(miss.roots.length), code(miss.node),
       [miss.reason, miss.suggestion ? h("div", { class: "why" }, miss.suggestion) : null], `${miss.matched} of ${miss.of}`, miss.layers.join(", "), code(miss.source)]))]));
+  const functions = all.filter((each) => Object.keys(each.changes).length);
+  if (functions.length) section("functions", "Functions that edit a graph", table("Functions", ["function", "changes", "calls left"], functions.map((each) => [each.name,
+    Object.entries(each.changes).map(([change, calls]) => h("div", {}, code(change), times(calls))),
+    Object.entries(each.num_left).map(([name, calls]) => h("div", {}, code(name), times(calls)))])));
+  const dropped = all.reduce((sum, each) => sum + each.dropped, 0);
+  if (dropped) section("dropped", "Dropped records", why(`${number(dropped)} records were dropped.`));
   comparedTables();
 }
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from inlay.errors import printable
 from inlay.ops.catalog.kernels import BUNDLED_KERNELS, THIRD_PARTY_KERNELS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TreeEntry:
 
     def __post_init__(self) -> None:
         for name in ("name", "registered_by", "signature", "path"):
-            object.__setattr__(self, name, printable(getattr(self, name)))
+            object.__setattr__(self, name, printable(getattr(self, name), _LONGEST))
 
     @property
     def evidence(self) -> str:
@@ -52,16 +53,6 @@ class TreeEntry:
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data."""
         return asdict(self) | {"resolved": "{" not in self.name}
-
-
-def printable(text: str) -> str:
-    """Return a text of limited length on one line, without control characters.
-
-    >>> printable("rms_norm(Tensor x,\\n    float eps)\\x1b[0m")
-    'rms_norm(Tensor x, float eps)�[0m'
-    """
-    line = "".join(each if each.isprintable() else "�" for each in " ".join(text.split()))
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
 def entries_for(operation: str, entries: Iterable[TreeEntry]) -> list[TreeEntry]:

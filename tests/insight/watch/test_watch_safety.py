@@ -1,0 +1,250 @@
+"""What a watch must not do: change what is compiled, hide errors, wait for a lock that nobody holds, trust files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor.pattern_matcher import (
+    CallFunction,
+    KeywordArg,
+    PatternMatcherPass,
+    fwd_only,
+    register_graph_pattern,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+from inlay.errors import UsageError
+from inlay.insight.watch import folder, observer, watch_patterns
+from inlay.insight.watch.records import PassRecord
+from inlay.rewrite.matcher import is_same_constant
+from inlay.transforms.lock import LockDifference, read_lock
+from inlay.watch_startup import SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import fx
+
+pytestmark = pytest.mark.fast
+aten = torch.ops.aten
+
+
+def _graph(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphModule:
+    with FakeTensorMode():
+        return fwd_only(function, [torch.empty(shape) for shape in shapes])
+
+
+def _sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.sin() + y, y + x.sin().exp(), x.view(-1)
+
+
+def _double_pass(check: Callable[[Any], Any] = lambda match: True) -> PatternMatcherPass:
+    """Two patterns of one name; the handlers leave what they match."""
+    made = PatternMatcherPass(pass_name="doubled")
+    for target in (aten.sin.default, aten.exp.default):
+
+        def handler(match: Any, x: Any) -> None:
+            pass
+
+        register_graph_pattern(CallFunction(target, KeywordArg("x")), extra_check=check, pass_dict=made)(handler)
+    return made
+
+
+def test_counts_of_patterns_of_one_name_are_summed() -> None:
+    with watch_patterns() as records:
+        _double_pass().apply(_graph(_sums, (4,), (4,)))
+    (record,) = records
+    assert record.matches == sum(record.patterns.values()) == 3
+    assert len(record.patterns) == 1
+
+
+def test_what_a_handler_leaves_is_no_near_miss() -> None:
+    with watch_patterns() as records:
+        _double_pass().apply(_graph(_sums, (4,), (4,)))
+    assert not records[0].findings
+
+
+def test_an_error_of_torch_is_not_hidden() -> None:
+    """A check without a result is an error of torch, also while it is watched."""
+    forgotten = _double_pass(lambda match: None)
+    with pytest.raises(AssertionError) as plain:
+        forgotten.apply(_graph(_sums, (4,), (4,)))
+    with watch_patterns(), pytest.raises(AssertionError) as watched:
+        forgotten.apply(_graph(_sums, (4,), (4,)))
+    assert str(watched.value) == str(plain.value)
+
+
+def test_a_method_that_was_bound_before_the_watch() -> None:
+    bound = _double_pass().apply
+    module = _graph(_sums, (4,), (4,))
+    with watch_patterns() as records:
+        GraphTransformObserver(module, "custom").apply_graph_pass(bound)
+        GraphTransformObserver(module, "custom").apply_graph_pass(pass_fn=bound)
+    assert [(each.name, each.matches) for each in records] == [("doubled", 3), ("doubled", 3)]
+
+
+def test_a_function_that_fails_inside_of_another() -> None:
+    """What the inner pass changed is not told again as a change of the outer function."""
+    module = _graph(_sums, (4,), (4,))
+    inner = PatternMatcherPass(pass_name="inner")
+
+    @register_graph_pattern(CallFunction(aten.exp.default, KeywordArg("x")), pass_dict=inner)
+    def _(match: Any, x: Any) -> None:
+        match.output_node().target = aten.cos.default
+
+    def fails(graph: fx.Graph) -> None:
+        raise ValueError
+
+    def outer(graph: fx.Graph) -> None:
+        inner.apply(graph)
+        with pytest.raises(ValueError):  # noqa: PT011
+            GraphTransformObserver(module, "custom").apply_graph_pass(fails)
+
+    with watch_patterns() as records:
+        GraphTransformObserver(module, "custom").apply_graph_pass(outer)
+    assert [each.name for each in records] == ["inner"]
+
+
+def test_an_error_of_a_listener_does_not_reach_the_compilation(capsys: pytest.CaptureFixture[str]) -> None:
+    def listener(record: PassRecord) -> None:
+        raise RuntimeError("full")
+
+    observer.add_listener(listener)
+    try:
+        assert _double_pass().apply(_graph(_sums, (4,), (4,))) == 3
+    finally:
+        observer.remove_listener(listener)
+    assert "the record of doubled is lost: full" in capsys.readouterr().err
+
+
+def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INLAY_WATCH_LIMIT", "x")
+    with watch_patterns() as records:
+        assert _double_pass().apply(_graph(_sums, (4,), (4,))) == 3
+    assert "invalid literal" in records[0].error
+
+
+def test_a_patch_that_ends_during_the_watch() -> None:
+    """It puts the original back; the next watch observes again."""
+    original = PatternMatcherPass.apply
+    patch = mock.patch.object(PatternMatcherPass, "apply", original)
+    patch.start()
+    with watch_patterns():
+        patch.stop()
+    assert PatternMatcherPass.apply is original
+    with watch_patterns() as records:
+        _double_pass().apply(_graph(_sums, (4,), (4,)))
+    assert records
+
+
+@pytest.mark.parametrize("lock", [observer._lock, folder._lock])
+def test_a_fork_while_another_thread_holds_a_lock(lock: Any) -> None:
+    is_held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with lock:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    end.set()
+    thread.join()
+    assert status == 0
+
+
+def test_symbolic_sizes_are_compared_without_a_guard() -> None:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    environment = ShapeEnv()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)  # type: ignore[var-annotated]
+    mode = FakeTensorMode(shape_env=environment)
+    one, two = cast("list[Any]", mode.from_tensor(torch.empty(7, 11), symbolic_context=context).shape)
+    assert isinstance(one, torch.SymInt)
+    before = len(environment.guards)
+    assert is_same_constant(one, one)
+    assert not is_same_constant(one, two)
+    assert is_same_constant([one, 2], [one, 2])
+    assert not is_same_constant([one, two], [two, one])
+    assert len(environment.guards) == before
+
+
+def _lines(path: Path) -> Path:
+    record = PassRecord("norms", "0/0", 1, 2, {"search": 2}, left={"aten.sin.default": ("sin = …",)})
+    (path / f"1{SUFFIX}").write_text(json.dumps(record.to_json()) + "\n")
+    return path / f"1{SUFFIX}"
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    _lines(tmp_path)
+    record = folder.read_passes(tmp_path)["norms"]
+    assert (record.matches, record.patterns, record.left) == (2, {"search": 2}, {"aten.sin.default": ("sin = …",)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("left", []), ("findings", [3]), ("findings", 3), ("places", 3), ("unknown", 1), ("findings", [{"kind": []}])],
+)
+def test_a_file_that_is_not_a_record(tmp_path: Path, key: str, value: Any) -> None:
+    file = _lines(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UsageError, match="is not a record"):
+        folder.read_passes(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 100_000, b'{"name": 1}', b"3"])
+def test_bytes_that_are_not_a_record(tmp_path: Path, text: bytes) -> None:
+    _lines(tmp_path).write_bytes(text)
+    with pytest.raises(UsageError, match="is not a record"):
+        folder.read_passes(tmp_path)
+
+
+def test_records_of_another_torch_are_a_difference(tmp_path: Path) -> None:
+    passes = folder.read_passes(_lines(tmp_path).parent)
+    entry = folder.lock_passes("watched", passes)
+    assert not list(folder.compare_passes(entry, passes))
+    file = _lines(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch": "2.0.1"}))
+    (found,) = folder.compare_passes(entry, folder.read_passes(tmp_path))
+    assert found.fails
+    assert found.message.startswith("The records are of torch 2.0.1, and ")
+
+
+def test_more_matches_have_no_reason(tmp_path: Path) -> None:
+    passes = folder.read_passes(_lines(tmp_path).parent)
+    entry = folder.lock_passes("watched", passes)
+    entry.transforms["norms"].sites = 1
+    (found,) = folder.compare_passes(entry, passes)
+    assert found.message == "norms matched 2 sites, the lock has 1."
+
+
+def test_an_annotation_is_one_command(tmp_path: Path) -> None:
+    """The lock of a pull request may have any name in it."""
+    made = LockDifference("x\n::stop-commands::t,file=y", "one\r\ntwo 5%").annotation(tmp_path / "a.lock")
+    assert "\n" not in made
+    assert "\r" not in made
+    assert made.count("::") == 2
+    assert made.endswith("::one%0D%0Atwo 5%25")
+
+
+@pytest.mark.parametrize("text", ["format: " + "9" * 5000, "models: " + "[" * 5000, "a: 2024-13-45"])
+def test_a_file_that_is_not_a_lock(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.lock").write_text(text)
+    with pytest.raises(UsageError, match="is not a lock"):
+        read_lock(tmp_path / "a.lock")
