@@ -80,6 +80,8 @@ def target_text(target: Any) -> str:
     """
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order.{target.name()}"  # type: ignore[no-untyped-call]
     if isinstance(target, str):

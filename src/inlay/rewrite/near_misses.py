@@ -34,7 +34,7 @@ _MAX_ANCHORS = 400
 _MAX_USERS = 16
 _COMMON_OPERATORS = (
     *("add", "mul", "sub", "div", "view", "slice", "transpose"),
-    *("clone", "_to_copy", "expand", "unsqueeze"),
+    *("clone", "_to_copy", "convert_element_type", "expand", "permute", "unsqueeze"),
 )
 _REPORT_SIMILARITY = 0.5
 REFUSAL_COST = 0.25
@@ -191,7 +191,7 @@ class NearMissFinder:
             return False
         if miss.similarity >= _REPORT_SIMILARITY:
             return True
-        telling = any(not _is_common_operator(node) for node in miss.nodes)
+        telling = any(not is_common_operator(node) for node in miss.nodes)
         return 2 * miss.matched >= miss.pattern_nodes and (telling or miss.matched > 2)
 
     def miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
@@ -337,8 +337,9 @@ def _find_roots_above(
     return roots
 
 
-def _is_common_operator(node: fx.Node) -> bool:
-    return target_text(node.target).split(".")[1] in _COMMON_OPERATORS
+def is_common_operator(call: fx.Node | PatternCall) -> bool:
+    """Return whether a call is one that most graphs have, so that it says little about a pattern."""
+    return target_text(call.target).split(".")[1] in _COMMON_OPERATORS
 
 
 def _type(node: fx.Node) -> str:

@@ -125,6 +125,34 @@ def test_what_is_far_from_the_pattern_is_no_near_miss() -> None:
     assert (record.matches, record.near_misses) == (0, ())
 
 
+def test_operators_of_every_graph_alone_are_no_near_miss() -> None:
+    """The graph has three products and an addition: with one operator missing it is a near miss, with two not."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (torch.erf(x * 0.7) + 1)
+
+    def gelu_of_sine(x: torch.Tensor) -> torch.Tensor:
+        return gelu(torch.sin(x))
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (x * 0.7 + 1)
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return gelu_of_sine(x), products(y)
+
+    def pass_of(pattern: Any) -> PatternMatcherPass:
+        made = PatternMatcherPass(pass_name="gelu")
+        with FakeTensorMode():
+            register_replacement(pattern, torch.cos, [torch.empty(4, 8)], fwd_only, [made])
+        return made
+
+    (miss,) = _watch(pass_of(gelu), _graph(products, (4, 8))).near_misses
+    assert "aten.erf.default expected" in miss.text
+    assert _watch(pass_of(gelu_of_sine), _graph(products, (4, 8))).findings == ()
+    record = _watch(pass_of(gelu_of_sine), _graph(both, (4, 8), (4, 8)))
+    assert (record.matches, len(record.findings)) == (1, 1)
+
+
 def test_a_check_of_the_author() -> None:
     def refuses(match: Any) -> bool:
         return False

@@ -13,7 +13,14 @@ from inlay.insight.watch.bisection import LIMIT
 from inlay.program.exported_program import select_meta
 from inlay.program.graphs import copy_graph
 from inlay.rewrite.differences import meta_location
-from inlay.rewrite.near_misses import REFUSAL_COST, KnownSites, NearMiss, NearMissFinder, drop_overlapping
+from inlay.rewrite.near_misses import (
+    REFUSAL_COST,
+    KnownSites,
+    NearMiss,
+    NearMissFinder,
+    drop_overlapping,
+    is_common_operator,
+)
 from inlay.rewrite.partial_match import MAX_DIFFERENCES
 from inlay.rewrite.pattern_trees import subtree_calls
 
@@ -40,12 +47,17 @@ class ObservedPattern:
     """The names of the nodes of a match, the root first, and why a check refused it."""
 
     def is_plausible(self, there: Counter[Any]) -> bool:
-        """Return whether a graph calls enough of the pattern's operators for a near miss."""
+        """Return whether a graph calls enough of the pattern's operators for a near miss.
+
+        If it lacks more than one and there is no match, another must be an operator that is not in every graph.
+        """
         if self.tree is None:
             return False
         calls = {call for output in self.tree.outputs for call in subtree_calls(output)}
-        found = sum(there[call.target] > 0 or any(there[each] for each in call.others) for call in calls)
-        return found >= max(len(calls) - MAX_DIFFERENCES, len(calls) / 2) and (found > 1 or len(calls) == 1)
+        found = [call for call in calls if there[call.target] > 0 or any(there[each] for each in call.others)]
+        if not self.matches and len(calls) - len(found) > 1 and all(map(is_common_operator, found)):
+            return False
+        return len(found) >= max(len(calls) - MAX_DIFFERENCES, len(calls) / 2) and (len(found) > 1 or len(calls) == 1)
 
 
 def find_findings(
