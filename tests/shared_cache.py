@@ -1,4 +1,4 @@
-"""What all workers of a test run share: the cache of compiled kernels, and folders that are slow to make."""
+"""What tests share: the cache of compiled kernels, folders that are slow to make, and exported models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from inlay.frontend.source_model import SourceModel
 
 OWN_CACHE = "INLAY_TESTS_CACHE"
 
@@ -41,3 +43,31 @@ def once_a_run(name: str, make: Callable[[Path], object]) -> Path:
             make(home / f"{name}.begun")
             (home / f"{name}.begun").rename(home / name)
     return home / name
+
+
+_EXPORTS: dict[Any, Any] = {}
+
+
+def export_once(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_export` of the frontend, which exports a stock model once a worker and configuration.
+
+    An export depends on the configuration and the code of the model, not on its weights, which are references.
+    """
+
+    def shared(model: SourceModel, on_step: Callable[[str], None]) -> Any:
+        config = getattr(model.example.module, "config", None)
+        is_frontend = "tests/frontend/" in os.environ.get("PYTEST_CURRENT_TEST", "")
+        if is_frontend or config is None or model.kind == "module" or model.exported is not None:
+            return export(model, on_step)
+        code = frozenset((type(each), type(each).forward.__code__) for each in model.example.module.modules())
+        types = sorted({str(value.dtype) for value in model.example.module.state_dict().values()})
+        sizes = str((model.example.args, sorted(model.example.kwargs.items()), model.example.axes, model.max_sizes))
+        key = config.to_json_string(use_diff=False), config._attn_implementation, code, str(types), sizes
+        if key not in _EXPORTS:
+            _EXPORTS[key] = export(model, on_step)
+        else:
+            on_step("exporting")
+            on_step("making it functional")
+        return _EXPORTS[key]
+
+    return shared

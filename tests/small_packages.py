@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from inlay.lowering.executable import Executable
 
-ROOM = 96
+ROOM = 256
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 320,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": ROOM,
     "tie_word_embeddings": False,
 }
 

@@ -111,7 +111,8 @@ class TestRoom:
         assert not list(cache.folder.iterdir())
 
 
-@pytest.mark.parametrize("builds", [10, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("builds", [10, 1000])
 def test_two_processes(tmp_path: Path, cache: BuildCache, builds: int) -> None:
     """Builds by two processes at once, with clearing, eviction and kills in between: every package is right."""
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

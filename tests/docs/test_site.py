@@ -168,6 +168,7 @@ def test_site_is_built_and_fetches_nothing(site: Path) -> None:
     assert not list(site.rglob("*.py"))
 
 
+@pytest.mark.nightly
 def test_a_strict_build_refuses(tmp_path: Path) -> None:
     """All that the site is checked for is found when it is wrong."""
     shutil.copytree(DOCS, tmp_path / "docs")

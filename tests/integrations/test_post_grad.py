@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tools.fuzz_writes import operators  # noqa: F401 - registers torch.ops.inlay_fuzz
+from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.utils import run_and_get_code
@@ -251,7 +252,8 @@ def _name(case: Case) -> str:
 
 def _compiled(run: Callable[..., Any], inputs: list[torch.Tensor], options: dict[str, Any]) -> tuple[Any, str]:
     torch._dynamo.reset()
-    with config.patch(force_disable_caches=True):
+    # Graphs are compiled again, so that the pass runs; C++ that was compiled before is not.
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         result, code = run_and_get_code(torch.compile(run, dynamic=False, options=options), *inputs)
     return result, "\n".join(code)
 

@@ -25,29 +25,27 @@ from inlay.lowering.executable import PlanExecutor
 from inlay.ops.weight_layout import Packing
 from inlay.package.loader import load_package, read_manifest
 from inlay.runtime.session import Session
-from tests.models import llama_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 class Packages(dict[str, "Path"]):
-    """The package of each target, built when it is first used."""
+    """The package of each target; the portable one is built when it is first used."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, native: Path, home: Path) -> None:
+        super().__init__(native=native)
         self.home = home
-        self.model = str(llama_folder(home / "model", tie_word_embeddings=True))
 
     def __missing__(self, target: str) -> Path:
-        buckets = ("length=1",) if target == "native" else ()
-        options = BuildOptions(buckets=buckets, max_length=64, max_batch=4, weights="int8", kernels=target)
-        self[target] = inlay.build(self.model, self.home / target, options).path
+        options = BuildOptions(buckets=(), max_length=128, max_batch=4, weights="int4", kernels=target)
+        self[target] = inlay.build(str(self["native"].parent / "model"), self.home / target, options).path
         return self[target]
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    return Packages(tmp_path_factory.mktemp("kernels"))
+def packages(int4_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    return Packages(int4_package, tmp_path_factory.mktemp("kernels"))
 
 
 def scores(path: Path) -> torch.Tensor:
@@ -90,7 +88,7 @@ def test_a_lesser_processor_gets_a_sentence(packages: dict[str, Path], monkeypat
 def test_choices_are_recorded_and_shown(packages: dict[str, Path]) -> None:
     manifest, _ = read_manifest(packages["native"])
     rows = [row for bucket in manifest.buckets for piece in bucket.pieces for row in piece.kernels]
-    assert {row.bits for row in rows} == {8}
+    assert {row.bits for row in rows} == {4, 8}
     for row in rows:
         for count, took in row.timings.items():
             assert set(took) >= set(kernel_choice.VARIANTS)
@@ -169,7 +167,7 @@ def test_a_failing_step_is_an_error(packages: dict[str, Path], second: bool, tmp
     for name, value, sentence in (
         ("slots", 99, "index out of bounds"),
         ("slots", -1, "slot -1 at 0 is not from 0 to 3"),
-        ("lengths", -1, "length -1 at 0 is not from 0 to 63"),
+        ("lengths", -1, "length -1 at 0 is not from 0 to 127"),
         ("input_ids", 10**6, "token 1000000 at 0 is not from 0 to"),
     ):
         wrong = right | {name: torch.full_like(right[name], value)}

@@ -290,7 +290,7 @@ def test_refit_goes_through_weight_maps(
     )
     manifest = build(str(model_folder), path, options).manifest
     assert manifest.weights["lm_head.weight"].map == "transpose"
-    assert manifest.weights["lm_head.weight"].shape == (32, 320)
+    assert manifest.weights["lm_head.weight"].shape == (FIELDS["hidden_size"], 320)
     prompts = torch.randint(3, 300, (1, 7))
     assert torch.equal(greedy(load_package(path), prompts, 8), eager_greedy(model, prompts, 8))
     other = random_model(FIELDS, seed=5)

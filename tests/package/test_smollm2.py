@@ -43,10 +43,10 @@ def _built(model: Path, path: Path, *more: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def smollm2_package(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default: weights as stored."""
+    """Weights as stored, which is the default, and code for all sizes only."""
     path = tmp_path_factory.mktemp("smollm2") / "package"
-    summary = _built(smollm2, path)
-    assert [piece["steps"] for piece in summary["pieces"]] == [1, 30, 1, 1, 30, 1]
+    summary = _built(smollm2, path, "--buckets", "none")
+    assert [piece["steps"] for piece in summary["pieces"]] == [1, 30, 1]
     assert summary["weights_bytes"] < smollm2.stat().st_size
     return path
 
@@ -78,7 +78,7 @@ def test_same_tokens_as_transformers(exact_package: Path, eager: Any, smollm2_to
 
 
 def test_as_good_as_stored(smollm2_package: Path, eager: Any, smollm2_tokenizer: Any) -> None:
-    """A small gate; docs/benchmarks.md has the whole text. One token at a time and all at once: two buckets."""
+    """A small gate; docs/benchmarks.md has the whole text. One token at a time, and all at once."""
     ids = smollm2_tokenizer(json.__doc__, return_tensors="pt").input_ids[:, :200]
     with torch.no_grad():
         wanted = eager(ids).logits[0]
@@ -88,6 +88,18 @@ def test_as_good_as_stored(smollm2_package: Path, eager: Any, smollm2_tokenizer:
     assert abs(losses[1] / losses[0] - 1) < 0.01, losses
     session.restart()
     assert torch.equal(session.advance(ids).argmax(-1), found[-1:].argmax(-1))
+
+
+@pytest.mark.nightly
+def test_a_bucket_for_decode(smollm2: Path, smollm2_package: Path, tmp_path: Path) -> None:
+    """The default has code of its own for one token."""
+    summary = _built(smollm2, tmp_path / "package")
+    assert [piece["steps"] for piece in summary["pieces"]] == [1, 30, 1, 1, 30, 1]
+    made = [
+        inlay.load(path).generate(PROMPT, max_tokens=32, raw=True).tokens
+        for path in (smollm2_package, tmp_path / "package")
+    ]
+    assert made[0][:8] == made[1][:8]
 
 
 def test_nothing_is_copied(smollm2_package: Path) -> None:

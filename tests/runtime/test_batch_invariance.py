@@ -16,6 +16,7 @@ from inlay.runtime.language_model import generate
 from inlay.runtime.request import Request
 from inlay.runtime.session import SequenceSession, Session
 from tests.shared_cache import once_a_run
+from tests.small_packages import ROOM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,24 +31,24 @@ ANSWER = 12
     scope="module",
     params=["float32", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("int8", "bfloat16", "int4"))],
 )
-def package(request: pytest.FixtureRequest, served_package: Path) -> Executable:
+def executable(request: pytest.FixtureRequest, package: Path, model_folder: Path) -> Executable:
     """Small ones, in every number format that there are kernels for."""
     from inlay.flow import BuildOptions, build
 
     if request.param == "float32":
-        return load_package(served_package)
-    model = str(served_package.parent / "model")
-    options = BuildOptions(max_length=256, max_batch=4, weights=request.param)
-    return load_package(once_a_run(request.param, lambda path: build(model, path / "package", options)) / "package")
+        return load_package(package)
+    options = BuildOptions(max_length=ROOM, max_batch=4, weights=request.param)
+    made = once_a_run(request.param, lambda path: build(str(model_folder), path / "package", options))
+    return load_package(made / "package")
 
 
 def _prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 256), k=length)
 
 
-def _scores(package: Executable, prompt: list[int], cuts: list[int], *others: list[int]) -> list[torch.Tensor]:
+def _scores(executable: Executable, prompt: list[int], cuts: list[int], *others: list[int]) -> list[torch.Tensor]:
     """What a prompt that is cut there gives, and the likeliest tokens after it, with other prompts beside it."""
-    session = Session(package, 1 + len(others))
+    session = Session(executable, 1 + len(others))
     rows = torch.tensor([prompt, *others])
     found = [session.advance(rows[:, start:stop], is_prefill=True) for start, stop in pairwise((0, *cuts, len(prompt)))]
     scores = found[-1]
@@ -59,25 +60,25 @@ def _scores(package: Executable, prompt: list[int], cuts: list[int], *others: li
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 40, 150])
-def test_chunks_and_batches(package: Executable, length: int) -> None:
+def test_chunks_and_batches(executable: Executable, length: int) -> None:
     prompt = _prompt(length, length)
-    wanted = _scores(package, prompt, [])
+    wanted = _scores(executable, prompt, [])
     for size in (1, 3, 16, 32, 64):
-        found = _scores(package, prompt, list(range(size, length, size)))
+        found = _scores(executable, prompt, list(range(size, length, size)))
         assert all(map(torch.equal, found, wanted)), f"in chunks of {size}"
     for count in (1, 2, 3):
         others = [_prompt(length, 100 + number) for number in range(count)]
         for cuts in ([], [length // 2] if length > 1 else []):
-            found = _scores(package, prompt, cuts, *others)
+            found = _scores(executable, prompt, cuts, *others)
             assert all(map(torch.equal, found, wanted)), f"beside {count} others"
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 32, 64])
-def test_engine(package: Executable, chunk: int, served_package: Path) -> None:
+def test_engine(executable: Executable, chunk: int, package: Path) -> None:
     """Texts of requests that come and go are those each gets alone; all have a beginning in common."""
-    text = Engine.open(served_package).text
+    text = Engine.open(package).text
     engine = Engine(
-        package, text, EngineSettings(block_size=8, max_prefill_tokens=chunk, max_prefill_only_tokens=max(chunk, 16))
+        executable, text, EngineSettings(block_size=8, max_prefill_tokens=chunk, max_prefill_only_tokens=max(chunk, 16))
     )
     rng, shared = random.Random(chunk), _prompt(50, 7)
     requests = [
@@ -90,15 +91,15 @@ def test_engine(package: Executable, chunk: int, served_package: Path) -> None:
         answers += [engine.submit(each) for each in requests[len(answers) :][: rng.randrange(3)]]
         engine.step()
     for request, answer in zip(requests, answers, strict=True):
-        wanted = generate(SequenceSession(package), text, request.prompt, Sampling(), max_tokens=ANSWER)
+        wanted = generate(SequenceSession(executable), text, request.prompt, Sampling(), max_tokens=ANSWER)
         assert [piece.token for piece in answer] == [piece.token for piece in wanted], request
     assert engine.counts()["prefix_cache_hits"] > 4
 
 
-def test_what_was_said_is_read_anew(package: Executable, served_package: Path) -> None:
+def test_what_was_said_is_read_anew(executable: Executable, package: Path) -> None:
     """The second turn of a conversation: rows of the answer were made one by one, and are not taken for a prompt's."""
-    text = Engine.open(served_package).text
-    engine = Engine(package, text, EngineSettings(block_size=8, max_prefill_tokens=64))
+    text = Engine.open(package).text
+    engine = Engine(executable, text, EngineSettings(block_size=8, max_prefill_tokens=64))
     prompt = tuple(_prompt(40, 1))
     first = engine.submit(Request(prompt, max_tokens=30, ignore_eos=True))
     while engine.step():
@@ -109,7 +110,7 @@ def test_what_was_said_is_read_anew(package: Executable, served_package: Path) -
     while engine.step():
         pass
     assert second.cached_tokens == 40
-    fresh = Engine(package, text, EngineSettings(block_size=8, cache_bytes=0))
+    fresh = Engine(executable, text, EngineSettings(block_size=8, cache_bytes=0))
     third = fresh.submit(request)
     while fresh.step():
         pass

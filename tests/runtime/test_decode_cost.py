@@ -10,25 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-import inlay
-from inlay.flow import BuildOptions
 from inlay.ops.weight_formats import FORMATS
 from inlay.package.loader import load_package
 from inlay.runtime.session import Session
-from tests.models import LLAMA, llama_folder
+from tests.models import LLAMA
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAYERS = 2
+LAYERS: int = LLAMA["num_hidden_layers"]
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("cost")
-    model = llama_folder(home / "model", num_hidden_layers=LAYERS, tie_word_embeddings=True)
-    inlay.build(str(model), home / "package", BuildOptions(max_length=128, weights="int4"))
-    return home / "package"
+@pytest.fixture
+def package(int4_package: Path) -> Path:
+    return int4_package
 
 
 def test_kernels(package: Path) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def executable(served_package: Path) -> Executable:
-    return load_package(served_package)
+def executable(package: Path) -> Executable:
+    return load_package(package)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_inputs_are_checked_before_a_replay(executable: Executable) -> None:
     assert len(steps.captured) == 1
 
 
-def test_an_engine(served_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests of different lengths at once: the tokens of an engine without replay, one capture a batch size."""
 
     def answers(engine: Engine) -> list[Any]:
@@ -87,10 +87,10 @@ def test_an_engine(served_package: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         engine.close()
         return [collect(handle).tokens for handle in handles]
 
-    plain = Engine.open(served_package)
-    assert isinstance(plain._package, type(load_package(served_package)))
+    plain = Engine.open(package)
+    assert isinstance(plain._package, type(load_package(package)))
     wanted = answers(plain)
     monkeypatch.setattr(decode_replay, "has_graphs", lambda device: True)
-    engine = Engine.open(served_package)
+    engine = Engine.open(package)
     assert answers(engine) == wanted
     assert sorted(batch for _, batch in engine._package.captured) == [1, 2, 3]

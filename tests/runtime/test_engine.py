@@ -33,14 +33,14 @@ BLOCK = 8
 
 
 @pytest.fixture
-def opened(served_package: Path) -> Iterator[Open]:
+def opened(package: Path) -> Iterator[Open]:
     """Engines that are not started: the test takes their steps."""
     engines = []
 
     def open_engine(**settings: Any) -> Engine:
         engines.append(
             Engine.open(
-                served_package,
+                package,
                 EngineSettings(
                     **{"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64} | settings
                 ),
@@ -423,20 +423,19 @@ engine.submit(Request((5, 6), max_tokens=200))
 """
 
 
-def test_nothing_is_compiled_and_a_process_may_end_amid_an_answer(served_package: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(served_package)], capture_output=True, text=True, timeout=300
-    )
+def test_nothing_is_compiled_and_a_process_may_end_amid_an_answer(package: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CODE, str(package)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1] == "[]"
 
 
 @pytest.mark.nightly
-def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, served_package: Path) -> None:
+def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, model_folder: Path) -> None:
     from inlay.flow import BuildOptions, build
 
-    model = served_package.parent / "model"
-    build(str(model), tmp_path / "package", BuildOptions(max_length=64, max_batch=4, buckets=("batch=4,length=1",)))
+    build(
+        str(model_folder), tmp_path / "package", BuildOptions(max_length=64, max_batch=4, buckets=("batch=4,length=1",))
+    )
     engine = Engine.open(tmp_path / "package", EngineSettings(block_size=BLOCK))
     requests = [Request(_prompt(10, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
@@ -446,7 +445,7 @@ def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, ser
     assert counts["rows"] == counts["prompt_tokens"] + 3 * 5 + counts["padding_rows"]
 
 
-def test_a_package_that_is_no_decoder_is_refused(served_package: Path) -> None:
+def test_a_package_that_is_no_decoder_is_refused(package: Path) -> None:
     class Nothing:
         bindings = type("Bindings", (), {"state": ()})()
         initial: dict[str, Any] = {}  # noqa: RUF012

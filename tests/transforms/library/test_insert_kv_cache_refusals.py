@@ -200,8 +200,14 @@ ACROSS: dict[str, tuple[str, Any]] = {
 """Brings sequences together, or may: no cache may be inserted."""
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("name", ACROSS)
+def _by_reason(cases: dict[str, tuple[str, Any]]) -> list[Any]:
+    """The first case of each reason runs for every change, the others nightly: a capture takes a second or two."""
+    first = {reason.split(".default ")[-1]: name for name, (reason, _) in reversed(cases.items())}
+    marks = {name: pytest.mark.fast if name in first.values() else pytest.mark.nightly for name in cases}
+    return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("name", _by_reason(ACROSS))
 def test_sequences_are_mixed(name: str) -> None:
     reason, operation = ACROSS[name]
     assert reason in _reason(captured(lambda x, w: operation(attend(x, w), w)))
@@ -216,8 +222,7 @@ def _reason(program: Program) -> str:
     return miss.reason
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", _by_reason(MIXING))
 def test_positions_are_mixed(name: str) -> None:
     reason, operation = MIXING[name]
     assert reason in _reason(captured(lambda x, w: operation(attend(x, w), w)))
