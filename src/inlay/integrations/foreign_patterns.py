@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from inlay.program.graphs import is_mutation, operands, target_text
+from inlay.program.graphs import find_write_between, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, constant_difference
 from inlay.rewrite.partial_match import Aligner
 from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, inductor
@@ -178,10 +178,9 @@ class InductorAligner(_WrittenAligner):
         if not matched:
             return PatternDifference(Reason.REFUSED, f"Inductor's matcher says: {matched}", root)
         nodes = sorted(found.nodes.values())
-        for node in root.graph.nodes:
-            if nodes[0] < node < nodes[-1] and is_mutation(node):
-                text = f"{node} ({target_text(node.target)}) writes in place between the nodes of the pattern"
-                return PatternDifference(Reason.MUTATION, text, node)
+        if (node := find_write_between(nodes[0], nodes[-1])) is not None:
+            text = f"{node} ({target_text(node.target)}) writes in place between the nodes of the pattern"
+            return PatternDifference(Reason.MUTATION, text, node)
         return PatternDifference(Reason.REFUSED, "the pattern matches only after the pass has run", root)
 
     def _arguments(self, value: fx.Node) -> dict[str, Any]:

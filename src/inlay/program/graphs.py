@@ -112,9 +112,9 @@ def sizes(value: torch.Tensor) -> list[str]:
 
 def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     """Return the first call between `first` and `last` that writes in place, to any storage."""
-    at = first.next
+    at = first
     while at is not last and at.op != "root":
-        if is_mutation(at):
+        if at is not first and is_mutation(at):
             return at
         at = at.next
     return None

@@ -164,11 +164,11 @@ class NearMissFinder:
         yield from best.values()
 
     def _aligner(self, tree: PatternTree, example: Mapping[str, Any], claimed: Collection[fx.Node] = ()) -> Aligner:
-        def at_home(node: fx.Node) -> bool:
+        def is_site_location(node: fx.Node) -> bool:
             return code_location(node) in self.sites.locations
 
         return self.make_aligner(
-            tree, example, site_values=self.sites.values, is_site_location=at_home, site_nodes=claimed
+            tree, example, site_values=self.sites.values, is_site_location=is_site_location, site_nodes=claimed
         )
 
     def find_already_rewritten(self) -> Iterator[NearMiss]:
@@ -191,8 +191,8 @@ class NearMissFinder:
             return False
         if miss.similarity >= _REPORT_SIMILARITY:
             return True
-        telling = any(not is_common_operator(node) for node in miss.nodes)
-        return 2 * miss.matched >= miss.pattern_nodes and (telling or miss.matched > 2)
+        is_specific = any(not is_common_operator(node) for node in miss.nodes)
+        return 2 * miss.matched >= miss.pattern_nodes and (is_specific or miss.matched > 2)
 
     def miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
         """Return an alignment with differences as a near miss."""
@@ -259,10 +259,10 @@ class NearMissFinder:
         readers = _readers(tree)
         roots: set[fx.Node] = set()
         for call in readers:
-            standing = [node for target in (call.target, *call.others) for node in free.get(target, [])]
-            if len(standing) > _MAX_ANCHORS:
-                standing = [node for node in standing if code_location(node) in self.sites.locations]
-            for node in standing:
+            anchors = [node for target in (call.target, *call.others) for node in free.get(target, [])]
+            if len(anchors) > _MAX_ANCHORS:
+                anchors = [node for node in anchors if code_location(node) in self.sites.locations]
+            for node in anchors:
                 roots |= _find_roots_above(tree, readers, call, node)
         calls = Counter(call.target for call in readers if call.target is not operator.getitem)
         targets = {target: call.target for call in readers for target in (*call.others, call.target)}
