@@ -27,6 +27,11 @@ TOGETHER = {
     "server": "tests/serve/",
     "real model": "tests/frontend/test_smollm2.py tests/package/test_smollm2.py "
     "tests/runtime/test_tokenizer.py tests/insight/candidates/test_candidates.py",
+    "package": "tests/package/test_package.py tests/package/test_integrity.py tests/package/test_killed_builds.py "
+    "tests/package/test_thread_safety.py tests/test_package_cache.py tests/runtime/ "
+    "tests/lowering/test_kernel_choice.py tests/bench/test_bench.py tests/package/test_copy_proof.py",
+    "architectures": "tests/insight/test_explain.py tests/insight/test_verify.py tests/config/test_overlays.py "
+    "tests/transforms/library/test_insert_kv_cache.py tests/streams/test_architectures.py",
     "report": "tests/insight/report/ tests/streams/test_report_section.py",
 }
 """Files whose tests share what is slow to make, so that one worker runs them all; others are kept together by file."""

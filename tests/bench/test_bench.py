@@ -86,7 +86,7 @@ def test_linears_of_a_package(package: Path, model: Any) -> None:
     for rows in (1, 4):
         found = find_linear_calls(loaded, rows)
         assert len(found) == 3 * 4 + 1  # QKV and gate-up are one each
-        assert (found[-1].features, found[-1].depth) == (320, 32)
+        assert (found[-1].features, found[-1].depth) == (320, 64)
         assert sum(each.weight.nbytes for each in found) == sum(
             module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear)
         )

@@ -246,8 +246,8 @@ def test_the_same_in_several_layers_is_one_finding() -> None:
 
 
 def test_spoiled_places_are_explained() -> None:
-    wrong = [str(verdict) for verdict in verdicts(seed=100, count=8, architectures=SOME) if not verdict.ok]
-    assert len(wrong) <= 1, "\n".join(wrong)
+    wrong = [str(verdict) for verdict in verdicts(seed=100, count=4, architectures=SOME) if not verdict.ok]
+    assert not wrong, "\n".join(wrong)
 
 
 def _assert_same_numbers(seed: int, count: int, architectures: tuple[str, ...]) -> None:

@@ -102,8 +102,9 @@ def test_a_decoder(package: Path) -> None:
     for state in proof.states:
         assert state.kind == "kv_cache_update"
         assert state.bytes_copied == 0
-        assert state.bytes_written == 2 * 8 * 4, "one row: two heads of eight numbers"
-        assert 0 < state.pages_written <= 6, "of the largest call: two heads of three sequences, each a run of rows"
+        assert state.bytes_written == 2 * 16 * 4, "one row: two heads of sixteen numbers"
+        # of the largest call: two heads of three sequences, each a run of rows on one page or two; the state has 32
+        assert 0 < state.pages_written <= 12
         assert {each["kernel"].rpartition(".")[0] for each in state.accesses} >= {"inlay.cached_attention"}
 
 

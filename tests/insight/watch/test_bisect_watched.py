@@ -139,7 +139,7 @@ def test_runs_that_cannot_be_judged() -> None:
 
 
 @fast
-def test_two_processes_count_for_themselves() -> None:
+def test_a_match_that_two_processes_report_is_told_once() -> None:
     one = AppliedMatch(1, "mine", "search", "node_1", "")
     other = AppliedMatch(1, "mine", "search", "another", "")
     found = find_bad_match(lambda limit: (limit == 0, [one, one, other] if limit else []))
