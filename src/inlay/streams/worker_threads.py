@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     Inbox = SimpleQueue[Any]
 
+_SIGNAL_INTERVAL = 0.2
+"""Seconds. Python handles a signal that arrives just before a wait without a timeout only after that wait."""
+
 
 class WorkerThreads:
     """One thread per lane. The threads wait between runs and stop at `close` or at the end of a `with` block.
@@ -83,7 +86,8 @@ class WorkerThreads:
             run = _ScheduleRun(schedule, values)
             try:
                 self._begin(run)
-                run.done.acquire()
+                while not run.done.acquire(timeout=_SIGNAL_INTERVAL):
+                    pass
             except BaseException:  # Ctrl-C: no task may write to the caller's tensors after this
                 self._wait_until_stopped(run)
                 raise
