@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 _MAX_ANCHORS = 400
 """If a call occurs more often than this outside the sites, the search starts only at code locations of sites."""
 _MAX_USERS = 16
-_COMMON_OPERATORS = (
+COMMON_OPERATORS = (
     *("add", "mul", "sub", "div", "view", "slice", "transpose"),
-    *("clone", "_to_copy", "convert_element_type", "expand", "permute", "unsqueeze"),
+    *("clone", "_to_copy", "expand", "unsqueeze"),
 )
+"""Operators that most graphs have, so that they say little about a pattern."""
 _REPORT_SIMILARITY = 0.5
 REFUSAL_COST = 0.25
 
@@ -191,7 +192,7 @@ class NearMissFinder:
             return False
         if miss.similarity >= _REPORT_SIMILARITY:
             return True
-        is_specific = any(not is_common_operator(node) for node in miss.nodes)
+        is_specific = any(operator_name(node) not in COMMON_OPERATORS for node in miss.nodes)
         return 2 * miss.matched >= miss.pattern_nodes and (is_specific or miss.matched > 2)
 
     def miss(self, tree: PatternTree, root: fx.Node, partial: PartialMatch) -> NearMiss:
@@ -337,9 +338,9 @@ def _find_roots_above(
     return roots
 
 
-def is_common_operator(call: fx.Node | PatternCall) -> bool:
-    """Return whether a call is one that most graphs have, so that it says little about a pattern."""
-    return target_text(call.target).split(".")[1] in _COMMON_OPERATORS
+def operator_name(call: fx.Node | PatternCall) -> str:
+    """Return the name of the operator of a call, without namespace and overload."""
+    return target_text(call.target).split(".")[1]
 
 
 def _type(node: fx.Node) -> str:

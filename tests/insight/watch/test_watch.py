@@ -153,6 +153,34 @@ def test_operators_of_every_graph_alone_are_no_near_miss() -> None:
     assert (record.matches, len(record.findings)) == (1, 1)
 
 
+def test_one_operator_between_common_ones() -> None:
+    def search(x: torch.Tensor) -> torch.Tensor:
+        return x.permute(1, 0).relu().permute(1, 0)
+
+    made = PatternMatcherPass(pass_name="between")
+    with FakeTensorMode():
+        register_replacement(search, torch.cos, [torch.empty(4, 8)], fwd_only, [made])
+    (miss,) = _watch(made, _graph(lambda x: x.permute(1, 0).tanh().permute(1, 0), (4, 8))).near_misses
+    assert "aten.relu.default expected" in miss.text
+
+
+def test_one_operator_twice() -> None:
+    """Two calls lack, of one operator."""
+
+    def gates(c: torch.Tensor, f: torch.Tensor, i: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return c * torch.sigmoid(f) + torch.sigmoid(i) * g
+
+    def other(c: torch.Tensor, f: torch.Tensor, i: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return c * torch.tanh(f) + torch.tanh(i) * g
+
+    made = PatternMatcherPass(pass_name="gates")
+    with FakeTensorMode():
+        example = [torch.empty(4, 8) for _ in range(4)]
+        register_replacement(gates, lambda c, f, i, g: c + f + i + g, example, fwd_only, [made])
+    (miss,) = _watch(made, _graph(other, *[(4, 8)] * 4)).near_misses
+    assert "aten.sigmoid.default expected" in miss.text
+
+
 def test_a_check_of_the_author() -> None:
     def refuses(match: Any) -> bool:
         return False

@@ -233,3 +233,13 @@ def test_arguments_are_compared_as_text() -> None:
     assert not changes.compare_calls(before, changes.list_calls(graph)), "another object of the same text"
     node.args = (node.args[0], 3)
     assert changes.compare_calls(before, changes.list_calls(graph)).total() == 1
+
+
+def test_a_change_far_behind_in_a_long_list() -> None:
+    """What is printed is shortened, what is compared is not."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.view.default, (x, [1] * 200))
+    before = changes.list_calls(graph)
+    node.args = (x, [*[1] * 199, 2])
+    assert changes.compare_calls(before, changes.list_calls(graph)) == {"changed aten.view.default": 1}

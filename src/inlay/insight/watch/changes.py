@@ -42,7 +42,7 @@ def _is_changed(one: Call, two: Call) -> bool:
     # would add a guard.
     if one[1] is two[1] and one[2] is two[2] and one[3] is two[3]:
         return False
-    return _call_text(one) != _call_text(two)
+    return (_operator(one)[0], _arguments(one)) != (_operator(two)[0], _arguments(two))
 
 
 def describe_left(subject: fx.Graph | fx.GraphModule) -> tuple[dict[str, tuple[str, ...]], Counter[str]]:
@@ -55,7 +55,7 @@ def describe_left(subject: fx.Graph | fx.GraphModule) -> tuple[dict[str, tuple[s
         counts[name] += 1
         if counts[name] <= MOST_LEFT:
             source = select_meta(node).get(SOURCE)
-            text = _call_text(call)
+            text = f"{node.name} = {name}({textwrap.shorten(_arguments(call), 160)})"
             left[name] = (*left.get(name, ()), f"{text} ({source})" if source else text)
     return left, counts
 
@@ -69,10 +69,8 @@ def _operator(call: Call) -> tuple[str, Any]:
     return name, args
 
 
-def _call_text(call: Call) -> str:
-    name, args = _operator(call)
-    arguments = ", ".join([*map(str, args), *(f"{word}={value}" for word, value in call[3].items())])
-    return f"{call[0]} = {name}({textwrap.shorten(arguments, 160)})"
+def _arguments(call: Call) -> str:
+    return ", ".join([*map(str, _operator(call)[1]), *(f"{word}={value}" for word, value in call[3].items())])
 
 
 def _calls(subject: Any) -> list[fx.Node]:

@@ -14,12 +14,13 @@ from inlay.program.exported_program import select_meta
 from inlay.program.graphs import copy_graph
 from inlay.rewrite.differences import meta_location
 from inlay.rewrite.near_misses import (
+    COMMON_OPERATORS,
     REFUSAL_COST,
     KnownSites,
     NearMiss,
     NearMissFinder,
     drop_overlapping,
-    is_common_operator,
+    operator_name,
 )
 from inlay.rewrite.partial_match import MAX_DIFFERENCES
 from inlay.rewrite.pattern_trees import subtree_calls
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from inlay.rewrite.differences import CodeLocation, PatternDifference
     from inlay.rewrite.partial_match import Aligner
     from inlay.rewrite.pattern_trees import PatternTree
+
+
+_COMMON = frozenset({*COMMON_OPERATORS, "convert_element_type", "permute"})
 
 
 @dataclass
@@ -49,13 +53,14 @@ class ObservedPattern:
     def is_plausible(self, there: Counter[Any]) -> bool:
         """Return whether a graph calls enough of the pattern's operators for a near miss.
 
-        If it lacks more than one and there is no match, another must be an operator that is not in every graph.
+        If it lacks two operators and there is no match, another must be one that is not in every graph.
         """
         if self.tree is None:
             return False
         calls = {call for output in self.tree.outputs for call in subtree_calls(output)}
         found = [call for call in calls if there[call.target] > 0 or any(there[each] for each in call.others)]
-        if not self.matches and len(calls) - len(found) > 1 and all(map(is_common_operator, found)):
+        lacking = {call.target for call in calls} - {call.target for call in found}
+        if not self.matches and len(lacking) > 1 and _COMMON.issuperset(map(operator_name, found)):
             return False
         return len(found) >= max(len(calls) - MAX_DIFFERENCES, len(calls) / 2) and (len(found) > 1 or len(calls) == 1)
 
