@@ -33,6 +33,7 @@ _HOOKED = {
 _hooks: dict[Any, tuple[Any, str, Any]] = {}
 """Hook → class, name of the method, and original."""
 _lock = threading.RLock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 def is_watch_folder(path: str | os.PathLike[str]) -> bool:
@@ -99,14 +100,19 @@ def _hook(module: ModuleType) -> None:
 
 
 def _start() -> None:
-    """Remove the hooks, so that none is taken for an original, and watch."""
+    """Remove the hooks, so that none is taken for an original, and watch. Until then, other threads wait."""
     with _lock:
+        if not _hooks:
+            return
+        try:
+            # by name: this module is below all others, so that they can use its constants
+            folder: Any = importlib.import_module("inlay.insight.watch.folder")
+        except Exception as error:
+            folder = None
+            print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
         for hook, (cls, method, original) in list(_hooks.items()):
             if vars(cls)[method] is hook:
                 setattr(cls, method, original)
                 _hooks.pop(hook, None)
-        try:
-            # by name: this module is below all others, so that they can use its constants
-            importlib.import_module("inlay.insight.watch.folder").start_recording()
-        except Exception as error:
-            print(f"inlay: nothing is watched: {type(error).__name__}: {error}", file=sys.stderr)
+        if folder is not None:
+            folder.start_recording()

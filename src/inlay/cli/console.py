@@ -89,7 +89,8 @@ def error_boundary() -> Iterator[None]:
 def _fail(error: InlayError) -> NoReturn:
     if global_options.debug:
         err.print(traceback.format_exc(), markup=False)
-    err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+    text = "".join(each if each.isprintable() or each == "\n" else "�" for each in str(error))
+    err.print(f"[bold red]error:[/] {_escape(text)}", soft_wrap=True)
     raise typer.Exit(int(error.exit_code)) from error
 
 

@@ -90,7 +90,8 @@ def check(
             else:
                 trusted = ["--trust-remote-code"] if trust else []
                 words = [*(each.model for each in locked.models), *made.arguments(), *trusted, "-o", str(file)]
-                out.print(f"To accept the changes: inlay lock {shlex.join(words)}", markup=False, soft_wrap=True)
+                line = printable(f"To accept the changes: inlay lock {shlex.join(words)}")
+                out.print(line, markup=False, soft_wrap=True)
         if not seen.holds:
             raise typer.Exit(int(ExitCode.FAILED))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from inlay.program.graphs import find_write_between, operands, target_text
+from inlay.program.graphs import find_write_between, is_mutation, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, constant_difference
 from inlay.rewrite.partial_match import Aligner
 from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, inductor
@@ -181,7 +181,15 @@ class InductorAligner(_WrittenAligner):
         if (node := find_write_between(nodes[0], nodes[-1])) is not None:
             text = f"{node} ({target_text(node.target)}) writes in place between the nodes of the pattern"
             return PatternDifference(Reason.MUTATION, text, node)
-        return PatternDifference(Reason.REFUSED, "the pattern matches only after the pass has run", root)
+        if is_mutation(nodes[-1]):
+            text = f"{nodes[-1]} ({target_text(nodes[-1].target)}) writes in place, and the pattern begins before it"
+            return PatternDifference(Reason.MUTATION, text, nodes[-1])
+        streams = {str((node.meta.get("custom") or {}).get("stream", 0)) for node in nodes}
+        if len(streams) > 1:
+            text = f"the nodes are on different streams: {', '.join(sorted(streams))}"
+            return PatternDifference(Reason.REFUSED, text, root)
+        text = "the pattern matches the graph that the pass left, and Inductor did not apply it"
+        return PatternDifference(Reason.REFUSED, text, root)
 
     def _arguments(self, value: fx.Node) -> dict[str, Any]:
         schema = getattr(value.target, "_schema", None)

@@ -340,7 +340,8 @@ def _find_roots_above(
 
 def operator_name(call: fx.Node | PatternCall) -> str:
     """Return the name of the operator of a call, without namespace and overload."""
-    return target_text(call.target).split(".")[1]
+    name = target_text(call.target).split(".")
+    return name[1] if isinstance(call.target, torch._ops.OpOverload) else name[-1]
 
 
 def _type(node: fx.Node) -> str:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import (
+    MULTIPLE,
     CallFunction,
     KeywordArg,
     PatternMatcherPass,
@@ -20,11 +26,15 @@ from torch._inductor.pattern_matcher import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
+from inlay import watch_startup
 from inlay.errors import UsageError
-from inlay.insight.watch import folder, observer, watch_patterns
+from inlay.insight.findings import Finding
+from inlay.insight.watch import bisection, folder, observer, watch_patterns
 from inlay.insight.watch.records import PassRecord
 from inlay.rewrite.matcher import is_same_constant
+from inlay.rewrite.reasons import Reason
 from inlay.transforms.lock import LockDifference, read_lock
 from inlay.watch_startup import SUFFIX
 
@@ -92,6 +102,114 @@ def test_a_method_that_was_bound_before_the_watch() -> None:
     assert [(each.name, each.matches) for each in records] == [("doubled", 3), ("doubled", 3)]
 
 
+def test_a_method_of_a_base_class() -> None:
+    """It is called as it is, not looked up again in the class that calls it."""
+
+    class Base(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            graph.create_node("call_function", aten.sin.default, (next(iter(graph.nodes)),))
+
+        def uuid(self) -> None:
+            return None
+
+    class Timed(Base):
+        def __call__(self, graph: fx.Graph) -> None:
+            GraphTransformObserver(graph.owning_module, "timed").apply_graph_pass(super().__call__)
+
+    module = _graph(_sums, (4,), (4,))
+    with watch_patterns() as records:
+        Timed()(module.graph)
+    assert [each.name for each in records] == ["Timed"]
+    assert records[0].changes == {"added aten.sin.default": 1}
+
+
+def test_arguments_by_name() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1).graph
+    pattern = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    with watch_patterns() as records:
+        assert len(SubgraphMatcher(pattern).match(graph=graph)) == 1
+    assert records[0].matches == 1
+
+
+def test_a_matched_node_that_another_reader_keeps() -> None:
+    """It can be part of a near miss; what only the match reads cannot."""
+
+    def shared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        negative = x.neg()
+        return negative.exp() + 2, negative.exp() + 3
+
+    made = PatternMatcherPass(pass_name="shared")
+    inner = CallFunction(aten.exp.default, CallFunction(aten.neg.default, KeywordArg("x"), _users=MULTIPLE))
+
+    @register_graph_pattern(CallFunction(aten.add.Tensor, inner, 2), pass_dict=made)
+    def _(match: Any, x: Any) -> None:
+        node = match.output_node()
+        with match.graph.inserting_before(node):
+            node.replace_all_uses_with(match.graph.call_function(aten.cos.default, (x,)))
+        match.erase_nodes()
+
+    with watch_patterns() as records:
+        made.apply(_graph(shared, (4,)))
+    (found,) = records[0].findings
+    assert "other of add_1 is 3; expected 2" in found.text
+
+
+def _single_pass(pattern: Any) -> PatternMatcherPass:
+    made = PatternMatcherPass(pass_name="single")
+    register_graph_pattern(pattern, pass_dict=made)(lambda match, **_: None)
+    return made
+
+
+def test_a_pattern_that_ends_in_a_write() -> None:
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(aten.copy_.default, (y, graph.call_function(aten.exp.default, (x,)))),))
+    made = _single_pass(
+        CallFunction(aten.copy_.default, KeywordArg("y"), CallFunction(aten.exp.default, KeywordArg("x")))
+    )
+    with watch_patterns() as records:
+        assert made.apply(torch.fx.GraphModule(torch.nn.Module(), graph)) == 0
+    (found,) = records[0].findings
+    assert "copy__default (aten.copy_.default) writes in place, and the pattern begins before it" in found.reason
+
+
+def test_a_pattern_across_streams() -> None:
+    module = _graph(lambda x: x.exp().sin(), (4,))
+    for node in module.graph.find_nodes(op="call_function", target=aten.exp.default):
+        node.meta["custom"] = {"stream": 1}
+    made = _single_pass(CallFunction(aten.sin.default, CallFunction(aten.exp.default, KeywordArg("x"))))
+    with watch_patterns() as records:
+        assert made.apply(module) == 0
+    assert "the nodes are on different streams: 0, 1" in records[0].findings[0].text
+
+
+def test_a_pass_of_another_thread_at_the_start(tmp_path: Path) -> None:
+    """It waits until the first one has imported what is needed."""
+    program = """
+import threading, torch
+from torch._inductor.pattern_matcher import *
+from torch._subclasses.fake_tensor import FakeTensorMode
+passes = []
+handler = lambda match, x: None
+for name in ("first", "second"):
+    made = PatternMatcherPass(pass_name=name)
+    register_graph_pattern(CallFunction(torch.ops.aten.sin.default, KeywordArg("x")), pass_dict=made)(handler)
+    with FakeTensorMode():
+        passes.append((made, fwd_only(lambda x: x.sin(), [torch.empty(4)])))
+begin = threading.Barrier(2)
+def run(made, module):
+    begin.wait()
+    made.apply(module)
+threads = [threading.Thread(target=run, args=each) for each in passes]
+[each.start() for each in threads]
+[each.join() for each in threads]
+"""
+    hook = "from inlay.watch_startup import install; install()\n"
+    env = {**os.environ, "INLAY_WATCH": str(tmp_path / "watched")}
+    subprocess.run([sys.executable, "-c", hook + program], env=env, check=True)
+    assert sorted(folder.read_passes(tmp_path / "watched")) == ["first", "second"]
+
+
 def test_a_function_that_fails_inside_of_another() -> None:
     """What the inner pass changed is not told again as a change of the outer function."""
     module = _graph(_sums, (4,), (4,))
@@ -133,7 +251,7 @@ def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "invalid literal" in records[0].error
 
 
-def test_a_patch_that_ends_during_the_watch() -> None:
+def test_a_patch_with_the_original_that_ends_during_the_watch() -> None:
     """It puts the original back; the next watch observes again."""
     original = PatternMatcherPass.apply
     patch = mock.patch.object(PatternMatcherPass, "apply", original)
@@ -146,7 +264,7 @@ def test_a_patch_that_ends_during_the_watch() -> None:
     assert records
 
 
-@pytest.mark.parametrize("lock", [observer._lock, folder._lock])
+@pytest.mark.parametrize("lock", [observer._lock, folder._lock, bisection._lock, watch_startup._lock])
 def test_a_fork_while_another_thread_holds_a_lock(lock: Any) -> None:
     is_held, end = threading.Event(), threading.Event()
 
@@ -199,13 +317,78 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("left", []), ("findings", [3]), ("findings", 3), ("places", 3), ("unknown", 1), ("findings", [{"kind": []}])],
+    [("left", []), ("findings", [3]), ("findings", 3), ("places", 3), ("findings", [{"kind": []}])],
 )
 def test_a_file_that_is_not_a_record(tmp_path: Path, key: str, value: Any) -> None:
     file = _lines(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UsageError, match="is not a record"):
         folder.read_passes(tmp_path)
+
+
+_FIELDS = [
+    *PassRecord("", "", 0, 0).to_json(),
+    "transform",
+    "kind",
+    "roots",
+    "layers",
+    "matched",
+    "of",
+    "sites",
+    "reason",
+]
+
+
+@pytest.mark.parametrize("field", _FIELDS)
+def test_values_of_other_types(tmp_path: Path, field: str) -> None:
+    """Nothing but the declared type is a record, so that no command meets it."""
+    kind = Finding("search", Reason.CONSTANT, "r", "add", ("add",), (0,), "a:1", 6, 6, 0, "s")
+    record = PassRecord("norms", "0/0", 1, 2, {"search": 2}, findings=(kind,), num_left={"aten.sin.default": 1})
+    data: Any = json.loads(json.dumps(record.to_json()))
+    (tmp_path / f"1{SUFFIX}").write_text(json.dumps(data) + "\n")
+    assert folder.read_records(tmp_path) == [record]
+    for value in (None, 3, "x", [1], {"a": []}, [["a"]], 1e400, True):
+        if field in data:
+            changed = data | {field: value}
+        else:
+            changed = data | {"findings": [data["findings"][0] | {field: value}]}
+        (tmp_path / f"1{SUFFIX}").write_text(json.dumps(changed) + "\n")
+        with suppress(UsageError):
+            passes = folder.read_passes(tmp_path)
+            list(folder.compare_passes(folder.lock_passes("watched", passes), passes))
+
+
+def test_a_process_that_was_killed_leaves_half_a_line(tmp_path: Path) -> None:
+    file = _lines(tmp_path)
+    file.write_text(file.read_text() + file.read_text()[:40])
+    assert folder.read_passes(tmp_path)["norms"].matches == 2
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    _lines(tmp_path)
+    (tmp_path / f"2{SUFFIX}").mkdir()
+    (tmp_path / f"3{SUFFIX}").symlink_to("nowhere")
+    os.mkfifo(tmp_path / f"4{SUFFIX}")
+    assert folder.read_passes(tmp_path)["norms"].matches == 2
+
+
+def test_incomplete_records_do_not_match_a_lock(tmp_path: Path) -> None:
+    passes = folder.read_passes(_lines(tmp_path).parent)
+    entry = folder.lock_passes("watched", passes)
+    lost = {"norms": replace(passes["norms"], dropped=7, error="full"), "late": PassRecord("late", "", 0, 0, dropped=3)}
+    assert "late" not in folder.lock_passes("watched", lost).transforms
+    dropped, incomplete = folder.compare_passes(entry, lost)
+    assert dropped.fails
+    assert dropped.message == "10 calls of passes were not recorded: the counts are incomplete."
+    assert not incomplete.fails
+    assert incomplete.message == "The near misses of norms are incomplete: full."
+
+
+def test_a_pass_with_a_colon_in_its_name() -> None:
+    finding = Finding("search", Reason.CONSTANT, "r", "add", ("add",), (0,), "a:1", 6, 6, 0, "s")
+    passes = {"my: pass": PassRecord("my: pass", "", 1, 0, findings=(finding,))}
+    for key in ("my: pass", "my: pass: search"):
+        assert folder.explain_miss(passes, key) == finding.text
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 100_000, b'{"name": 1}', b"3"])

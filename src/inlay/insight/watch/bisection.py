@@ -30,6 +30,7 @@ _SUFFIX = ".matches.jsonl"
 _REQUIRED = ("post_grad.decompose_", "replace_random.")
 """Inductor does not compile what these passes of its own leave, so that all of their matches are applied."""
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 _counts: Counter[tuple[str, int]] = Counter()
 """Number of matches of each folder and process."""
 

@@ -6,17 +6,14 @@ import json
 import os
 import threading
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay import machine
-from inlay.errors import UsageError
-from inlay.insight.findings import Finding
+from inlay.errors import UsageError, one_line
 from inlay.insight.watch.changes import MOST_LEFT
 from inlay.insight.watch.observer import add_listener
-from inlay.insight.watch.records import MAX_RECORDS, PassRecord
-from inlay.rewrite.reasons import Reason
+from inlay.insight.watch.records import MAX_RECORDS, PassRecord, parse_record
 from inlay.transforms.lock import LockDifference, LockedModel, LockedTransform, compare
 from inlay.watch_startup import SUFFIX, VARIABLE
 
@@ -56,26 +53,19 @@ def _write(record: PassRecord) -> None:
 def read_records(folder: str | Path) -> list[PassRecord]:
     """Return the records of a folder, process by process."""
     found = []
-    for file in sorted(Path(folder).glob(f"*{SUFFIX}"), key=lambda each: (each.stat().st_mtime, each.name)):
+    files = [each for each in Path(folder).glob(f"*{SUFFIX}") if each.is_file()]
+    for file in sorted(files, key=lambda each: (each.stat().st_mtime, each.name)):
         try:
-            found += [_record(json.loads(line)) for line in file.read_text().splitlines()]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            *lines, last = file.read_text().split("\n")  # the last one has no end: its process was killed
+            found += [parse_record(line) for line in lines]
+            found += [parse_record(last)] if last and not lines else []
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {one_line(error)}.", "Watch the program again.") from error
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{file} has a line that is not a record.", "Watch the program again.") from error
     if not found:
         raise UsageError(f"{folder} has no records.", "No graph pass ran: is everything from Inductor's cache?")
     return found
-
-
-def _record(data: dict[str, Any]) -> PassRecord:
-    findings = []
-    for each in data["findings"]:
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in each.items()
-        }
-        given["kind"] = Reason(given["kind"])
-        findings.append(Finding(**{field.name: given[field.name] for field in fields(Finding)}))
-    left = {name: tuple(calls) for name, calls in data["left"].items()}
-    return PassRecord(**data | {"places": tuple(data["places"]), "findings": tuple(findings), "left": left})
 
 
 def read_passes(folder: str | Path) -> dict[str, PassRecord]:
@@ -115,6 +105,8 @@ def lock_passes(name: str, passes: Mapping[str, PassRecord]) -> LockedModel:
     """Return the matches of watched passes as an entry of a lock file."""
     rows = {}
     for key, record in passes.items():
+        if record.dropped and not record.count and not record.num_patterns:
+            continue  # none of its records was kept
         rows[key] = LockedTransform(sites=record.count, misses=_reasons(record.near_misses))
         for change, number in sorted(record.changes.items()):
             if not record.num_patterns and change.startswith(_REMOVED):
@@ -132,12 +124,18 @@ def compare_passes(old: LockedModel, passes: Mapping[str, PassRecord]) -> Iterat
     for torch in sorted({record.torch for record in passes.values()} - {installed}):
         text = f"The records are of torch {torch}, and {installed} is installed: watch the program again."
         yield LockDifference(old.model, text)
+    if dropped := sum(record.dropped for record in passes.values()):
+        yield LockDifference(old.model, f"{dropped} calls of passes were not recorded: the counts are incomplete.")
+    for name, record in passes.items():
+        if record.error:
+            text = f"The near misses of {name} are incomplete: {record.error}."
+            yield LockDifference(old.model, text, fails=False, transform=name)
     yield from compare(old, lock_passes(old.model, passes), lambda key: explain_miss(passes, key))
 
 
 def explain_miss(passes: Mapping[str, PassRecord], key: str) -> str:
     """Return the nearest miss of a pass, or of a pattern (`pass: pattern`); or the calls that a function left."""
-    name, _, part = key.partition(": ")
+    name, _, part = (key, "", "") if key in passes else key.rpartition(": ")
     record = passes.get(name)
     if record is not None and part.startswith(_REMOVED):
         return "; ".join(left_calls(record, part.removeprefix(_REMOVED))) or "the graph has no such call"

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from inlay.rewrite.pattern_trees import PatternTree
 
 
+_INDUCTOR_META = frozenset({"custom"})
+"""Metadata that Inductor's matcher reads: the stream of a node."""
 _COMMON = frozenset({*COMMON_OPERATORS, "convert_element_type", "permute"})
 
 
@@ -53,7 +55,8 @@ class ObservedPattern:
     def is_plausible(self, there: Counter[Any]) -> bool:
         """Return whether a graph calls enough of the pattern's operators for a near miss.
 
-        If it lacks two operators and there is no match, another must be one that is not in every graph.
+        If the graph has none of its matches and lacks two of its operators, those that are there must not all be
+        operators that most graphs have.
         """
         if self.tree is None:
             return False
@@ -90,15 +93,14 @@ def _search(
     copied = copy_graph(graph)
     nodes = {node.name: node for node in copied.nodes}
     for node in copied.nodes:
-        node.meta = select_meta(node)
+        node.meta = select_meta(node) | {key: node.meta[key] for key in _INDUCTOR_META & node.meta.keys()}
     claimed = frozenset(nodes[node.name] for node in taken)
     misses: list[tuple[str, NearMiss]] = []
     for pattern in patterns:
         misses += [(pattern.name, each) for each in _refused(pattern, nodes)]
     for pattern in plausible:
         assert pattern.tree is not None
-        # A handler may leave what it matched in the graph.
-        matched = {nodes[node.name] for match in pattern.matches for node in match if node.name in nodes}
+        matched = {node for match in pattern.matches for node in _left_nodes(match, nodes)}
         finder = NearMissFinder(copied, [(pattern.tree, {})], _known_sites(pattern, claimed | matched), pattern.aligner)
         refused = {names[0] for names, _ in pattern.refusals}
         misses += [(pattern.name, each) for each in finder.find_misses() if each.root.name not in refused]
@@ -109,6 +111,12 @@ def _search(
         sites = [_location(match[-1]) for each in patterns if each.name == name for match in each.matches]
         findings += fold_misses(name, group, sites, lambda node: layer_of(node, dict))
     return sorted(findings, key=lambda each: (each.is_trivial, each.of - each.matched))
+
+
+def _left_nodes(match: Sequence[fx.Node], nodes: dict[str, fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a match that are still in the graph, without those that other calls read."""
+    left = [nodes[node.name] for node in match if node.name in nodes]
+    return [node for node in left if node.name == match[-1].name or node.users.keys() <= set(left)]
 
 
 def _refused(pattern: ObservedPattern, nodes: dict[str, fx.Node]) -> list[NearMiss]:

@@ -20,6 +20,7 @@ import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,7 +171,7 @@ def _observe_apply(original: Any, watched: Any, gm: Any) -> Any:
     return matches
 
 
-def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, /, *args: Any, **kwargs: Any) -> Any:
+def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
     found = original(matcher, graph, *args, **kwargs)
     frame = _caller()
     call = _PassCall(f"{_module(frame)}.{frame.f_code.co_name}")
@@ -192,9 +193,11 @@ def _observe_match(original: Any, matcher: SubgraphMatcher, graph: fx.Graph, /, 
 def _observe_function(original: Any, applied: GraphTransformObserver, pass_fn: Any) -> Any:
     """Observe a function that Inductor applies to a graph, unless it is observed where it is defined."""
     _replace_functions()
-    owner, method = getattr(pass_fn, "__self__", None), getattr(pass_fn, "__name__", "")
-    if _is_observed(owner, method):
-        return original(applied, getattr(owner, method))  # one that was bound before the watch holds the original
+    observed = next(
+        (now for each, now in _replaced.values() if getattr(pass_fn, "__func__", None) in (each, now)), None
+    )
+    if observed is not None:  # one that was bound before the watch holds the original
+        return original(applied, MethodType(observed, pass_fn.__self__))
     if _is_observed(pass_fn, "__call__"):
         return original(applied, pass_fn)
     plain = _plain(pass_fn)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from inlay import machine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from inlay.insight.findings import Finding
-
+from inlay.insight.findings import Finding  # noqa: TC001
 
 MAX_RECORDS = 20_000
 """How many records of one watch, or of one process, are kept."""
@@ -60,3 +58,13 @@ class PassRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON data."""
         return {**vars(self), "findings": [finding.to_json() for finding in self.findings]}
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[PassRecord]:
+    return TypeAdapter(PassRecord)
+
+
+def parse_record(line: str) -> PassRecord:
+    """Return a record from JSON; one that has another form is a ValueError."""
+    return _adapter().validate_json(line, strict=True)
