@@ -121,7 +121,7 @@ def print_times(compared: OverlapComparison) -> None:
 
 
 def run_overlap(options: argparse.Namespace) -> int:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     example = LAYERS[options.layer](options.width, options.tokens)
     example.module.to(device)
     program, given = capture_layer(Example(example.module, tuple(each.to(device) for each in example.args)))

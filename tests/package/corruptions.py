@@ -53,8 +53,10 @@ class Copy:
         (self.path / "current").symlink_to(text)
 
     def write(self, name: str, data: bytes) -> None:
-        (self.folder / name).unlink()
-        (self.folder / name).write_bytes(data)
+        """Write another file, whose number differs: the old one is there until the new one has taken its place."""
+        made = self.folder / f"{name}.made"
+        made.write_bytes(data)
+        made.replace(self.folder / name)
 
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()

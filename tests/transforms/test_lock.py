@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from inlay import Example
 from inlay.cli.main import app
+from inlay.machine import package_version
 from inlay.transforms import base
 from inlay.transforms.base import Numerics, PatternTransform, Stage
 from inlay.transforms.lock import read_lock
@@ -192,7 +193,7 @@ def test_a_lock_of_another_torch(lock: Path, monkeypatch: pytest.MonkeyPatch) ->
     lock.write_text(re.sub(r"torch: .*", "torch: 2.12.1", lock.read_text()))
     same = _run("check", "--lock", str(lock))
     assert same.exit_code == 0, same.output
-    installed = torch.__version__
+    installed = package_version("torch")
     assert f"note: torch: The lock was written with torch 2.12.1; {installed} is installed." in same.stdout
     assert "captured program" not in same.stdout
     _written(monkeypatch, "divided")

@@ -32,6 +32,9 @@ def serve(
             "--api-key-file", help="File with one API key per line; by default keys are read from INLAY_API_KEYS."
         ),
     ] = None,
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="Serve /metrics without an API key.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow other machines to send requests without an API key.")
     ] = False,
@@ -82,6 +85,13 @@ def serve(
     kv_replay: Annotated[
         str | None, typer.Option("--kv-replay", help="Address at which subscribers request missed KV events.")
     ] = None,
+    kv_topic: Annotated[
+        str, typer.Option("--kv-topic", help="Topic of KV cache events; llm-d and AIBrix expect kv@POD@MODEL.")
+    ] = "",
+    kv_encoding: Annotated[
+        str,
+        typer.Option("--kv-encoding", help="Form of KV cache events: map, or array as before vLLM of June 2026."),
+    ] = "map",
     kv_routes: Annotated[
         bool | None,
         typer.Option(
@@ -112,6 +122,7 @@ def serve(
         from inlay.package_cache import model_name
         from inlay.serve.http.api_keys import read_keys
         from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
+        from inlay.serve.kv_events.wire_format import encode_events
 
         keys = read_keys(api_key_file)
         if not keys and not is_loopback(host) and not insecure:
@@ -119,8 +130,14 @@ def serve(
                 f"{host} is reachable from other machines, and there are no API keys.",
                 "Pass --api-key-file, set INLAY_API_KEYS, or pass --insecure.",
             )
-        if kv_replay is not None and kv_events is None:
-            raise UsageError("--kv-replay needs --kv-events.", "Pass both.")
+        for option, is_given in (
+            ("replay", kv_replay is not None),
+            ("topic", kv_topic),
+            ("encoding", kv_encoding != "map"),
+        ):
+            if is_given and kv_events is None:
+                raise UsageError(f"--kv-{option} needs --kv-events.", "Pass both.")
+        encode_events([], kv_encoding)
         names = resolve_allowed_hosts(host, bool(keys))
         settings = ServerSettings(
             name=name or model_name(target),
@@ -133,6 +150,7 @@ def serve(
             write_seconds=write_seconds,
             kv_routes=bool(names) if kv_routes is None else kv_routes,
             allowed_hosts=names,
+            public_metrics=public_metrics,
         )
         cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
         host_bytes = parse_bytes(host_cache_memory)
@@ -158,6 +176,8 @@ def serve(
             drain_seconds=drain_seconds,
             kv_events=kv_events,
             kv_replay=kv_replay,
+            kv_topic=kv_topic,
+            kv_encoding=kv_encoding,
             ready=lambda serving: _welcome(serving, url),
         )
 

@@ -201,12 +201,23 @@ class InductorAligner(_WrittenAligner):
     def _align_same_operator(self, pattern: PatternCall, value: fx.Node, state: PartialMatch) -> Iterator[PartialMatch]:
         assert isinstance(pattern, InductorCall)
         expected = pattern.num_positional
+        declared = {name for name, _ in pattern.args}
+        for name, default in self._undeclared(value) if expected is not None else ():
+            if name not in declared:
+                state = state.with_difference(constant_difference(name, default, value.kwargs[name], value))
         if expected is None:
             yield state.with_node(pattern, value)
             return
         if len(value.args) != expected:
             state = state.with_difference(self._count_difference(pattern, value, expected))
         yield from super()._align_same_operator(pattern, value, state)
+
+    def _undeclared(self, value: fx.Node) -> list[tuple[str, Any]]:
+        """Return the keyword arguments with another value than the default, and the default: torch 2.15 refuses them."""
+        if not hasattr(inductor(), "_has_undeclared_non_default_kwarg"):
+            return []
+        defaults = _with_defaults(value.target, (), {})
+        return [(name, defaults.get(name)) for name, given in value.kwargs.items() if given != defaults.get(name)]
 
     def _count_difference(self, pattern: PatternCall, value: fx.Node, expected: int) -> PatternDifference:
         """Return the difference of a call with more or fewer positional arguments: the first one that differs."""

@@ -178,10 +178,12 @@ class Engine:
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start and current gauges, by name."""
-        running = list(self._running.values())
+        running, waiting = list(self._running.values()), list(self._waiting.values())
         reading = sum(bool(each.prefill_tokens_left) for each in running)
         now = {
-            "waiting_requests": len(self._waiting),
+            "waiting_requests": len(waiting),
+            "waiting_tokens": sum(len(each.generation.history) for each in waiting),
+            "running_tokens": sum(len(each.generation.history) for each in running),
             "prefill_sequences": reading,
             "decode_sequences": len(running) - reading,
         }

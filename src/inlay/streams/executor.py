@@ -44,7 +44,7 @@ def run_schedule(bound: BoundWork, schedule: Schedule, given: Mapping[str, Any])
 
 def open_executor(count: int, device: torch.device | str | None = None) -> LaneExecutor:
     """Return an executor with `count` lanes: device streams, or threads on a CPU. Default device: the accelerator."""
-    found = torch.device(device) if device is not None else torch.accelerator.current_accelerator()
+    found = torch.device(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
     return WorkerThreads(count) if found is None or found.type == "cpu" else DeviceStreams(count, found)
 
 

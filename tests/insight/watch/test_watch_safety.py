@@ -114,7 +114,9 @@ def test_a_method_of_a_base_class() -> None:
 
     class Timed(Base):
         def __call__(self, graph: fx.Graph) -> None:
-            GraphTransformObserver(graph.owning_module, "timed").apply_graph_pass(super().__call__)
+            GraphTransformObserver(cast("fx.GraphModule", graph.owning_module), "timed").apply_graph_pass(
+                super().__call__
+            )
 
     module = _graph(_sums, (4,), (4,))
     with watch_patterns() as records:
@@ -347,7 +349,8 @@ def test_values_of_other_types(tmp_path: Path, field: str) -> None:
     data: Any = json.loads(json.dumps(record.to_json()))
     (tmp_path / f"1{SUFFIX}").write_text(json.dumps(data) + "\n")
     assert folder.read_records(tmp_path) == [record]
-    for value in (None, 3, "x", [1], {"a": []}, [["a"]], 1e400, True):
+    values: list[Any] = [None, 3, "x", [1], {"a": []}, [["a"]], 1e400, True]
+    for value in values:
         if field in data:
             changed = data | {field: value}
         else:

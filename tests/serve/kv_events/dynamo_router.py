@@ -27,20 +27,20 @@ class Router:
         """The number of the log."""
         return int((await self.service.select({"token_ids": list(tokens)}))["worker_id"])
 
-    async def known(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    async def known(self, tokens: Sequence[int], **more: str) -> list[tuple[int, int]]:
         """Of each log: blocks of a prompt that lie near, and those that follow them further away."""
-        found = (await self.service.overlap_scores({"token_ids": list(tokens)}))["workers"]
+        found = (await self.service.overlap_scores({"token_ids": list(tokens), **more}))["workers"]
         by_worker = {each["worker_id"]: each for each in found}
         return [
             (by_worker[number]["device_blocks"], by_worker[number]["host_pinned_extension_blocks"])
             for number in range(len(self.publishers))
         ]
 
-    async def until_known(self, tokens: Sequence[int], expected: Sequence[tuple[int, int]]) -> None:
+    async def until_known(self, tokens: Sequence[int], expected: Sequence[tuple[int, int]], **more: str) -> None:
         """Wait until it has heard of this."""
         found: list[tuple[int, int]] = []
         for _ in range(600):
-            found = await self.known(tokens)
+            found = await self.known(tokens, **more)
             if found == list(expected):
                 return
             await asyncio.sleep(0.05)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SIZE = 4
 
-Held = dict[int, tuple[int | None, tuple[int, ...], str]]
-"""Hash → parent, tokens, medium."""
+Held = dict[int, tuple[int | None, tuple[int, ...], str, str]]
+"""Hash → parent, tokens, medium, salt."""
 
 
 def apply(held: Held, events: Iterable[dict[str, Any]]) -> None:
@@ -37,9 +37,14 @@ def apply(held: Held, events: Iterable[dict[str, Any]]) -> None:
                 parent, size = event["parent_block_hash"], event["block_size"]
                 assert len(event["token_ids"]) == size * len(event["block_hashes"])
                 assert (event["lora_id"], event["lora_name"]) == (None, None)
-                for at, hash_ in enumerate(event["block_hashes"]):
+                keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
+                for at, (hash_, key) in enumerate(zip(event["block_hashes"], keys, strict=True)):
                     assert hash_ not in held
-                    held[hash_] = (parent, tuple(event["token_ids"][at * size : (at + 1) * size]), event["medium"])
+                    assert key is None or parent is None, "only the first block of a prompt has the salt"
+                    tokens = tuple(event["token_ids"][at * size : (at + 1) * size])
+                    salt = (key or [""])[0] if parent is None else held[parent][3]
+                    assert event.get("cache_salt", salt) == salt
+                    held[hash_] = (parent, tokens, event["medium"], salt)
                     parent = hash_
             case other:
                 raise AssertionError(other)
@@ -48,9 +53,8 @@ def apply(held: Held, events: Iterable[dict[str, Any]]) -> None:
 def expected(manager: BlockManager) -> Held:
     """What a router has to know."""
     return {
-        block.hash: (block.parent.hash if block.parent else None, block.tokens, MEDIA[block.level])
+        block.hash: (block.parent.hash if block.parent else None, block.tokens, MEDIA[block.level], block.salt)
         for block in manager
-        if not block.salt
     }
 
 

@@ -121,7 +121,7 @@ def test_what_is_removed_moved_raised_and_cleared() -> None:
     _run(main())
 
 
-def test_a_block_with_a_salt_attracts_nobody() -> None:
+def test_a_block_with_a_salt_attracts_only_those_who_know_it() -> None:
     logs, managers = _caches((100,))
     rng = random.Random(7)
     prompt, plain = _prompt(rng), _prompt(rng)
@@ -129,9 +129,13 @@ def test_a_block_with_a_salt_attracts_nobody() -> None:
     async def main() -> None:
         async with routing(logs, SIZE) as router:
             _hold(managers[0], prompt, salt="mine")
+            _hold(managers[1], prompt, salt="yours")
             _hold(managers[0], plain)
             await router.until_known(plain, [(4, 0), (0, 0)])
+            await router.until_known(prompt, [(4, 0), (0, 0)], cache_salt="mine")
+            await router.until_known(prompt, [(0, 0), (4, 0)], cache_salt="yours")
             assert await router.known(prompt) == [(0, 0), (0, 0)]
+            assert await router.known(plain, cache_salt="mine") == [(0, 0), (0, 0)]
 
     _run(main())
 

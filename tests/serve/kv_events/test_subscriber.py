@@ -62,7 +62,7 @@ def test_one_who_stalls_costs_little_and_delays_nobody() -> None:
         with _other_reader(publisher) as stalled:
             log.add(StoredEvent(None, 0, (0,) * 512, "", 0, 0))
             _until(stalled, {0})
-            follow(reader, held, {0: (None, (0,) * 512, "GPU")})
+            follow(reader, held, {0: (None, (0,) * 512, "GPU", "")})
             stalled.send_signal(signal.SIGSTOP)
             before, sent = _megabytes(), 0
             for number in range(1, 30_001):

@@ -15,9 +15,10 @@ from inlay._version import __version__
 from inlay.errors import UsageError, suggest
 from inlay.runtime.request import EngineClosedError, QueueFullError
 from inlay.serve.http import request_builder
-from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
+from inlay.serve.http.errors import LONGEST_ECHO, ApiError, draining_error, overloaded_error
 from inlay.serve.http.middleware import RequestMiddleware
 from inlay.serve.http.responses import EventStreamResponse, FullResponse, HandleGroup
+from inlay.serve.http.router_routes import add_info_routes, add_tokenizer_routes
 from inlay.serve.http.schema import (
     ChatRequest,
     ChatResponse,
@@ -45,8 +46,6 @@ JSON_ERRORS: dict[type[BaseException], str] = {
     ValueError: "a number has too many digits",
 }
 """Reasons that replace messages of the json module, by exception type."""
-LONGEST_ECHO = 128
-"""The most characters of client text in an error message."""
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -58,6 +57,8 @@ def create_app(context: ServerContext) -> RequestMiddleware:
     app.add_exception_handler(Exception, _handle_internal_error)
     _add_status_routes(app, context)
     _add_generation_routes(app, context)
+    add_tokenizer_routes(app, context, ERRORS)
+    add_info_routes(app, context, ERRORS)
     if context.settings.kv_routes:
         add_kv_routes(app, context, ERRORS)
     return RequestMiddleware(app, context)
@@ -72,6 +73,7 @@ def _add_status_routes(app: FastAPI, serving: ServerContext) -> None:
         """Liveness: the process runs."""
         return PlainTextResponse("ok\n")
 
+    @app.get("/health", response_class=PlainTextResponse, responses=ERRORS)
     @app.get("/readyz", response_class=PlainTextResponse, responses=ERRORS)
     async def readyz() -> PlainTextResponse:
         """Readiness: the server accepts requests."""
@@ -92,7 +94,7 @@ def _add_status_routes(app: FastAPI, serving: ServerContext) -> None:
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
     async def one_model(name: str) -> ModelCard:
         """Describe the served model."""
-        _check_model(name, serving)
+        serving.check_model(name)
         return model
 
 
@@ -113,7 +115,7 @@ def _add_generation_routes(app: FastAPI, serving: ServerContext) -> None:
 
 
 async def _reply(asked: ChatRequest | CompletionRequest, request: Request, serving: ServerContext) -> Response:
-    _check_model(asked.model, serving)
+    serving.check_model(asked.model)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options requires stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
@@ -157,12 +159,6 @@ def _submit(wanted: list[Any], serving: ServerContext) -> list[RequestHandle]:
             raise draining_error() from error
         raise ApiError(400, str(error)) from error
     return answers
-
-
-def _check_model(name: str, serving: ServerContext) -> None:
-    if name != serving.settings.name:
-        message = f"Model {name[:LONGEST_ECHO]!r} not found; this server serves {serving.settings.name!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:

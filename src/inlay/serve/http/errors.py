@@ -7,6 +7,8 @@ from math import ceil
 
 from fastapi import HTTPException
 
+LONGEST_ECHO = 128
+"""The most characters of client text in an error message."""
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -8,10 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
+    from inlay.runtime.engine import Engine
     from inlay.serve.http.request_log import RequestRecord
 
 SECONDS = tuple(base * 10**power for power in range(-3, 2) for base in (1.0, 2.0, 5.0))
@@ -26,6 +27,8 @@ HISTOGRAMS = {
 """Observation of the engine → name of the metric, help text, histogram buckets."""
 GAUGES = {
     "waiting_requests": "Requests that wait for a slot.",
+    "waiting_tokens": "Prompt tokens of requests that wait for a slot.",
+    "running_tokens": "Tokens of the sequences that run: prompts, and what was generated.",
     "decode_sequences": "Sequences in the decode phase.",
     "prefill_sequences": "Sequences in the prefill phase.",
     "slots": "Maximum number of sequences that run at once.",
@@ -58,8 +61,8 @@ LABELS = {"finished": "reason", "fallback": "kind"}
 class Metrics:
     """The metrics of one server. The engine calls `observe` in its own thread."""
 
-    def __init__(self, counts: Callable[[], dict[str, float]], held: Callable[[], int]) -> None:
-        self._counts, self._held = counts, held
+    def __init__(self, engine: Engine, model: str, held: Callable[[], int]) -> None:
+        self._engine, self._model, self._held = engine, model, held
         self._registry = CollectorRegistry()
         self._observed = {
             name: Histogram(f"inlay_{title}", about, buckets=buckets, registry=self._registry)
@@ -89,7 +92,9 @@ class Metrics:
         about = "Requests in flight: waiting, running or being sent. A request counts once for each choice."
         yield GaugeMetricFamily("inlay_active_requests", about, self._held())
         parted: dict[str, CounterMetricFamily] = {}
-        for name, value in self._counts().items():
+        counts = self._engine.counts()
+        yield from self._collect_vllm(counts)
+        for name, value in counts.items():
             name, _, kind = name.partition(".")
             if name in GAUGES:
                 yield GaugeMetricFamily(f"inlay_{name}", GAUGES[name], value)
@@ -100,6 +105,23 @@ class Metrics:
                 family = parted.setdefault(name, CounterMetricFamily(f"inlay_{name}", about, labels=[LABELS[name]]))
                 family.add_metric([kind], value)
         yield from parted.values()
+
+    def _collect_vllm(self, counts: Mapping[str, float]) -> Iterator[Metric]:
+        """Yield the gauges that routers read, with the names and labels of vLLM."""
+        running = counts["prefill_sequences"] + counts["decode_sequences"]
+        sizes = {"block_size": self._engine.settings.block_size, "num_gpu_blocks": int(counts["blocks"])}
+        label, of = ["model_name", "engine"], [self._model, "0"]
+        for name, about, value in (
+            ("num_requests_running", "Sequences that run.", running),
+            ("num_requests_waiting", GAUGES["waiting_requests"], counts["waiting_requests"]),
+            ("kv_cache_usage_perc", "Part of the slots that are in use; 1 is all.", running / counts["slots"]),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=label)
+            gauge.add_metric(of, value)
+            yield gauge
+        config = GaugeMetricFamily("vllm:cache_config_info", "Blocks of the prefix cache.", labels=["engine", *sizes])
+        config.add_metric(["0", *map(str, sizes.values())], 1)
+        yield config
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: the names of the engine's counters are only known in `collect`."""

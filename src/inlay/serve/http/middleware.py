@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
 from inlay.serve.http.request_log import RequestRecord
+from inlay.serve.http.router_routes import INFO_ROUTES, TOKENIZER_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PUBLIC_ROUTES = frozenset({"/healthz", "/readyz"})
+PUBLIC_ROUTES = frozenset({"/healthz", "/readyz", "/health"})
 """Routes that require no API key."""
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+BODY_ROUTES = GENERATION_ROUTES | TOKENIZER_ROUTES
 """Routes that require a permit of admission control."""
 KNOWN_ROUTES = (
-    PUBLIC_ROUTES | GENERATION_ROUTES | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
+    PUBLIC_ROUTES
+    | BODY_ROUTES
+    | INFO_ROUTES
+    | {"/metrics", "/v1/models", "/v1/kv_cache/events", "/v1/kv_cache/snapshot"}
 )
 """Routes that have their own label in metrics."""
 MAX_PENDING_BODIES = 64
@@ -86,12 +91,12 @@ class RequestMiddleware:
         ):
             message = f"The Host header must be {' or '.join(serving.settings.allowed_hosts)}."
             raise ApiError(421, message, code="wrong_host")
-        if path not in PUBLIC_ROUTES:
+        if path not in PUBLIC_ROUTES and not (path == "/metrics" and serving.settings.public_metrics):
             state["tenant"] = serving.keys.authenticate(headers.get(b"authorization", b""))
             if state["tenant"] is None:
                 message = "The API key is missing or invalid. Send a valid key as a bearer token."
                 raise ApiError(401, message, code="invalid_api_key")
-        if scope["method"] != "POST" or path not in GENERATION_ROUTES:
+        if scope["method"] != "POST" or path not in BODY_ROUTES:
             await self._app(scope, receive, send)
             return
         if serving.is_draining:
@@ -107,7 +112,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, _replay(body, receive), send)
         finally:
-            place.release(is_completed=record.status == 200)
+            place.release(is_completed=record.status == 200 and path in GENERATION_ROUTES)
 
     async def _read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
         """Return the body, or None if the client disconnects before it is complete."""

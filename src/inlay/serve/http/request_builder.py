@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import ModelError, UsageError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from inlay.runtime.text_codec import TextCodec
-    from inlay.serve.http.schema import InputMessage
+    from inlay.serve.http.schema import InputMessage, TokenizeRequest
 
 MAX_INLINE_CHARS = 4096
 """Prompts of this many characters or more are tokenized in another thread, to keep the event loop responsive."""
@@ -44,9 +45,7 @@ async def encode(
 ) -> list[tuple[int, ...]]:
     """Return the prompts of a request as tokens."""
     if isinstance(body, ChatRequest):
-        messages = [_turn(message) for message in body.messages]
-        size = sum(len(each["content"]) for each in messages)
-        prompts = [await _run_encoding(size, lambda: _encode_chat(text, messages, bounds), "messages")]
+        prompts = [await _encode_messages(body.messages, text, bounds)]
     elif isinstance(body.prompt, str) or isinstance(body.prompt[0], str):
         texts: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         prompts = await _run_encoding(
@@ -55,12 +54,33 @@ async def encode(
     else:
         given: Any = body.prompt
         prompts = given if isinstance(given[0], list) else [given]
-        if (largest := max(map(max, prompts))) >= bounds.vocab_size:
-            known = f"The vocabulary has {bounds.vocab_size} tokens"
-            raise ApiError(400, f"Token {largest} does not exist. {known}, counted from 0.", param="prompt")
+        for each in prompts:
+            check_tokens(each, bounds, "prompt")
     for prompt in prompts:
         _check_prompt(prompt, bounds, "messages" if isinstance(body, ChatRequest) else "prompt")
     return [tuple(prompt) for prompt in prompts]
+
+
+async def encode_text(body: TokenizeRequest, text: TextCodec, bounds: RequestLimits) -> list[int]:
+    """Return the tokens of a text or of the messages of a chat, which may be longer than a prompt."""
+    unbounded = replace(bounds, max_prompt_chars=sys.maxsize)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Send either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        if body.add_special_tokens:
+            message = "The chat template writes the special tokens. Leave add_special_tokens out."
+            raise ApiError(400, message, param="add_special_tokens")
+        return await _encode_messages(body.messages, text, unbounded)
+    prompt, special = body.prompt or "", body.add_special_tokens is not False
+    made: list[int] = await _run_encoding(len(prompt), lambda: _encode(text, prompt, unbounded, special), "prompt")
+    return made
+
+
+def check_tokens(tokens: list[int], bounds: RequestLimits, param: str) -> None:
+    """Raise an error if the vocabulary lacks a token."""
+    if (largest := max(tokens, default=0)) >= bounds.vocab_size:
+        known = f"The vocabulary has {bounds.vocab_size} tokens"
+        raise ApiError(400, f"Token {largest} does not exist. {known}, counted from 0.", param=param)
 
 
 def build_requests(
@@ -76,12 +96,21 @@ def build_requests(
             (stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
-            salt=f"{salt}/{body.cache_salt}" if body.cache_salt else salt,
+            salt="/".join(filter(None, (salt, body.cache_salt))),
             owner=owner,
         )
         for prompt in prompts
         for choice in range(body.n or 1)
     ]
+
+
+async def _encode_messages(
+    messages: list[InputMessage | AssistantInputMessage], text: TextCodec, bounds: RequestLimits
+) -> list[int]:
+    turns = [_turn(message) for message in messages]
+    size = sum(len(each["content"]) for each in turns)
+    made: list[int] = await _run_encoding(size, lambda: _encode_chat(text, turns, bounds), "messages")
+    return made
 
 
 def _encode_chat(text: TextCodec, messages: list[dict[str, Any]], bounds: RequestLimits) -> list[int]:

@@ -31,7 +31,7 @@ IgnoredField = Annotated[Any, WithJsonSchema({})]
 """A field that is accepted and ignored, because it cannot change the output."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # typing takes equal annotations for one, and 0 is equal to False
 class Unsupported:
     """Marks a field that this server does not support. Only None and neutral values are accepted."""
 
@@ -135,6 +135,16 @@ class _GenerationRequest(_RequestModel):
     presence_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
     frequency_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
     logit_bias: Annotated[Any, Unsupported(({},))] = None
+    min_tokens: Annotated[Any, Unsupported((0,))] = None
+    stop_token_ids: Annotated[Any, Unsupported(([],))] = None
+    skip_special_tokens: Annotated[Any, Unsupported((True,))] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported((True,))] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported((False,))] = None
+    no_stop_trim: Annotated[Any, Unsupported((False,))] = None
+    return_hidden_states: Annotated[Any, Unsupported((False,))] = None
+    kv_transfer_params: Annotated[Any, Unsupported()] = None
+    priority: IgnoredField = None
+    request_id: IgnoredField = None
     user: IgnoredField = None
 
 
@@ -156,6 +166,14 @@ class ChatRequest(_GenerationRequest):
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
+    add_generation_prompt: Annotated[Any, Unsupported((True,))] = None
+    continue_final_message: Annotated[Any, Unsupported((False,))] = None
+    add_special_tokens: Annotated[Any, Unsupported((False,))] = None
+    chat_template: Annotated[Any, Unsupported()] = None
+    chat_template_kwargs: Annotated[Any, Unsupported(({},))] = None
+    separate_reasoning: IgnoredField = None  # reasoning is not parsed: the text is the same with and without
+    stream_reasoning: IgnoredField = None
+    include_reasoning: IgnoredField = None
     parallel_tool_calls: IgnoredField = None
     prediction: IgnoredField = None
     metadata: IgnoredField = None
@@ -181,6 +199,52 @@ class CompletionRequest(_GenerationRequest):
     echo: Annotated[Any, Unsupported((False,))] = None
     suffix: Annotated[Any, Unsupported(("",))] = None
     best_of: Annotated[Any, Unsupported((1,))] = None
+    add_special_tokens: Annotated[Any, Unsupported((True,))] = None
+
+
+class TokenizeRequest(_RequestModel):
+    """`POST /tokenize`: a text, or the messages of a chat."""
+
+    model: ValidText | None = None
+    prompt: ValidText | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Annotated[Any, Unsupported((True,))] = None
+    continue_final_message: Annotated[Any, Unsupported((False,))] = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(_RequestModel):
+    """`POST /detokenize`"""
+
+    model: ValidText | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of some tokens."""
+
+    prompt: str
+
+
+class RenderedRequest(BaseModel):
+    """A request as the engine gets it: the part of vLLM's `GenerateRequest` that applies here."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    cache_salt: str | None
 
 
 class TokenLogprob(BaseModel):

@@ -9,7 +9,7 @@ import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -118,6 +118,8 @@ def serve(
     drain_seconds: float = 30.0,
     kv_events: str | None = None,
     kv_replay: str | None = None,
+    kv_topic: str = "",
+    kv_encoding: str = "map",
     ready: Callable[[ServerContext], None] = lambda serving: None,
 ) -> None:
     """Serve an engine until a shutdown signal."""
@@ -126,7 +128,7 @@ def serve(
     gc.freeze()  # loaded objects live to the end; scanning them in every collection would pause requests for 0.1 s
     try:
         engine.start(warm=True)
-        with _open_publisher(engine, kv_events, kv_replay):
+        with _open_publisher(engine, kv_events, replay=kv_replay, topic=kv_topic, encoding=kv_encoding):
             Server(serving, drain_seconds, lambda: ready(serving)).run([listener])
             engine.close()
     finally:
@@ -134,9 +136,9 @@ def serve(
         serving.log_writer.close()
 
 
-def _open_publisher(engine: Engine, events: str | None, replay: str | None) -> AbstractContextManager[object]:
+def _open_publisher(engine: Engine, events: str | None, **options: Any) -> AbstractContextManager[object]:
     if events is None:
         return nullcontext()
     from inlay.serve.kv_events.publisher import Publisher
 
-    return Publisher(engine.event_log, engine.settings.block_size, bind=events, replay=replay)
+    return Publisher(engine.event_log, engine.settings.block_size, bind=events, **options)

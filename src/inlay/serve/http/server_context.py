@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inlay.serve.http.admission import AdmissionControl
 from inlay.serve.http.api_keys import Keys
+from inlay.serve.http.errors import LONGEST_ECHO, ApiError
 from inlay.serve.http.metrics import Metrics
 from inlay.serve.http.request_builder import RequestLimits, longest_token
 from inlay.serve.http.request_log import LogWriter
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from inlay.runtime.engine import Engine
     from inlay.serve.http.request_log import RequestRecord
     from inlay.serve.http.settings import ServerSettings
+
+
+HEALTH_CHECKS = frozenset({"GET /healthz", "GET /readyz", "GET /health"})
 
 
 class ServerContext:
@@ -39,7 +43,7 @@ class ServerContext:
             prompt * longest_token(tokenizer),
         )
         self.log_writer = log_writer or LogWriter()
-        self.metrics = Metrics(engine.counts, lambda: self.admission.active)
+        self.metrics = Metrics(engine, settings.name, lambda: self.admission.active)
         engine.add_observer(self.metrics)
         self.created = int(time())
         self.is_draining = False
@@ -52,8 +56,14 @@ class ServerContext:
         """The text of single tokens, for logprobs."""
         return TokenText(self.engine.text)
 
+    def check_model(self, name: str | None) -> None:
+        """Raise an error if a request names another model. Some routes need no name."""
+        if name is not None and name != self.settings.name:
+            message = f"Model {name[:LONGEST_ECHO]!r} not found; this server serves {self.settings.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def log_request(self, record: RequestRecord) -> None:
         """Count a finished request and log it. Health checks are not logged."""
         self.metrics.count_request(record)
-        if record.route != "GET /healthz" and record.route != "GET /readyz":
+        if record.route not in HEALTH_CHECKS:
             self.log_writer.write(record.fields())

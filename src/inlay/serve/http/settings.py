@@ -25,6 +25,8 @@ class ServerSettings:
     """Timeout for receiving the header of a request, and again for its body."""
     write_seconds: float = 60.0
     """Timeout after which a client that reads nothing is disconnected."""
+    public_metrics: bool = False
+    """Whether `/metrics` needs no API key."""
     kv_routes: bool = True
     """Whether KV events are served over HTTP. They contain the tokens of all requests."""
     allowed_hosts: tuple[str, ...] = ()

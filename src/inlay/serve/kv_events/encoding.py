@@ -1,7 +1,7 @@
 """Encoding of cache events to the wire format.
 
-Routers hash the tokens themselves. vLLM puts a salt only in `extra_keys` of the first block, which routers may ignore.
-So blocks with a salt are not published.
+Routers hash the tokens themselves, with the salt. vLLM puts it into `extra_keys` of the first block of a prompt, which
+llm-d reads; Dynamo reads `cache_salt` of every event, and only if events are maps.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class WireEncoder:
     >>> stored = *stored, StoredEvent(None, 9, (1, 2), "me", 0, 0)
     >>> told.encode(stored)  # doctest: +NORMALIZE_WHITESPACE
     [{'type': 'BlockStored', 'block_hashes': [7, 8], 'parent_block_hash': None, 'token_ids': [1, 2, 3, 4],
-      'block_size': 2, 'lora_id': None, 'medium': 'GPU', 'lora_name': None}]
-    >>> told.encode([RemovedEvent(8, 0), RemovedEvent(9, 0), UpdatedEvent(7, priority=(0, 1))]), told.skipped_blocks
-    ([{'type': 'BlockRemoved', 'block_hashes': [8], 'medium': 'GPU'}], 1)
+      'block_size': 2, 'lora_id': None, 'medium': 'GPU', 'lora_name': None},
+     {'type': 'BlockStored', 'block_hashes': [9], 'parent_block_hash': None, 'token_ids': [1, 2],
+      'block_size': 2, 'lora_id': None, 'medium': 'GPU', 'lora_name': None, 'extra_keys': [['me']], 'cache_salt': 'me'}]
+    >>> told.encode([RemovedEvent(8, 0), RemovedEvent(9, 0), UpdatedEvent(7, priority=(0, 1))])
+    [{'type': 'BlockRemoved', 'block_hashes': [8, 9], 'medium': 'GPU'}]
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.skipped_blocks = 0
-        """Stored blocks that were not published because they have a salt."""
         self._replica = CacheMirror()
 
     def encode(self, events: Iterable[CacheEvent]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class WireEncoder:
                     _add_removed(made, known)
                 case UpdatedEvent(level=(_, _)) if known is not None:
                     _add_removed(made, known)
-                    self._add_stored(made, self._replica.blocks[event.hash], again=True)
+                    self._add_stored(made, self._replica.blocks[event.hash])
                 case _:
                     pass
         return made
@@ -62,25 +62,25 @@ class WireEncoder:
             self._replica = CacheMirror(blocks)
         made = [CLEARED_EVENT]
         for block in self._replica.blocks.values():
-            self._add_stored(made, block, again=blocks is None)
+            self._add_stored(made, block)
         return made
 
-    def _add_stored(self, made: list[dict[str, Any]], block: StoredEvent, again: bool = False) -> None:
-        if block.salt:
-            self.skipped_blocks += not again
-            return
+    def _add_stored(self, made: list[dict[str, Any]], block: StoredEvent) -> None:
         medium, last = _medium(block), made[-1] if made else CLEARED_EVENT
         if last["type"] == "BlockStored" and last["medium"] == medium and last["block_hashes"][-1] == block.parent:
             last["block_hashes"].append(block.hash)
             last["token_ids"].extend(block.tokens)
+            if block.salt:
+                last["extra_keys"].append(None)
             return
         values = ([block.hash], block.parent, list(block.tokens), self.block_size, None, medium, None)
-        made.append({"type": "BlockStored"} | dict(zip(FIELDS["BlockStored"], values, strict=True)))
+        stored: dict[str, Any] = {"type": "BlockStored", **dict(zip(FIELDS["BlockStored"], values, strict=False))}
+        if block.salt:
+            stored |= {"extra_keys": [[block.salt] if block.parent is None else None], "cache_salt": block.salt}
+        made.append(stored)
 
 
 def _add_removed(made: list[dict[str, Any]], block: StoredEvent) -> None:
-    if block.salt:
-        return
     medium, last = _medium(block), made[-1] if made else CLEARED_EVENT
     if last["type"] == "BlockRemoved" and last["medium"] == medium:
         last["block_hashes"].append(block.hash)

@@ -94,8 +94,8 @@ class Publisher:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of batches, log events, gaps (events dropped before being read), replays, withheld salted blocks."""
-        return {**self._counts, "withheld": self._encoder.skipped_blocks}
+        """Counts of batches, log events, gaps (events dropped before being read) and replays."""
+        return dict(self._counts)
 
     def close(self) -> None:
         """Publish the remaining events and stop the thread. May be called more than once."""

@@ -7,7 +7,9 @@ Sources: vLLM (vllm/distributed/kv_events.py, versions from April 2025 to August
 - An event is an array up to June 2026, `[type, fields…]`, and a map with the key `type` since. Fields, in the order of
   the array: `BlockStored` block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium (since September
   2025), lora_name (since December 2025); `BlockRemoved` block_hashes, medium; `AllBlocksCleared` none.
-- Later fields (extra_keys, group_idx, locality, …) are optional; Inlay does not send them.
+- `extra_keys` (since 2026) has an entry for each block: a list with the salt for the first block of a prompt, else
+  None. It is left out where there is no salt. A map has the salt in `cache_salt` too, which Dynamo reads.
+- Later fields (group_idx, locality, …) are optional; Inlay does not send them.
 - `BlockStored` contains a run of blocks, each the parent of the next.
 - Media are `GPU`, `CPU` and `STORAGE`; Dynamo ignores blocks on other media.
 """
@@ -27,7 +29,7 @@ MEDIA = ("GPU", "CPU", "STORAGE")
 FIELDS = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
-        *("lora_id", "medium", "lora_name"),
+        *("lora_id", "medium", "lora_name", "extra_keys"),
     ),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
@@ -46,7 +48,9 @@ def encode_events(events: Sequence[dict[str, Any]], encoding: str) -> list[Any]:
     """
     if encoding not in ENCODINGS:
         raise UsageError(f"Unknown encoding {encoding!r}.", suggest(encoding, ENCODINGS) or "Use map or array.")
-    return list(events) if encoding == "map" else [list(event.values()) for event in events]
+    if encoding == "map":
+        return list(events)
+    return [[value for name, value in event.items() if name != "cache_salt"] for event in events]
 
 
 def decode_event(event: Any) -> dict[str, Any]:
