@@ -127,7 +127,7 @@ def _bisect_watched(command: list[str], as_json: bool) -> None:
             made = run_watched(command, Path(folder), limit=limit)
             matches = read_matches(Path(folder))
         verdict = {0: "good", 125: "skip"}.get(made.returncode, "bad ")
-        last = [line for line in (made.stdout + made.stderr).splitlines() if line.strip()][-1:]
+        last = [line for line in made.stdout.splitlines() if line.strip()][-1:]
         said = f": exit code {made.returncode}: {''.join(last)}" if made.returncode else ""
         amount = "all" if limit == ALL else f"the first {limit}"
         err.print(f"{verdict} with {amount} matches{said}", markup=False, soft_wrap=True)

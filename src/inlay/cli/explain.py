@@ -100,7 +100,7 @@ def _print_watched(folder: str, pass_name: str | None, show_all: bool, as_json: 
     if as_json:
         print_json([each.to_json() for each in shown])
     else:
-        print_passes(shown, show_all or pass_name is not None)
+        print_passes(shown, show_all or pass_name is not None, pass_name is not None)
     return True
 
 

@@ -71,10 +71,12 @@ def run_watched(
     environment.pop("INLAY_WATCH_LIMIT", None)
     if limit is not None:
         environment["INLAY_WATCH_LIMIT"] = str(limit)
-    pipe = subprocess.PIPE if limit is not None else None
+    pipe, output = (None, None) if limit is None else (subprocess.PIPE, subprocess.STDOUT)
+    if limit is not None:
+        environment["PYTHONUNBUFFERED"] = "1"  # both outputs in the order in which they are printed
     try:
         process = subprocess.Popen(
-            command, env=environment, text=True, errors="replace", stdout=pipe or stdout, stderr=pipe
+            command, env=environment, text=True, errors="replace", stdout=pipe or stdout, stderr=output
         )
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}.", "Name a program after --.") from error
@@ -93,14 +95,17 @@ def _clear(folder: Path, is_watched: bool) -> None:
         file.unlink()
 
 
-def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
-    """Print the passes that matched or nearly did, their near misses, and what functions changed and left."""
+def print_passes(passes: list[PassRecord], show_all: bool = False, is_named: bool = False) -> None:
+    """Print the passes that matched or nearly did, their near misses, and what functions changed and left.
+
+    With `is_named` the user has named the pass: it is printed in any case.
+    """
     from inlay.insight.watch.folder import left_calls
     from inlay.insight.watch.records import MAX_RECORDS
 
     numbers = ("patterns", "matches", "near misses")
     table = make_table("pass", *numbers, right=numbers, fold=True)
-    shown = [each for each in passes if each.matches or each.near_misses or each.changes or each.error]
+    shown = [each for each in passes if is_named or each.matches or each.near_misses or each.changes or each.error]
     for each in shown:
         if not each.num_patterns:
             continue
@@ -115,6 +120,8 @@ def print_passes(passes: list[PassRecord], show_all: bool = False) -> None:
         lines += [f"{finding.transform}: {finding.text}" for finding in findings]
         if lines or each.error:
             out.print(Text(f"\n{printable(each.name)}", style="bold"))
+        if is_named and not each.matches and not lines:
+            out.print(f"\nNothing in the graphs resembles the patterns of {printable(each.name)}.", markup=False)
         for line in lines if show_all else lines[:_MOST]:
             out.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
         if not show_all and len(lines) > _MOST:

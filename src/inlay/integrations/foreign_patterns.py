@@ -16,12 +16,15 @@ from torch import fx
 
 from inlay.program.graphs import find_write_between, is_mutation, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, constant_difference
-from inlay.rewrite.partial_match import Aligner
+from inlay.rewrite.partial_match import MAX_DIFFERENCES, Aligner
 from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, inductor
 from inlay.rewrite.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_CALLS_PER_DIFFERENCE = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +114,12 @@ class _WrittenAligner(Aligner):
 
     is_commutative = False
     missing_output_cost = 0.6
+
+    @property
+    def budgets(self) -> tuple[float, ...]:  # type: ignore[override]
+        """Also more differences in a large pattern, of which nearly all is there all the same."""
+        more = self.tree.num_calls // _CALLS_PER_DIFFERENCE
+        return (*Aligner.budgets, more + 0.6) if more > MAX_DIFFERENCES else Aligner.budgets
 
     def _bind_variable(self, name: str, value: Any, reader: fx.Node, state: PartialMatch) -> Iterator[PartialMatch]:
         yield state.bind(name, value)
@@ -213,7 +222,7 @@ class InductorAligner(_WrittenAligner):
         yield from super()._align_same_operator(pattern, value, state)
 
     def _undeclared(self, value: fx.Node) -> list[tuple[str, Any]]:
-        """Return the keyword arguments with another value than the default, and the default: torch 2.15 refuses them."""
+        """Return the keyword arguments that are not the default, and the default: torch 2.15 refuses them."""
         if not hasattr(inductor(), "_has_undeclared_non_default_kwarg"):
             return []
         defaults = _with_defaults(value.target, (), {})

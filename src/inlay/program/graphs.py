@@ -328,6 +328,20 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 @pause_gc()
+def is_sorted(graph: fx.Graph) -> bool:
+    """Whether every call comes after its operands.
+
+    >>> is_sorted(fx.Graph())
+    True
+    """
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return False
+        seen.add(node)
+    return True
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Copy `graph` and its nested graphs with their names; node values and weights are shared.
 

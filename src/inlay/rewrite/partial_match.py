@@ -36,7 +36,6 @@ _MAX_STEPS = 4000
 """After this many steps at a site, the best alignment found so far is used."""
 MAX_DIFFERENCES = 3
 """A site with more differences is not a near miss."""
-_BUDGETS = (1.1, 2.1, MAX_DIFFERENCES + 0.6)
 _CONFLICT_COST = 1.5
 _MIN_COST = 1.0
 """The minimum cost of a difference."""
@@ -47,6 +46,8 @@ _OPERAND_COUNT_COST = 0.5
 class Aligner:
     """Aligns one pattern with sites of a graph."""
 
+    budgets: tuple[float, ...] = (1.1, 2.1, MAX_DIFFERENCES + 0.6)
+    """Costs up to which an alignment is searched, one after the other until one is found."""
     is_commutative = True
     """Whether the operands of an addition or multiplication may be swapped."""
     missing_output_cost = 0.0
@@ -74,7 +75,7 @@ class Aligner:
 
     def best_match(self, root: fx.Node) -> PartialMatch | None:
         """Return the cheapest alignment with the first output at `root`; None if there are too many differences."""
-        for budget in _BUDGETS:
+        for budget in self.budgets:
             self.budget, self.steps = budget, 0
             best: PartialMatch | None = None
             for partial in self._align(self.tree.outputs[0], root, root, PartialMatch()):

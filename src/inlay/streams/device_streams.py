@@ -22,7 +22,9 @@ class DeviceStreams:
     """
 
     def __init__(self, count: int, device: torch.device | str | None = None) -> None:
-        found = torch.device(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
+        found = (
+            torch.device(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
+        )
         if found is None or found.type == "cpu":
             raise UsageError("No device with streams was found.", "Use WorkerThreads.")
         if count < 1:

@@ -23,6 +23,7 @@ from torch._inductor.pattern_matcher import (
     PatternMatcherPass,
     fwd_only,
     register_graph_pattern,
+    register_replacement,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
@@ -173,6 +174,65 @@ def test_a_pattern_that_ends_in_a_write() -> None:
         assert made.apply(torch.fx.GraphModule(torch.nn.Module(), graph)) == 0
     (found,) = records[0].findings
     assert "copy__default (aten.copy_.default) writes in place, and the pattern begins before it" in found.reason
+
+
+def _slices(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x[..., :4]) * torch.sigmoid(x[..., 4:8]) + torch.tanh(x[..., 8:])
+
+
+def _split(x: torch.Tensor) -> torch.Tensor:
+    one, two, three = x.split(4, -1)
+    return torch.relu(one) * torch.sigmoid(two) + torch.tanh(three)
+
+
+def _changed_attention(x: torch.Tensor, change: Callable[[Any], Any]) -> torch.Tensor:
+    q, k, v = (change(part.view(2, 16, 4, 4).transpose(1, 2)) for part in x.split(16, -1))
+    scores = torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1)
+    return (scores @ v).transpose(1, 2).reshape(2, 16, 16)
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    return _changed_attention(x, lambda part: part)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "model", "shape", "said"),
+    [
+        (_split, _slices, (2, 12), "aten.split.Tensor expected, slice_1 (aten.slice.Tensor) found"),
+        (_attention, lambda x: _changed_attention(x, lambda part: part.contiguous()), (2, 16, 48), "clone"),
+    ],
+)
+def test_one_change_in_several_places(pattern: Any, model: Any, shape: tuple[int, ...], said: str) -> None:
+    """It is a near miss if the pattern is large, and the parts of one result are one change."""
+    made = PatternMatcherPass(pass_name="changed")
+    with FakeTensorMode():
+        register_replacement(pattern, lambda x: x * 1, [torch.empty(shape)], fwd_only, [made])
+    with watch_patterns() as records:
+        assert made.apply(_graph(model, shape)) == 0
+    assert said in records[0].near_misses[0].text
+
+
+def test_another_operator_everywhere_is_no_near_miss() -> None:
+    made = PatternMatcherPass(pass_name="other")
+    with FakeTensorMode():
+        register_replacement(_attention, lambda x: x * 1, [torch.empty(2, 16, 48)], fwd_only, [made])
+    with watch_patterns() as records:
+        made.apply(_graph(lambda x: (x.split(16, -1)[0].cos() * x.split(16, -1)[1].tan()).sum(-1), (2, 16, 48)))
+    assert not records[0].near_misses
+
+
+def test_a_graph_that_a_pass_left_unsorted() -> None:
+    """Inductor sorts it later."""
+    module = _graph(lambda x: (x.exp().sin(), x.exp().neg().sin()), (4,))
+    exp = module.graph.find_nodes(op="call_function", target=aten.exp.default)[-1]
+    exp.append(sin := module.graph.find_nodes(op="call_function", target=aten.sin.default)[-1])
+    sin.prepend(exp)
+    exp.next.append(exp)
+    made = _single_pass(CallFunction(aten.sin.default, CallFunction(aten.exp.default, KeywordArg("x"))))
+    with watch_patterns() as records:
+        made.apply(module)
+    assert not records[0].error
+    assert "neg (aten.neg.default) stands in between" in records[0].findings[0].text
 
 
 def test_a_pattern_across_streams() -> None:

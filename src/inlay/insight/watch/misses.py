@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
 from inlay.insight.findings import Finding, fold_misses, layer_of
 from inlay.insight.watch.bisection import LIMIT
 from inlay.program.exported_program import select_meta
-from inlay.program.graphs import copy_graph
+from inlay.program.graphs import copy_graph, is_sorted
 from inlay.rewrite.differences import meta_location
 from inlay.rewrite.near_misses import (
     COMMON_OPERATORS,
@@ -27,8 +30,6 @@ from inlay.rewrite.pattern_trees import subtree_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-
-    from torch import fx
 
     from inlay.rewrite.differences import CodeLocation, PatternDifference
     from inlay.rewrite.partial_match import Aligner
@@ -61,6 +62,7 @@ class ObservedPattern:
         if self.tree is None:
             return False
         calls = {call for output in self.tree.outputs for call in subtree_calls(output)}
+        calls = {call for call in calls if call.target is not operator.getitem} or calls
         found = [call for call in calls if there[call.target] > 0 or any(there[each] for each in call.others)]
         lacking = {call.target for call in calls} - {call.target for call in found}
         if not self.matches and len(lacking) > 1 and _COMMON.issuperset(map(operator_name, found)):
@@ -90,7 +92,7 @@ def _search(
     plausible: Sequence[ObservedPattern],
     taken: Collection[fx.Node],
 ) -> list[Finding]:
-    copied = copy_graph(graph)
+    copied = copy_graph(graph) if is_sorted(graph) else _sorted_copy(graph)
     nodes = {node.name: node for node in copied.nodes}
     for node in copied.nodes:
         node.meta = select_meta(node) | {key: node.meta[key] for key in _INDUCTOR_META & node.meta.keys()}
@@ -111,6 +113,20 @@ def _search(
         sites = [_location(match[-1]) for each in patterns if each.name == name for match in each.matches]
         findings += fold_misses(name, group, sites, lambda node: layer_of(node, dict))
     return sorted(findings, key=lambda each: (each.is_trivial, each.of - each.matched))
+
+
+def _sorted_copy(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph in which a pass has left a call before its operands: Inductor sorts it later."""
+    made, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
+    todo = [*reversed(graph.nodes)]
+    while todo:
+        node = todo.pop()
+        if missing := [each for each in node.all_input_nodes if each not in mapping]:
+            todo += [node, *reversed(missing)]
+        elif node not in mapping:
+            mapping[node] = made.node_copy(node, mapping.__getitem__)
+            mapping[node].name = node.name
+    return made
 
 
 def _left_nodes(match: Sequence[fx.Node], nodes: dict[str, fx.Node]) -> list[fx.Node]:
