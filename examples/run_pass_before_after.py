@@ -96,7 +96,7 @@ class OlderBlock(Block):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * HEAD_DIM**-0.5 + mask
-        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).clone(), v)
+        return torch.matmul(functional.dropout(torch.softmax(scores, -1, dtype=torch.float32), 0.1, False), v)
 
     def activate(self, x: Tensor) -> Tensor:
         return functional.gelu(x)
