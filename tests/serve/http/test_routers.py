@@ -61,16 +61,22 @@ def routed(request: pytest.FixtureRequest, package: Path, tmp_path_factory: pyte
 
 def test_chat_completions_streams_and_usage(routed: str) -> None:
     client: Any = openai.OpenAI(base_url=f"{routed}/v1", api_key="none", timeout=SECONDS, max_retries=0)
-    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 5}
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "temperature": 0,
+        "max_tokens": 5,
+    }
     whole = client.chat.completions.create(**asked)
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 5
     parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-    assert text == whole.choices[0].message.content
+    said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert said == whole.choices[0].message.content
     assert parts[-1].usage is not None
-    completed = client.completions.create(**prompt(5, ignore_eos=None))
-    streamed = client.completions.create(**prompt(5, ignore_eos=None), stream=True)
+    text: dict[str, Any] = {"model": NAME, "prompt": "The fox", "temperature": 0, "max_tokens": 5}
+    completed = client.completions.create(**text)
+    streamed = client.completions.create(**text, stream=True)
     assert "".join(part.choices[0].text for part in streamed) == completed.choices[0].text
 
 
