@@ -16,6 +16,7 @@ from torch import fx
 
 from inlay.program.graphs import find_write_between, is_mutation, operands, target_text
 from inlay.rewrite.differences import PartialMatch, PatternDifference, constant_difference
+from inlay.rewrite.matcher import is_same_constant
 from inlay.rewrite.partial_match import MAX_DIFFERENCES, Aligner
 from inlay.rewrite.pattern_trees import PatternCall, PatternTree, PatternVariable, children, inductor
 from inlay.rewrite.reasons import Reason
@@ -226,7 +227,12 @@ class InductorAligner(_WrittenAligner):
         if not hasattr(inductor(), "_has_undeclared_non_default_kwarg"):
             return []
         defaults = _with_defaults(value.target, (), {})
-        return [(name, defaults.get(name)) for name, given in value.kwargs.items() if given != defaults.get(name)]
+        # not by !=, which would add a guard for a symbolic size
+        return [
+            (name, defaults.get(name))
+            for name, given in value.kwargs.items()
+            if not is_same_constant(defaults.get(name), given)
+        ]
 
     def _count_difference(self, pattern: PatternCall, value: fx.Node, expected: int) -> PatternDifference:
         """Return the difference of a call with more or fewer positional arguments: the first one that differs."""

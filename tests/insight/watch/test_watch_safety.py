@@ -30,9 +30,10 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 from inlay import watch_startup
+from inlay.cli.watch import print_passes
 from inlay.errors import UsageError
 from inlay.insight.findings import Finding
-from inlay.insight.watch import bisection, folder, observer, watch_patterns
+from inlay.insight.watch import bisection, folder, misses, observer, watch_patterns
 from inlay.insight.watch.records import PassRecord
 from inlay.rewrite.matcher import is_same_constant
 from inlay.rewrite.reasons import Reason
@@ -233,6 +234,24 @@ def test_a_graph_that_a_pass_left_unsorted() -> None:
         made.apply(module)
     assert not records[0].error
     assert "neg (aten.neg.default) stands in between" in records[0].findings[0].text
+
+
+def test_a_graph_with_a_cycle() -> None:
+    """The search ends with an error in the record."""
+    module = _graph(lambda x: x.sin().exp(), (4,))
+    sin, exp = (
+        module.graph.find_nodes(op="call_function", target=each)[0] for each in (aten.sin.default, aten.exp.default)
+    )
+    sin.args = (exp,)
+    with pytest.raises(ValueError, match="has a cycle"):
+        misses._sorted_copy(module.graph)
+
+
+def test_a_pass_that_is_named_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_passes([PassRecord("mine", "", 1, 0)])
+    assert capsys.readouterr().out == "1 passes without a match, near miss or change.\n"
+    print_passes([PassRecord("mine", "", 1, 0)], is_named=True)
+    assert "Nothing in the graphs resembles the patterns of mine." in capsys.readouterr().out
 
 
 def test_a_pattern_across_streams() -> None:

@@ -118,10 +118,13 @@ def _search(
 def _sorted_copy(graph: fx.Graph) -> fx.Graph:
     """Copy a graph in which a pass has left a call before its operands: Inductor sorts it later."""
     made, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
-    todo = [*reversed(graph.nodes)]
+    todo, waiting = [*reversed(graph.nodes)], set[fx.Node]()
     while todo:
         node = todo.pop()
         if missing := [each for each in node.all_input_nodes if each not in mapping]:
+            if node in waiting:
+                raise ValueError(f"the graph has a cycle at {node}")
+            waiting.add(node)
             todo += [node, *reversed(missing)]
         elif node not in mapping:
             mapping[node] = made.node_copy(node, mapping.__getitem__)
