@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TOGETHER = {
     "src": "src/",
-    "server": "tests/serve/",
+    "server": "tests/serve/ tests/cluster/",
     "real model": "tests/frontend/test_smollm2.py tests/package/test_smollm2.py "
     "tests/runtime/test_tokenizer.py tests/insight/candidates/test_candidates.py",
     "package": "tests/package/test_package.py tests/package/test_integrity.py tests/package/test_killed_builds.py "

@@ -57,6 +57,14 @@ class InlayError(Exception):
     def __str__(self) -> str:
         return f"{self.problem} {self.remedy}".strip()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle any subclass, whatever its constructor takes: errors cross processes."""
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(of: type[InlayError], args: tuple[object, ...]) -> InlayError:
+    return of.__new__(of, *args)
+
 
 class MachineError(InlayError):
     """The machine lacks a resource, such as disk space."""

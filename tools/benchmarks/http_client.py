@@ -22,6 +22,9 @@ class ClientResult:
     """Arrival time of each chunk of text."""
     text: str = ""
     finish: str | None = None
+    error: str = ""
+    """The message of an error that ended the stream."""
+    fingerprint: str = ""
     prompt_tokens: int = 0
     tokens: int = 0
     cached: int = 0
@@ -48,6 +51,8 @@ async def send_request(
         if line == b"[DONE]":
             break
         found = json.loads(line)
+        told.error = (found.get("error") or {}).get("message", told.error)
+        told.fingerprint = found.get("system_fingerprint", told.fingerprint)
         usage = found.get("usage") or {}
         told.prompt_tokens = usage.get("prompt_tokens", told.prompt_tokens)
         told.tokens = usage.get("completion_tokens", told.tokens)

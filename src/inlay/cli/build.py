@@ -21,8 +21,8 @@ from inlay.cli.model_options import (
     WeightsOption,
 )
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError
+from inlay.sizes import format_bytes
 
 if TYPE_CHECKING:
     from inlay.flow import BuildResult

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli.console import Command, error_boundary, make_table, out, print_json
-from inlay.cli.sizes import format_bytes, parse_bytes
 from inlay.errors import UsageError
+from inlay.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from inlay.build_cache.lookup import Lookup

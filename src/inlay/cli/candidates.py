@@ -12,7 +12,7 @@ from rich.text import Text
 from inlay.cli.console import error_boundary, out, print_json, progress
 from inlay.cli.model_options import DTypeOption, OptionalModelArgument, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import format_bytes
+from inlay.sizes import format_bytes
 
 if TYPE_CHECKING:
     from inlay.insight.candidates import Candidate, CandidateSearch

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from inlay.cli.build import print_pieces
 from inlay.cli.console import error_boundary, make_table, out, print_json
-from inlay.cli.sizes import format_bytes
+from inlay.sizes import format_bytes
 
 if TYPE_CHECKING:
     from inlay.package.manifest import Manifest

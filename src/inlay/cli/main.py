@@ -15,6 +15,7 @@ from inlay.cli import (
     cache,
     candidates,
     chat,
+    cluster,
     diff,
     doctor,
     explain,
@@ -82,6 +83,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 for _group, _commands in GROUPS.items():
     for _name, _command in _commands.items():
         app.command(_name, cls=Command, rich_help_panel=_group)(_command)
+app.add_typer(cluster.app, name="cluster", rich_help_panel="Build and run")
 app.add_typer(cache.app, name="cache", rich_help_panel="Maintain")
 
 

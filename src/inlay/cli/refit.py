@@ -9,7 +9,7 @@ import typer
 
 from inlay.cli.console import error_boundary, out, progress
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
-from inlay.cli.sizes import format_bytes
+from inlay.sizes import format_bytes
 
 
 def refit(

@@ -11,8 +11,8 @@ import typer
 from inlay.cli.console import err, error_boundary, progress
 from inlay.cli.model_options import AtOption, DTypeOption, Level, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import format_bytes
 from inlay.errors import UsageError, one_line
+from inlay.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

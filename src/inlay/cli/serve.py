@@ -11,11 +11,12 @@ from rich.markup import escape
 from inlay.cli import model_options as options
 from inlay.cli.console import err, error_boundary, out
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
-from inlay.cli.sizes import parse_bytes
 from inlay.errors import UsageError
 from inlay.machine import peak_memory
+from inlay.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from inlay.runtime.engine import Engine
     from inlay.serve.http.server_context import ServerContext
 
 
@@ -168,8 +169,9 @@ def serve(
         limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
         if err.is_terminal:
             err.print("loading the package …")
+        engine = Engine.open(package, limits)
         server.serve(
-            Engine.open(package, limits),
+            engine,
             settings,
             at,
             version,
@@ -178,13 +180,13 @@ def serve(
             kv_replay=kv_replay,
             kv_topic=kv_topic,
             kv_encoding=kv_encoding,
-            ready=lambda serving: _welcome(serving, url),
+            ready=lambda serving: _welcome(serving, engine, url),
         )
 
 
-def _welcome(serving: ServerContext, url: str) -> None:
+def _welcome(serving: ServerContext, engine: Engine, url: str) -> None:
     """Print the address of the server and an example request."""
-    engine, name = serving.engine, serving.settings.name
+    name = serving.settings.name
     key = ' -H "Authorization: Bearer $KEY"' if serving.keys else ""
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     out.print(

@@ -160,6 +160,11 @@ class Engine:
         return answer
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def is_full(self) -> bool:
         """Whether `submit` would raise QueueFullError."""
         return len(self._waiting) + len(self._running) >= self.slots + self.settings.max_waiting

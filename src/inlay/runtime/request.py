@@ -38,6 +38,8 @@ class Request:
     """The tenant. A free slot goes to the owner with the fewest slots. Requests without owner count as 0 slots."""
     timeout: float | None = None
     """Seconds from arrival after which the generation is aborted."""
+    id: str = ""
+    """The id in logs and traces. Requests of one HTTP request have the same."""
 
 
 class QueueFullError(UsageError):
@@ -53,6 +55,10 @@ class EngineClosedError(UsageError):
 
     def __init__(self) -> None:
         super().__init__("The engine is shutting down.", "Use another engine.")
+
+
+class EngineUnavailableError(UsageError):
+    """Nothing can run the request at present."""
 
 
 class RequestHandle:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from inlay.cli.sizes import parse_bytes
+from inlay.sizes import parse_bytes
 from inlay.errors import UsageError
 from inlay.serve.http.admission import AdmissionControl
 from inlay.serve.http.api_keys import Keys, read_keys

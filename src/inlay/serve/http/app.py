@@ -84,7 +84,7 @@ def _add_status_routes(app: FastAPI, serving: ServerContext) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
     async def metrics() -> Response:
         """Metrics in Prometheus text format."""
-        return Response(serving.metrics.text(), media_type=METRICS)
+        return Response(await serving.metrics_page(), media_type=METRICS)
 
     @app.get("/v1/models", response_model=Models, responses=ERRORS)
     async def models() -> Models:
@@ -120,9 +120,7 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
         raise ApiError(400, "stream_options requires stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
     prompts = await request_builder.encode(asked, serving.engine.text, serving.limits)
-    wanted = request_builder.build_requests(
-        asked, prompts, serving.limits, state["tenant"], state["tenant"] or state["record"].id
-    )
+    wanted = request_builder.build_requests(asked, prompts, serving.limits, state["record"].id, state["tenant"])
     if len(wanted) > serving.admission.share:
         message = f"The request has {len(wanted)} completions, but the limit is {serving.admission.share} per request."
         raise ApiError(400, message, param="n" if choices > 1 else "prompt")

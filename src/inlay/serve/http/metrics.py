@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from inlay.runtime.engine import Engine
     from inlay.serve.http.request_log import RequestRecord
+    from inlay.serve.http.server_context import ServedEngine
 
 SECONDS = tuple(base * 10**power for power in range(-3, 2) for base in (1.0, 2.0, 5.0))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -22,6 +22,7 @@ HISTOGRAMS = {
     "inter_token_seconds": ("inter_token_latency_seconds", "Time between consecutive tokens of a sequence.", SECONDS),
     "queue_seconds": ("queue_seconds", "Time that a request waited for a slot.", SECONDS),
     "step_seconds": ("step_seconds", "Duration of an engine step.", SECONDS),
+    "placement_seconds": ("placement_seconds", "Time until a replica of a cluster accepted a request.", SECONDS),
     "batch": ("batch_size", "Sequences in a decode batch, without padding rows.", BATCHES),
 }
 """Observation of the engine → name of the metric, help text, histogram buckets."""
@@ -53,15 +54,27 @@ COUNTERS = {
     "finished": "Sequences that finished, by reason.",
     "fallback": "Fallbacks and failures, by kind.",
     "events": "KV cache events recorded.",
+    "retries": "Requests that were run again because a replica failed.",
+    "resumed": "Requests that were run again after their first token.",
+    "predicted_tokens": "Prompt tokens that the selector expected in the cache of the chosen replica.",
+    "placements": "Requests that were sent to a replica, by the way it was chosen.",
+    "attempts_failed": "Attempts to run a request that failed, by kind.",
+    "selector_failures": "Times that the selector was not asked for a while, by reason.",
 }
-LABELS = {"finished": "reason", "fallback": "kind"}
+LABELS = {
+    "finished": "reason",
+    "fallback": "kind",
+    "placements": "policy",
+    "attempts_failed": "kind",
+    "selector_failures": "reason",
+}
 """The label name of counters that have a label."""
 
 
 class Metrics:
     """The metrics of one server. The engine calls `observe` in its own thread."""
 
-    def __init__(self, engine: Engine, model: str, held: Callable[[], int]) -> None:
+    def __init__(self, engine: ServedEngine, model: str, held: Callable[[], int]) -> None:
         self._engine, self._model, self._held = engine, model, held
         self._registry = CollectorRegistry()
         self._observed = {

@@ -64,7 +64,8 @@ class RequestMiddleware:
         async def sending(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                own = [(b"x-request-id", record.id.encode())] if self._context.settings.sends_request_id else []
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:

@@ -84,7 +84,7 @@ def check_tokens(tokens: list[int], bounds: RequestLimits, param: str) -> None:
 
 
 def build_requests(
-    body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: RequestLimits, salt: str, owner: str
+    body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: RequestLimits, id_: str, tenant: str
 ) -> list[Request]:
     """Return one engine request for each prompt and choice, ordered by prompt."""
     tokens, stop = _tokens(body, bounds), body.stop or ()
@@ -96,8 +96,9 @@ def build_requests(
             (stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
-            salt="/".join(filter(None, (salt, body.cache_salt))),
-            owner=owner,
+            salt="/".join(filter(None, (tenant, body.cache_salt))),
+            owner=tenant or id_,
+            id=id_,
         )
         for prompt in prompts
         for choice in range(body.n or 1)

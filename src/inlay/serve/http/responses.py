@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from inlay.errors import InlayError
 from inlay.runtime.outputs import FinishReason
-from inlay.serve.http.errors import ApiError, draining_error
+from inlay.runtime.request import EngineUnavailableError, QueueFullError
+from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
 from inlay.serve.http.schema import PromptDetails, Usage
 from inlay.serve.http.serializers import API_FINISH_REASONS
 
@@ -67,6 +68,10 @@ class HandleGroup:
                 return
             async for pair in _merge(self.handles):
                 yield [(index, self._record_output(piece)) for index, piece in pair]
+        except QueueFullError as error:  # engines of a cluster refuse a request later than `submit`
+            raise overloaded_error(error.retry_after) from error
+        except EngineUnavailableError as error:
+            raise ApiError(503, str(error), code="unavailable", retry_after=1) from error
         except InlayError as error:
             raise ApiError(500, f"Generation failed. {error}", code="engine_error") from error
 

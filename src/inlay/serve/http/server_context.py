@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property
 from time import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from inlay.serve.http.admission import AdmissionControl
 from inlay.serve.http.api_keys import Keys
@@ -16,7 +16,11 @@ from inlay.serve.http.request_log import LogWriter
 from inlay.serve.http.token_text import TokenText
 
 if TYPE_CHECKING:
-    from inlay.runtime.engine import Engine
+    from collections.abc import Awaitable, Callable
+
+    from inlay.runtime.engine import EngineSettings, Observer
+    from inlay.runtime.request import Request, RequestHandle
+    from inlay.runtime.text_codec import TextCodec
     from inlay.serve.http.request_log import RequestRecord
     from inlay.serve.http.settings import ServerSettings
 
@@ -24,12 +28,39 @@ if TYPE_CHECKING:
 HEALTH_CHECKS = frozenset({"GET /healthz", "GET /readyz", "GET /health"})
 
 
+class ServedEngine(Protocol):
+    """What the server needs of an engine: `Engine`, or the engines of a cluster."""
+
+    text: TextCodec
+    settings: EngineSettings
+    slots: int
+    max_seq_len: int
+
+    def submit(self, request: Request, loop: asyncio.AbstractEventLoop | None = None) -> RequestHandle:
+        """Accept a request, or raise an error."""
+
+    def add_observer(self, observer: Observer) -> None:
+        """Add an observer of measurements."""
+
+    def counts(self) -> dict[str, float]:
+        """Return counters and gauges by name."""
+
+    def close(self) -> None:
+        """Cancel unfinished requests."""
+
+
 class ServerContext:
     """The shared state of a server with one engine."""
 
     def __init__(
-        self, engine: Engine, settings: ServerSettings, fingerprint: str, log_writer: LogWriter | None = None
+        self,
+        engine: ServedEngine,
+        settings: ServerSettings,
+        fingerprint: str,
+        log_writer: LogWriter | None = None,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
+        """`scrape` returns the page of metrics; by default that of this process."""
         self.engine, self.settings, self.fingerprint = engine, settings, fingerprint
         self.keys = Keys(settings.keys)
         most = settings.max_concurrent or engine.slots + engine.settings.max_waiting
@@ -45,6 +76,7 @@ class ServerContext:
         self.log_writer = log_writer or LogWriter()
         self.metrics = Metrics(engine, settings.name, lambda: self.admission.active)
         engine.add_observer(self.metrics)
+        self._scrape = scrape
         self.created = int(time())
         self.is_draining = False
         """Whether the server is shutting down and rejects new requests."""
@@ -55,6 +87,10 @@ class ServerContext:
     def token_text(self) -> TokenText:
         """The text of single tokens, for logprobs."""
         return TokenText(self.engine.text)
+
+    async def metrics_page(self) -> bytes:
+        """Return the metrics in Prometheus text format."""
+        return self.metrics.text() if self._scrape is None else await self._scrape()
 
     def check_model(self, name: str | None) -> None:
         """Raise an error if a request names another model. Some routes need no name."""

@@ -29,6 +29,8 @@ class ServerSettings:
     """Whether `/metrics` needs no API key."""
     kv_routes: bool = True
     """Whether KV events are served over HTTP. They contain the tokens of all requests."""
+    sends_request_id: bool = True
+    """Whether responses have the header X-Request-ID. In a cluster, Serve's proxy adds it."""
     allowed_hosts: tuple[str, ...] = ()
     """Accepted names in the Host header. Empty: any name."""
 

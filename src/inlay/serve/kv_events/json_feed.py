@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from fastapi import FastAPI, Query
 from starlette.responses import Response, StreamingResponse
 
+from inlay.runtime.engine import Engine
 from inlay.runtime.kv.events import ClearedEvent, CreatedEvent, Gap, RemovedEvent, StoredEvent, UpdatedEvent
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ LINES = "application/jsonl"
 
 def add_kv_routes(app: FastAPI, context: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add the routes for KV events. They expose the tokens of all requests."""
-
+    assert isinstance(context.engine, Engine), "replicas of a cluster publish their own events"
     log = context.engine.event_log
     written: dict[str, Any] = {"content": {LINES: {"schema": {"type": "string"}}}}
 

@@ -1,0 +1,108 @@
+"""The HTTP server of a cluster as a Ray Serve deployment: validates, tokenizes and sends requests to replicas.
+
+It is the server of `inlay serve`, on a `RemoteEngine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.exceptions import BackPressureError
+
+from inlay.cluster.config import ClusterConfig
+from inlay.cluster.metrics import ReplicaMetrics, merge
+from inlay.cluster.placement import Fleet
+from inlay.cluster.remote_engine import RemoteEngine, call_error
+from inlay.package_cache import model_name
+from inlay.runtime.request import QueueFullError
+from inlay.serve.http.api_keys import read_keys
+from inlay.serve.http.app import create_app
+from inlay.serve.http.server_context import ServerContext
+from inlay.serve.http.settings import ServerSettings, resolve_allowed_hosts
+from inlay.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from ray.serve.handle import DeploymentHandle
+
+    from inlay.cluster.placement import Message, Placement
+    from inlay.runtime.request import Request
+    from inlay.serve.http.middleware import App
+
+SELECTOR = "selector"
+"""Name of the selector's actor in the deployment of the ingress."""
+SCRAPE_SECONDS = 2.0
+"""Time limit for the metrics of all replicas."""
+
+
+class Ingress:
+    """One process of the HTTP server."""
+
+    def __init__(self, config: dict[str, Any], fingerprint: str, engines: DeploymentHandle) -> None:
+        self._config = made = ClusterConfig.model_validate(config)
+        self._engines = engines
+        # by gRPC, not through Ray objects: tokens pass four times faster
+        self._generate = engines.options(method_name="generate", stream=True, _by_reference=False)
+        fleet = Fleet(made.routing, lambda: serve.get_deployment_actor(SELECTOR))
+        engine = RemoteEngine(self._call, fleet, made)
+        self._context = ServerContext(engine, server_settings(made), fingerprint, scrape=self._scrape)
+        self._name = serve.get_replica_context().replica_id.unique_id
+
+    def __serve_build_asgi_app__(self) -> App:
+        """Return the ASGI application. Serve calls it once."""
+        return create_app(self._context)
+
+    def metrics(self) -> ReplicaMetrics:
+        """Return the metrics of this process."""
+        return ReplicaMetrics("ingress", self._name, self._context.metrics.text())
+
+    async def _call(self, request: Request, placement: Placement) -> AsyncGenerator[Message, None]:
+        """Yield the messages of a replica. Serve's errors become those of `call_error`."""
+        call, is_over = self._generate.remote(request, placement), False
+        try:
+            async for message in call:
+                yield message
+            is_over = True
+        except BackPressureError as error:
+            raise QueueFullError(error.args[0], 1.0) from error
+        except Exception as error:
+            raise call_error(getattr(error, "cause", error)) from error  # the cause is what the replica raised
+        finally:
+            if not is_over:
+                call.cancel()
+
+    async def _scrape(self) -> bytes:
+        """Return the metrics of all replicas of both deployments."""
+        calls = [
+            handle.broadcast("metrics").results_async(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
+            for handle in (serve.get_deployment_handle("Ingress"), self._engines)
+        ]
+        found: list[Any] = []
+        for made in await asyncio.gather(*calls, return_exceptions=True):
+            found += made if isinstance(made, list) else [made]
+        pages = [each for each in found if isinstance(each, ReplicaMetrics)]
+        return merge(pages, unreachable=len(found) - len(pages))
+
+
+def server_settings(config: ClusterConfig) -> ServerSettings:
+    """Return the settings of the HTTP server.
+
+    KV events are not served over HTTP: each replica publishes its own. Without API keys, only requests to this machine
+    are answered (their Host header says so), unless the config says `insecure`.
+    """
+    keys = read_keys(None if config.api_key_file is None else Path(config.api_key_file))
+    return ServerSettings(
+        name=config.name or model_name(config.package),
+        keys=tuple(keys),
+        max_prompt=config.max_prompt,
+        max_tokens=config.max_tokens,
+        max_body=parse_bytes(config.max_body),
+        public_metrics=config.public_metrics,
+        kv_routes=False,
+        sends_request_id=False,
+        allowed_hosts=() if config.insecure else resolve_allowed_hosts("127.0.0.1", bool(keys)),
+    )

@@ -1,0 +1,64 @@
+"""The metrics of all replicas as one page, each sample with labels for its deployment and replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+
+class ReplicaMetrics(NamedTuple):
+    """The metrics of one replica in Prometheus text format."""
+
+    deployment: str
+    replica: str
+    text: bytes
+
+
+def merge(pages: Iterable[ReplicaMetrics], unreachable: int = 0) -> bytes:
+    """Merge pages; `unreachable` replicas did not answer.
+
+    >>> page = b"# HELP inlay_steps_total Steps.\\n# TYPE inlay_steps_total counter\\ninlay_steps_total 3\\n"
+    >>> print(merge([ReplicaMetrics("engine", "a", page), ReplicaMetrics("engine", "b", page)]).decode())
+    # HELP inlay_unreachable_replicas Replicas whose metrics are missing on this page.
+    # TYPE inlay_unreachable_replicas gauge
+    inlay_unreachable_replicas 0.0
+    # HELP inlay_steps_total Steps.
+    # TYPE inlay_steps_total counter
+    inlay_steps_total{deployment="engine",replica="a"} 3.0
+    inlay_steps_total{deployment="engine",replica="b"} 3.0
+    <BLANKLINE>
+    """
+    families: dict[str, Metric] = {}
+    for page in pages:
+        labels = {"deployment": page.deployment, "replica": page.replica}
+        for family in text_string_to_metric_families(page.text.decode()):
+            samples = [each._replace(labels={**each.labels, **labels}) for each in family.samples]
+            if family.name in families:
+                families[family.name].samples += samples
+            else:
+                family.samples = samples
+                families[family.name] = family
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Page(families, unreachable))
+    return generate_latest(registry)
+
+
+class _Page:
+    """A collector of metrics that are there already."""
+
+    def __init__(self, families: dict[str, Metric], unreachable: int) -> None:
+        self._families, self._unreachable = families, unreachable
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        about = "Replicas whose metrics are missing on this page."
+        yield GaugeMetricFamily("inlay_unreachable_replicas", about, self._unreachable)
+        yield from self._families.values()

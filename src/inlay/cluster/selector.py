@@ -1,0 +1,132 @@
+"""Chooses a worker for each request with Dynamo's selection service.
+
+The service subscribes to the KV events of every worker, so it knows which worker has the beginning of a prompt cached,
+and it counts the requests that it placed. It is asked, never relied on: a caller that gets no answer in time places the
+request itself (`request_router`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from inlay.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+LEASE = 600.0
+"""Seconds after which a reservation is released that nobody released: the process that made it is gone."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """An engine that can be chosen: its name, and where it publishes its KV events."""
+
+    name: str
+    events: str
+    replay: str
+    block_size: int
+
+    @property
+    def id(self) -> int:
+        """The number that stands for the name in the selection service."""
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen worker, and how many prompt tokens it is expected to have cached."""
+
+    worker: str
+    cached_tokens: int
+
+
+class Selector:
+    """The selection service and its workers. All methods must be called in one event loop.
+
+    A selection reserves the load of its request on the worker, so that requests that arrive at once do not all go to
+    the same one. `start_decode` and `release` keep that load current.
+    """
+
+    def __init__(self, threads: int = 1, clock: Callable[[], float] = monotonic) -> None:
+        try:
+            from dynamo.llm import SelectionService
+        except ImportError as error:
+            raise UsageError("KV-aware routing needs ai-dynamo-runtime.", "pip install 'inlay[cluster]'") from error
+        self._service: Any = SelectionService(indexer_threads=threads)
+        self._clock = clock
+        self._workers: dict[str, EngineAddress] = {}
+        self._reservations: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """The names of the known workers."""
+        return frozenset(self._workers)
+
+    async def add(self, workers: Iterable[EngineAddress]) -> None:
+        """Subscribe to the KV events of workers. A worker that is known at the same address is left alone."""
+        for worker in workers:
+            if self._workers.get(worker.name) == worker:
+                continue
+            await self._service.upsert_worker(
+                {
+                    "worker_id": worker.id,
+                    "endpoint": worker.name,
+                    "block_size": worker.block_size,
+                    "kv_events_endpoint": worker.events,
+                    "replay_endpoint": worker.replay,
+                }
+            )
+            self._workers[worker.name] = worker
+
+    async def remove(self, names: Iterable[str]) -> None:
+        """Forget workers."""
+        for name in names:
+            worker = self._workers.pop(name, None)
+            if worker is not None:
+                await self._service.delete_worker(worker.id)
+
+    async def select(
+        self, request: str, tokens: Sequence[int], salt: str, names: Sequence[str], max_tokens: int
+    ) -> Selection | None:
+        """Choose one of these workers for a prompt and reserve its load; None if none of them is known.
+
+        `request` is the name of the reservation. An earlier reservation of that name is released.
+        """
+        allowed = [worker.id for worker in map(self._workers.get, names) if worker is not None]
+        if not allowed:
+            return None
+        await self.release(request)
+        await self._release_expired()
+        asked: dict[str, Any] = {
+            "selection_id": request,
+            "token_ids": list(tokens),
+            "allowed_worker_ids": allowed,
+            "expected_output_tokens": max_tokens,
+        }
+        found = await self._service.select_and_reserve(asked | ({"cache_salt": salt} if salt else {}))
+        self._reservations[request] = self._clock()
+        return Selection(found["endpoint"], int(found["overlap"]["longest_matched"]))
+
+    async def start_decode(self, request: str) -> None:
+        """State that a request has its first token, so its prompt is no load any more."""
+        if request in self._reservations:
+            await self._service.prefill_complete(request)
+
+    async def release(self, request: str) -> None:
+        """Release the reservation of a request that ended; a name without reservation is ignored."""
+        if self._reservations.pop(request, None) is not None:
+            await self._service.free_reservation(request)
+
+    async def _release_expired(self) -> None:
+        due = self._clock() - LEASE
+        while self._reservations and next(iter(self._reservations.values())) < due:
+            await self.release(next(iter(self._reservations)))
+
+    def close(self) -> None:
+        """Stop the service."""
+        self._service.shutdown()

@@ -1,0 +1,162 @@
+"""Placement in one ingress: load, replicas that went silent, and a selector that fails, is slow or is behind."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inlay.cluster import placement as placements
+from inlay.cluster.placement import Fleet, Placement
+from inlay.cluster.selector import EngineAddress, Selection
+from inlay.runtime.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.fast
+ADDRESSES = {name: EngineAddress(name, f"tcp://{name}", f"tcp://{name}-replay", 32) for name in ("one", "two", "three")}
+ASKED = Request((1, 2, 3), max_tokens=5)
+
+
+class _Method:
+    """A method of an actor."""
+
+    def __init__(self, actor: Actor, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def remote(self, *arguments: Any) -> Any:
+        self._actor.calls.append((self._name, arguments))
+        return self._answer() if self._name in ("select", "update") else None
+
+    async def _answer(self) -> Selection | None:
+        if self._actor.error is not None:
+            raise self._actor.error
+        await asyncio.sleep(self._actor.seconds)
+        return self._actor.answer
+
+
+class Actor:
+    """Stands for Ray's handle of the selector, which needs a Ray cluster; the selector itself has its own test."""
+
+    def __init__(self, answer: Selection | None = None) -> None:
+        self.answer, self.seconds = answer, 0.0
+        self.error: Exception | None = None
+        self.calls: list[tuple[str, Sequence[Any]]] = []
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, name)
+
+
+def rank(fleet: Fleet, load: int = 10, avoid: frozenset[str] = frozenset()) -> Placement:
+    """Place one request; it is accepted by the first choice."""
+    placement = Placement("id", "text", fleet=fleet, avoid=avoid, load=load)
+    first = asyncio.run(fleet.rank(placement, ASKED, ADDRESSES))[0]
+    fleet.charge(placement, first)
+    fleet.accept(placement, first)
+    return placement
+
+
+def test_the_least_loaded_replica_is_chosen_and_loads_end() -> None:
+    fleet = Fleet("least_loaded", Actor)
+    held = [rank(fleet) for _ in range(30)]
+    assert Counter(each.replica for each in held) == dict.fromkeys(ADDRESSES, 10)
+    for each in held:
+        if each.replica == "two":
+            fleet.end(each)
+    assert {rank(fleet).replica for _ in range(10)} == {"two"}
+    late = held[0]
+    fleet.end(late)
+    fleet.charge(late, "one")  # the router may come back after the end
+    assert late.replica is None
+
+
+def test_a_full_first_choice_moves_the_load() -> None:
+    fleet = Fleet("least_loaded", Actor)
+    placement = Placement("id", "text", fleet=fleet, load=10)
+    fleet.charge(placement, "one")
+    fleet.accept(placement, "two")
+    assert placement.replica == "two"
+    assert {rank(fleet, load=1).replica for _ in range(2)} == {"one", "three"}
+
+
+def test_a_silent_replica_gets_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet("least_loaded", Actor)
+    fleet.suspect("one")
+    assert "one" not in {rank(fleet).replica for _ in range(12)}
+    assert rank(fleet, avoid=frozenset({"one", "two"})).replica == "three"
+    assert rank(fleet, avoid=frozenset(ADDRESSES)).replica is not None, "with no other, all are tried again"
+    monkeypatch.setattr(placements, "monotonic", lambda: placements.SUSPICION * 1e6)
+    assert "one" in {rank(fleet).replica for _ in range(12)}
+
+
+def test_the_selector_decides_and_is_told() -> None:
+    actor = Actor(Selection("three", 64))
+    fleet = Fleet("kv", lambda: actor)
+    placement = rank(fleet)
+    assert (placement.replica, placement.policy, placement.predicted_tokens) == ("three", "kv", 64)
+    assert [name for name, _ in actor.calls] == ["update", "select"]
+    assert actor.calls[1][1] == ("id", (1, 2, 3), "", list(ADDRESSES), 5)
+    rank(fleet)
+    assert [name for name, _ in actor.calls] == ["update", "select", "select"], "an unchanged fleet is told once"
+    assert fleet.counts["placements.kv"] == 2
+    assert rank(fleet, avoid=frozenset({"three"})) is not None
+    assert actor.calls[-1][1][3] == ["one", "two"], "it chooses among the others"
+
+
+@pytest.mark.parametrize("kind", ["failed", "timeout"])
+def test_without_an_answer_the_least_loaded_is_chosen_and_the_selector_rests(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, connections = Actor(Selection("three", 0)), list[int]()
+    if kind == "failed":
+        actor.error = RuntimeError("the actor is dead")
+    else:
+        monkeypatch.setattr(placements, "SELECT_SECONDS", 0.01)
+        actor.seconds = 30.0
+
+    def connect() -> Actor:
+        connections.append(1)
+        return actor
+
+    fleet = Fleet("kv", connect)
+    assert rank(fleet).policy == "least_loaded"
+    asked = len(actor.calls)
+    assert rank(fleet).policy == "least_loaded"
+    assert len(actor.calls) == asked, "it is not asked while it rests"
+    assert fleet.counts[f"selector_failures.{kind}"] == 1
+    actor.error, actor.seconds = None, 0.0
+    monkeypatch.setattr(placements, "monotonic", lambda: 1e12)
+    assert rank(fleet).policy == "kv"
+    assert len(connections) == 2, "a new actor may have another handle"
+
+
+def test_a_selector_that_is_behind_rests() -> None:
+    fleet = Fleet("kv", lambda: Actor(Selection("one", 640)))
+    for _ in range(100):
+        placement = rank(fleet)
+        if placement.policy != "kv":
+            break
+        fleet.start_decode(placement, cached=0, block_size=32)
+        fleet.end(placement)
+    assert fleet.counts["selector_failures.behind"] == 1
+
+
+def test_a_selector_that_knows_less_or_the_same_does_not_rest() -> None:
+    """Requests that arrive at once find more in the cache than was there when they were placed."""
+    fleet = Fleet("kv", lambda: Actor(Selection("one", 64)))
+    for number in range(200):
+        placement = rank(fleet)
+        assert placement.policy == "kv"
+        fleet.start_decode(placement, cached=64 + number % 2 * 640, block_size=32)
+        fleet.end(placement)
+
+
+def test_what_is_sent_to_a_replica_holds_nothing_of_this_process() -> None:
+    fleet = Fleet("kv", Actor)
+    sent = pickle.loads(pickle.dumps(Placement("id", "text", "package", {"traceparent": "x"}, fleet=fleet)))
+    assert (sent.request_id, sent.text, sent.package, sent.trace) == ("id", "text", "package", {"traceparent": "x"})
+    assert sent.fleet is None

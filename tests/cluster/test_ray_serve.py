@@ -1,0 +1,59 @@
+"""A cluster on Ray, in a network namespace that has only loopback: failures, updates, keys, scale and traces.
+
+The scenarios of `tools.benchmarks.cluster` run with small numbers; each compares every answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).parents[2]
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("pip install 'inlay[cluster]'", allow_module_level=True)
+if os.getuid() != 0:
+    pytest.skip("a network namespace needs root", allow_module_level=True)
+
+
+def scenario(name: str, package: Path, *options: str) -> Any:
+    command = [sys.executable, "-m", "tools.benchmarks.cluster", name, str(package), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1_500, check=False)
+    assert done.returncode == 0, done.stderr[-3_000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("what", ["replica", "selector", "stop"])
+def test_nothing_is_lost_when_something_fails(what: str, package: Path) -> None:
+    small = ("--requests", "150", "--clients", "8", "--replicas", "2", "--every", "5", "--tokens", "400")
+    found = scenario("kill", package, "--what", what, *small)
+    assert found["ends"] == {"exact": 150}
+    assert found["disturbances"]
+
+
+def test_two_keys_share_nothing(package: Path) -> None:
+    rows = scenario("keys", package, "--replicas", "2", "--words", "120")["rows"]
+    assert [row["ends"] for row in rows] == [{"exact": 12}] * 4
+    assert [row["cached_tokens"] > 0 for row in rows] == [False, False, True, True]
+
+
+def test_replicas_come_and_go_with_the_load(package: Path) -> None:
+    found = scenario("scale", package, "--replicas", "2", "--requests", "300", "--clients", "60")
+    assert list(found["ends"]) == ["exact"]
+    assert (found["most"], found["last"][1]) == (2, 1)
+
+
+def test_one_request_id_in_all_spans(package: Path) -> None:
+    """The ingress and the replica record spans of one trace, with the id that the client got."""
+    found = scenario("trace", package)
+    assert {"inlay.attempt", "inlay.generate"} <= set(found["names"])
+    assert found["request_ids"] == [found["header"]]
+    assert (found["traces"], found["errors"]) == (1, [])
+    assert found["files"]["inlay.attempt"] != found["files"]["inlay.generate"]

@@ -1,0 +1,296 @@
+"""Scenarios: prefixes, kill, update, scale, keys, cost. Each prints JSON. Run them on an idle machine, as root."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.benchmarks.cluster.deployment import Deployment, deployment, isolate, selector_pid
+from tools.benchmarks.cluster.load import Outcome, now, run, shared_prefixes, summary
+from tools.benchmarks.http_client import percentile, send_request
+from tools.benchmarks.serving import prompt, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    Disturbance = Callable[[Callable[[], int]], Awaitable[None]]
+
+
+def prefixes(given: argparse.Namespace) -> Any:
+    """64 clients, 20 shared prefixes of 800 tokens: each policy in turn, for several rounds, with empty caches."""
+    rows = []
+    for round_ in range(given.rounds):
+        for policy in given.policies.split(","):
+            with deployment() as cluster:
+                cluster.up(given.package, replicas=given.replicas, routing=policy, cache_memory=given.cache, queue=32)
+                bodies = shared_prefixes(given.requests, 20, given.words, 8, round_ + 1)
+                start = now()
+                outcomes = asyncio.run(run(cluster.port, bodies, given.clients))
+                rows.append({"policy": policy, "round": round_, **summary(outcomes, now() - start)})
+                print(json.dumps(rows[-1]), file=sys.stderr)
+                print(json.dumps(_router_counters(cluster)), file=sys.stderr)
+    return rows
+
+
+def _router_counters(cluster: Deployment) -> dict[str, float]:
+    wanted = ("placements_total", "selector_failures", "attempts_failed", "predicted_tokens", "retries", "resumed")
+    return {name: value for name, value in cluster.metrics().items() if value and any(each in name for each in wanted)}
+
+
+def _known_answers(port: int, count: int, made: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return requests and their answers from a cluster that nothing disturbs."""
+    bodies = [
+        {
+            "prompt": prompt(30, number),
+            "max_tokens": made,
+            "ignore_eos": True,
+            "temperature": number % 2 * 0.8,
+            "seed": number,
+        }
+        for number in range(count)
+    ]
+    answers = asyncio.run(run(port, bodies, 8))
+    return bodies, {each.body["prompt"]: each.result.text for each in answers if each.end == "exact"}
+
+
+def kill(given: argparse.Namespace) -> Any:
+    """Streaming requests while something is killed or stopped every few seconds; every answer is compared."""
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=given.replicas, queue=32)
+        known, answers = _known_answers(cluster.port, 50, given.tokens)
+        bodies = [known[number % len(known)] for number in range(given.requests)]
+        disturb = {"replica": _kill_replicas, "selector": _kill_selector, "stop": _stop_replicas}[given.what]
+        start = now()
+        outcomes = asyncio.run(
+            run(cluster.port, bodies, given.clients, lambda body: answers[body["prompt"]], disturb(cluster, given))
+        )
+        return {
+            "what": given.what,
+            **summary(outcomes, now() - start),
+            **_router_counters(cluster),
+            "disturbances": DISTURBED,
+        }
+
+
+DISTURBED: list[str] = []
+
+
+def _kill_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    async def disturb(done: Callable[[], int]) -> None:
+        rng = random.Random(1)
+        while True:
+            await asyncio.sleep(given.every)
+            pids = await asyncio.to_thread(cluster.pids)
+            if pids:
+                name = rng.choice(sorted(pids))
+                os.kill(pids[name], signal.SIGKILL)
+                DISTURBED.append(f"{done()} done: killed {name} of {len(pids)}")
+
+    return disturb
+
+
+def _kill_selector(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    async def disturb(done: Callable[[], int]) -> None:
+        while True:
+            await asyncio.sleep(given.every)
+            try:
+                os.kill(selector_pid(), signal.SIGKILL)
+                DISTURBED.append(f"{done()} done: killed the selector")
+            except (IndexError, ProcessLookupError):
+                DISTURBED.append(f"{done()} done: there was no selector")
+
+    return disturb
+
+
+def _stop_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    """A replica that is stopped keeps its connections and answers nothing, as one behind a network that is cut."""
+
+    async def disturb(done: Callable[[], int]) -> None:
+        rng = random.Random(1)
+        while True:
+            await asyncio.sleep(given.every)
+            pids = await asyncio.to_thread(cluster.pids)
+            if not pids:
+                continue
+            name = rng.choice(sorted(pids))
+            os.kill(pids[name], signal.SIGSTOP)
+            DISTURBED.append(f"{done()} done: stopped {name} of {len(pids)}")
+            await asyncio.sleep(given.every)
+            try:
+                os.kill(pids[name], signal.SIGCONT)
+            except ProcessLookupError:
+                DISTURBED.append(f"{name} was replaced")
+
+    return disturb
+
+
+def update(given: argparse.Namespace) -> Any:
+    """A rolling update to another package during 500 requests: every answer is one of the two packages' own."""
+    answers: dict[str, dict[str, str]] = {}
+    with deployment() as cluster:
+        for package in (given.other, given.package):
+            cluster.up(package, replicas=given.replicas, queue=32)
+            bodies, answers[str(package)] = _known_answers(cluster.port, 25, given.tokens)
+        outcomes: list[Outcome] = []
+
+        async def roll(done: Callable[[], int]) -> None:
+            while done() < given.requests // 5:
+                await asyncio.sleep(0.1)
+            DISTURBED.append(f"{done()} done: update")
+            seconds = await asyncio.to_thread(cluster.up, given.other, replicas=given.replicas, queue=32)
+            DISTURBED.append(f"{done()} done: updated after {seconds:.0f} s")
+
+        start = now()
+        wanted = [bodies[number % len(bodies)] for number in range(given.requests)]
+        outcomes = asyncio.run(run(cluster.port, wanted, given.clients, meanwhile=roll))
+        by = {str(package): 0 for package in (given.package, given.other)}
+        for each in outcomes:
+            of = [name for name, known in answers.items() if known[each.body["prompt"]] == each.result.text]
+            if each.end == "exact" and not of:
+                each.end = "wrong"
+            for name in of:
+                by[name] += 1
+        return {**summary(outcomes, now() - start), "answers_of": by, "disturbances": DISTURBED}
+
+
+def scale(given: argparse.Namespace) -> Any:
+    """Load that grows and ends: 1 → N → 1 replicas."""
+    seen: list[tuple[float, int]] = []
+    bounds = {"min": 1, "max": given.replicas, "queued_tokens": 512, "up_seconds": 2, "down_seconds": 15}
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=bounds, queue=64)
+        start = now()
+
+        async def watch() -> None:
+            while not seen or seen[-1][0] < given.seconds:
+                count = len(await asyncio.to_thread(cluster.pids))
+                if not seen or seen[-1][1] != count:
+                    print(f"{now() - start:5.0f} s: {count} replicas", file=sys.stderr)
+                seen.append((now() - start, count))
+                most = max(count for _, count in seen)
+                if most == given.replicas and count == 1:
+                    return
+                await asyncio.sleep(1)
+
+        async def both() -> list[Outcome]:
+            bodies = [
+                {"prompt": prompt(250, number), "max_tokens": 32, "temperature": 0} for number in range(given.requests)
+            ]
+            watching = asyncio.ensure_future(watch())
+            outcomes = await run(cluster.port, bodies, given.clients, retries=100)
+            trickle = [{"prompt": prompt(20, number), "max_tokens": 8, "temperature": 0} for number in range(10_000)]
+            while not watching.done():  # a light load stays, so that replicas are removed under requests
+                outcomes += await run(cluster.port, [trickle.pop() for _ in range(4)], 2)
+            return outcomes
+
+        outcomes = asyncio.run(both())
+        return {**summary(outcomes, now() - start), "most": max(count for _, count in seen), "last": seen[-1]}
+
+
+def keys(given: argparse.Namespace) -> Any:
+    """Two API keys send the same prompts: each hits only what it sent itself."""
+    with deployment() as cluster:
+        file = Path(cluster.folder, "keys.txt")
+        file.write_text("first\nsecond\n")
+        cluster.up(given.package, replicas=given.replicas, api_key_file=str(file), public_metrics=True, queue=32)
+        rows = []
+        for key in ("first", "second", "first", "second"):
+            bodies = [
+                {"prompt": prompt(given.words, each), "max_tokens": 4, "temperature": 0, "key": key}
+                for each in range(12)
+            ]
+            outcomes = asyncio.run(run(cluster.port, bodies, 4))
+            rows.append({"key": key, **summary(outcomes, 1)})
+        return {"rows": rows, **_router_counters(cluster)}
+
+
+def cost(given: argparse.Namespace) -> Any:
+    """The first token through the cluster, and from one server of the same package: alternately, one client."""
+
+    async def once(port: int, number: int) -> float:
+        body = {"prompt": prompt(20, number), "max_tokens": 1, "temperature": 0}
+        return (await send_request(port, body)).time_to_first_token
+
+    with serving(given.package) as (direct, _, _), deployment() as cluster:
+        cluster.up(given.package, replicas=2)
+        times: dict[int, list[float]] = {direct: [], cluster.port: []}
+        for number in range(given.requests):
+            for port, found in times.items():
+                found.append(asyncio.run(once(port, number)))
+        p50 = {port: percentile(found[5:], 0.5) * 1000 for port, found in times.items()}
+        choosing = cluster.metrics()
+        count = choosing['inlay_placement_seconds_count{deployment="ingress"}']
+        mean = choosing['inlay_placement_seconds_sum{deployment="ingress"}'] / count * 1000
+        return {"direct_ms": p50[direct], "cluster_ms": p50[cluster.port], "placement_mean_ms": mean}
+
+
+def trace(given: argparse.Namespace) -> Any:
+    """One traced request: its spans in all processes, from the files that Serve writes by default."""
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=2, tracing=True)
+        body = {"prompt": "The fox", "max_tokens": 4, "temperature": 0}
+        done = asyncio.run(send_request(cluster.port, body))
+        files = sorted(Path("/tmp/ray/session_latest/logs/serve/spans").iterdir())
+        for _ in range(100):  # a span is written when it ends
+            spans = [span for file in files for span in _spans(file.read_text())]
+            names = sorted(span["name"] for span in spans)
+            if "inlay.generate" in names and "inlay.attempt" in names:
+                break
+            asyncio.run(asyncio.sleep(0.1))
+        ids = {span["attributes"]["request_id"] for span in spans if "request_id" in span["attributes"]}
+        of_inlay = {span["context"]["trace_id"] for span in spans if span["name"].startswith("inlay.")}
+        files_of = {span["name"]: file.name for file in files for span in _spans(file.read_text())}
+        return {
+            "names": names,
+            "request_ids": sorted(ids),
+            "header": done.headers.get("x-request-id"),
+            "traces": len(of_inlay),
+            "files": files_of,
+            "errors": [span["name"] for span in spans if span["status"]["status_code"] == "ERROR"],
+        }
+
+
+def _spans(text: str) -> list[dict[str, Any]]:
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text.rstrip()):
+        span, at = decoder.raw_decode(text, at)
+        found.append(span)
+        while at < len(text) and text[at].isspace():
+            at += 1
+    return found
+
+
+SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, cost, trace)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one scenario."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("scenario", choices=SCENARIOS)
+    options.add_argument("package", type=Path)
+    options.add_argument("--other", type=Path, help="the package of the update")
+    options.add_argument("--replicas", type=int, default=4)
+    options.add_argument("--requests", type=int, default=400)
+    options.add_argument("--clients", type=int, default=64)
+    options.add_argument("--policies", default="kv,random")
+    options.add_argument("--rounds", type=int, default=1)
+    options.add_argument("--words", type=int, default=310, help="words of a shared prefix")
+    options.add_argument("--tokens", type=int, default=48)
+    options.add_argument("--cache", default="150MB")
+    options.add_argument("--what", choices=("replica", "selector", "stop"), default="replica")
+    options.add_argument("--every", type=float, default=10.0)
+    options.add_argument("--seconds", type=float, default=600.0)
+    given = options.parse_args(arguments)
+    isolate()
+    print(json.dumps(SCENARIOS[given.scenario](given), indent=1))
+
+
+if __name__ == "__main__":
+    main()
