@@ -122,16 +122,44 @@ def test_without_an_answer_the_least_loaded_is_chosen_and_the_selector_rests(
         connections.append(1)
         return actor
 
+    now = [100.0]
+    monkeypatch.setattr(placements, "monotonic", lambda: now[0])
     fleet = Fleet("kv", connect)
     assert rank(fleet).policy == "least_loaded"
     asked = len(actor.calls)
     assert rank(fleet).policy == "least_loaded"
+    assert len(actor.calls) > asked, "one failure may be chance, and what fails at once is one failure"
+    now[0] += 1.0
+    assert rank(fleet).policy == "least_loaded"
+    asked = len(actor.calls)
+    assert rank(fleet).policy == "least_loaded"
     assert len(actor.calls) == asked, "it is not asked while it rests"
-    assert fleet.counts[f"selector_failures.{kind}"] == 1
+    assert fleet.counts[f"selector_failures.{kind}"] == 3
     actor.error, actor.seconds = None, 0.0
-    monkeypatch.setattr(placements, "monotonic", lambda: 1e12)
+    now[0] += 10.0
     assert rank(fleet).policy == "kv"
-    assert len(connections) == 2, "a new actor may have another handle"
+    assert len(connections) == 4, "a new actor may have another handle"
+
+
+def test_a_failure_of_one_request_is_none_of_another() -> None:
+    """One request fails while the other tells the selector about a new worker, and then asks it."""
+    actor = Actor(Selection("three", 64))
+    fleet = Fleet("kv", lambda: actor)
+    rank(fleet)
+    fails, asks = Placement("fails", "text", fleet=fleet), Placement("asks", "text", fleet=fleet)
+
+    async def both() -> None:
+        actor.seconds = 0.05
+        asking = asyncio.ensure_future(fleet.rank(asks, ASKED, {**ADDRESSES, "four": ADDRESSES["one"]}))
+        await asyncio.sleep(0.01)  # its update is under way
+        actor.error = RuntimeError("no answer for this one")
+        await fleet.rank(fails, ASKED, ADDRESSES)
+        actor.error = None
+        await asking
+
+    asyncio.run(both())
+    assert (fails.policy, asks.policy) == ("least_loaded", "kv")
+    assert fleet.counts["selector_failures.failed"] == 1
 
 
 def test_a_selector_that_is_behind_rests() -> None:

@@ -140,6 +140,30 @@ def test_requests_that_come_at_once_are_spread() -> None:
     _run(main())
 
 
+def test_requests_with_one_prefix_that_come_at_once_stay_together() -> None:
+    """The first one is not computed yet, so no KV event says that a replica has the prefix. Tenants share nothing."""
+    rng = random.Random(6)
+    prefixes = [_prompt(rng, 16) for _ in range(3)]
+
+    async def main() -> None:
+        async with replicas() as here:
+            chosen: dict[int, list[tuple[str, int]]] = {0: [], 1: [], 2: []}
+            for number in range(12):
+                of = number % 3
+                found = await here.selector.select(f"r{number}", [*prefixes[of], *_prompt(rng, 1)], "", NAMES, 5)
+                assert found is not None
+                chosen[of].append((found.worker, found.cached_tokens))
+            for first, *others in chosen.values():
+                assert first[1] == 0
+                assert others == [(first[0], 16 * SIZE)] * 3
+            assert len({of[0][0] for of in chosen.values()}) == 3, "different prefixes are spread"
+            other = await here.selector.select("tenant", prefixes[0], "tenant", NAMES, 5)
+            assert other is not None
+            assert other.cached_tokens == 0
+
+    _run(main())
+
+
 def test_what_nobody_released_expires() -> None:
     now = [0.0]
     rng = random.Random(4)

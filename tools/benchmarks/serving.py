@@ -28,14 +28,14 @@ from inlay.runtime.text_codec import TextCodec
 from tools.benchmarks.http_client import ClientResult, percentile, send_request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 INLAY = str(Path(sys.executable).with_name("inlay"))
 WORDS = Path(__file__).with_name("serving.py").read_text().split()
 
 
 @contextlib.contextmanager
-def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
+def serving(package: Path, *more: str, env: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
     """Start a server on a free port; yield its port, process id and start time."""
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -43,6 +43,7 @@ def serving(package: Path, *more: str) -> Iterator[tuple[int, int, float]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=None if env is None else dict(env),
     )
     try:
         assert process.stdout is not None

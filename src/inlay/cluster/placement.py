@@ -7,14 +7,18 @@ both what is sent to the replica and, in this process only, the `Fleet` that all
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from inlay.errors import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +27,12 @@ if TYPE_CHECKING:
     from inlay.runtime.outputs import TokenOutput
     from inlay.runtime.request import Request
 
-SELECT_SECONDS = 0.1
+LOGGER = logging.getLogger("ray.serve")
+SELECT_SECONDS = 0.25
 """Time limit of the selector for one answer. Without one, the least loaded replica is chosen."""
 SUSPICION = 15.0
 """Seconds for which a replica that went silent gets no new requests, if there is another one."""
-PAUSES = (0.5, 1.0, 2.0, 5.0)
+PAUSES = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Seconds for which the selector is not asked after the first, second, … failure in a row."""
 WRONG_SHARE = 0.5
 """Share of recent predictions that may be too high before the selector counts as behind."""
@@ -91,7 +96,7 @@ class SelectorClient:
         """`connect` returns a handle of the selector's actor; it is called again after each failure."""
         self._connect, self._counts = connect, counts
         self._actor: Any = None
-        self._failures, self._closed_until = 0, 0.0
+        self._failures, self._failure_time, self._closed_until = 0, -inf, 0.0
         self._added: dict[str, EngineAddress] = {}
         self.wrong_share = 0.0
         """Share of recent predictions that were too high."""
@@ -109,22 +114,24 @@ class SelectorClient:
             return None
         try:
             async with asyncio.timeout(SELECT_SECONDS):
-                if self._actor is None:
-                    self._actor, self._added = await asyncio.to_thread(self._connect), {}
+                actor = self._actor  # another request may fail meanwhile and reset it
+                if actor is None:
+                    actor, self._added = await asyncio.to_thread(self._connect), {}
+                    self._actor = actor
                 if self._added != workers:
-                    await self._update(workers)
+                    await self._update(actor, workers)
                 arguments = request_id, asked.prompt, asked.salt, names, asked.max_tokens
-                found: Selection | None = await self._actor.select.remote(*arguments)
+                found: Selection | None = await actor.select.remote(*arguments)
         except Exception as error:  # dead, restarting, slow: all mean that nobody can be asked
-            self._fail("timeout" if isinstance(error, TimeoutError) else "failed")
+            self._fail("timeout" if isinstance(error, TimeoutError) else "failed", one_line(error))
             return None
         self._failures = 0
         return found
 
-    async def _update(self, workers: Mapping[str, EngineAddress]) -> None:
+    async def _update(self, actor: Any, workers: Mapping[str, EngineAddress]) -> None:
         gone = self._added.keys() - workers.keys()
         new = [worker for name, worker in workers.items() if self._added.get(name) != worker]
-        await self._actor.update.remote(new, list(gone))
+        await actor.update.remote(new, list(gone))
         self._added = dict(workers)
 
     def report(self, placement: Placement, cached: int, block_size: int) -> None:
@@ -136,7 +143,8 @@ class SelectorClient:
         self.wrong_share += RECENT * (wrong - self.wrong_share)
         if self.wrong_share > WRONG_SHARE:
             self.wrong_share = 0.0
-            self._fail("behind")
+            self._failures = max(1, self._failures)  # the next answers would be wrong too
+            self._fail("behind", "it expects more cached tokens than there are")
 
     def tell(self, method: str, request_id: str) -> None:
         """Tell the selector of a request's progress, without waiting."""
@@ -144,10 +152,13 @@ class SelectorClient:
             with suppress(Exception):  # the reservation of a selector that is away is lost with it
                 getattr(self._actor, method).remote(request_id)
 
-    def _fail(self, kind: str) -> None:
+    def _fail(self, kind: str, problem: str) -> None:
         self._counts[f"selector_failures.{kind}"] += 1
-        self._actor = None
-        self._closed_until = monotonic() + PAUSES[min(self._failures, len(PAUSES) - 1)]
+        self._actor, now = None, monotonic()
+        if now - self._failure_time < SELECT_SECONDS:  # the same failure, of requests that came at once
+            return
+        LOGGER.warning("selector %s: %s", kind, problem)
+        self._failure_time, self._closed_until = now, now + PAUSES[min(self._failures, len(PAUSES) - 1)]
         self._failures += 1
 
 

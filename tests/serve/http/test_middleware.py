@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from inlay.sizes import parse_bytes
 from inlay.errors import UsageError
 from inlay.serve.http.admission import AdmissionControl
 from inlay.serve.http.api_keys import Keys, read_keys
 from inlay.serve.http.request_log import LogWriter
 from inlay.serve.http.server import SEND_BUFFER, bind
 from inlay.serve.http.settings import is_loopback
+from inlay.sizes import parse_bytes
 from tests.serve.server_process import SECONDS, Server, prompt, stream
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Scenarios: prefixes, kill, update, scale, keys, cost. Each prints JSON. Run them on an idle machine, as root."""
+"""Scenarios: prefixes, kill, update, scale, keys, cost, cpu, limits, trace.
+
+Each prints JSON. Run them on an idle machine, as root.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ import os
 import random
 import signal
 import sys
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.benchmarks.cluster.deployment import Deployment, deployment, isolate, selector_pid
+from tools.benchmarks.cluster.limits import cpu_seconds, difference, measure
 from tools.benchmarks.cluster.load import Outcome, now, run, shared_prefixes, summary
+from tools.benchmarks.cluster.network import cut_off, lose_events
+from tools.benchmarks.cluster.routers import ROUTERS, routed
 from tools.benchmarks.http_client import percentile, send_request
 from tools.benchmarks.serving import prompt, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     Disturbance = Callable[[Callable[[], int]], Awaitable[None]]
 
@@ -27,16 +35,27 @@ def prefixes(given: argparse.Namespace) -> Any:
     """64 clients, 20 shared prefixes of 800 tokens: each policy in turn, for several rounds, with empty caches."""
     rows = []
     for round_ in range(given.rounds):
+        bodies = shared_prefixes(given.requests, 20, given.words, 8, round_ + 1)
         for policy in given.policies.split(","):
-            with deployment() as cluster:
-                cluster.up(given.package, replicas=given.replicas, routing=policy, cache_memory=given.cache, queue=32)
-                bodies = shared_prefixes(given.requests, 20, given.words, 8, round_ + 1)
+            with _cluster_or_router(policy, given) as (port, counters):
                 start = now()
-                outcomes = asyncio.run(run(cluster.port, bodies, given.clients))
+                outcomes = asyncio.run(run(port, bodies, given.clients))
                 rows.append({"policy": policy, "round": round_, **summary(outcomes, now() - start)})
-                print(json.dumps(rows[-1]), file=sys.stderr)
-                print(json.dumps(_router_counters(cluster)), file=sys.stderr)
+                print(json.dumps(rows[-1]), json.dumps(counters()), file=sys.stderr)
     return rows
+
+
+@contextmanager
+def _cluster_or_router(policy: str, given: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Yield the port of a new cluster, or of a router with as many servers; and a function that returns counters."""
+    if policy in ROUTERS:
+        options = ("--cache-memory", given.cache, "--queue", "32")
+        with routed(policy, given.package, given.replicas, *options) as port:
+            yield port, dict
+        return
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=given.replicas, routing=policy, cache_memory=given.cache, queue=32)
+        yield cluster.port, lambda: _router_counters(cluster)
 
 
 def _router_counters(cluster: Deployment) -> dict[str, float]:
@@ -66,7 +85,7 @@ def kill(given: argparse.Namespace) -> Any:
         cluster.up(given.package, replicas=given.replicas, queue=32)
         known, answers = _known_answers(cluster.port, 50, given.tokens)
         bodies = [known[number % len(known)] for number in range(given.requests)]
-        disturb = {"replica": _kill_replicas, "selector": _kill_selector, "stop": _stop_replicas}[given.what]
+        disturb = DISTURBANCES[given.what]
         start = now()
         outcomes = asyncio.run(
             run(cluster.port, bodies, given.clients, lambda body: answers[body["prompt"]], disturb(cluster, given))
@@ -129,6 +148,44 @@ def _stop_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbanc
                 DISTURBED.append(f"{name} was replaced")
 
     return disturb
+
+
+def _cut_off_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    """A replica whose packets are dropped for a time, as behind a network that is partitioned."""
+
+    async def disturb(done: Callable[[], int]) -> None:
+        rng = random.Random(1)
+        while True:
+            await asyncio.sleep(given.every)
+            pids = await asyncio.to_thread(cluster.pids)
+            if pids:
+                name = rng.choice(sorted(pids))
+                DISTURBED.append(f"{done()} done: cut off {name} of {len(pids)}")
+                await asyncio.to_thread(cut_off, pids[name], given.every)
+
+    return disturb
+
+
+def _lose_events(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    """The selector gets no KV events for a time, and those of this time are lost."""
+
+    async def disturb(done: Callable[[], int]) -> None:
+        while True:
+            await asyncio.sleep(given.every)
+            engines = set((await asyncio.to_thread(cluster.pids)).values())
+            lost = await asyncio.to_thread(lose_events, selector_pid(), engines, given.every)
+            DISTURBED.append(f"{done()} done: lost the events of {lost} connections in {given.every:.0f} s")
+
+    return disturb
+
+
+DISTURBANCES = {
+    "replica": _kill_replicas,
+    "selector": _kill_selector,
+    "stop": _stop_replicas,
+    "cut": _cut_off_replicas,
+    "events": _lose_events,
+}
 
 
 def update(given: argparse.Namespace) -> Any:
@@ -212,23 +269,62 @@ def keys(given: argparse.Namespace) -> Any:
 
 
 def cost(given: argparse.Namespace) -> Any:
-    """The first token through the cluster, and from one server of the same package: alternately, one client."""
+    """The first token of a short prompt, one client, one thread: from one server, and through each policy or router."""
 
     async def once(port: int, number: int) -> float:
-        body = {"prompt": prompt(20, number), "max_tokens": 1, "temperature": 0}
-        return (await send_request(port, body)).time_to_first_token
+        body = {"prompt": prompt(2, number), "max_tokens": 1, "temperature": 0}
+        return (await send_request(port, body)).time_to_first_token * 1000
 
-    with serving(given.package) as (direct, _, _), deployment() as cluster:
-        cluster.up(given.package, replicas=2)
-        times: dict[int, list[float]] = {direct: [], cluster.port: []}
+    with ExitStack() as stack:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ports = {"direct": stack.enter_context(serving(given.package, env=env))[0]}
+        for name in given.policies.split(","):
+            ports[name], _ = stack.enter_context(_cluster_or_router(name, given))
+        times: dict[str, list[float]] = {name: [] for name in ports}
         for number in range(given.requests):
-            for port, found in times.items():
-                found.append(asyncio.run(once(port, number)))
-        p50 = {port: percentile(found[5:], 0.5) * 1000 for port, found in times.items()}
-        choosing = cluster.metrics()
-        count = choosing['inlay_placement_seconds_count{deployment="ingress"}']
-        mean = choosing['inlay_placement_seconds_sum{deployment="ingress"}'] / count * 1000
-        return {"direct_ms": p50[direct], "cluster_ms": p50[cluster.port], "placement_mean_ms": mean}
+            for name, port in ports.items():
+                times[name].append(asyncio.run(once(port, number)))
+        extra = {name: [a - b for a, b in zip(found, times["direct"], strict=True)] for name, found in times.items()}
+        return {
+            name: {"p50_ms": percentile(found[5:], 0.5), "over_direct_p50_ms": percentile(extra[name][5:], 0.5)}
+            for name, found in times.items()
+        }
+
+
+def cpu(given: argparse.Namespace) -> Any:
+    """CPU milliseconds of each process for a request and for a token: two loads that differ in tokens only."""
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=given.replicas, queue=64)
+        asyncio.run(run(cluster.port, [{"prompt": prompt(2, each), "max_tokens": 8} for each in range(50)], 16))
+        idle = _used(lambda: time.sleep(20))
+        rows = {}
+        for made in (1, given.tokens):
+            bodies = [
+                {"prompt": prompt(2, each), "max_tokens": made, "temperature": 0, "ignore_eos": True}
+                for each in range(given.requests)
+            ]
+            start = now()
+            used = _used(lambda bodies=bodies: asyncio.run(run(cluster.port, bodies, given.clients)))  # type: ignore[misc]
+            seconds = now() - start
+            rows[made] = {name: value - idle[name] * seconds / 20 for name, value in used.items()}
+        few, many = rows.values()
+        token = {name: (many[name] - few[name]) / given.requests / (given.tokens - 1) for name in few}
+        return {
+            "ms_per_request": {name: (few[name] / given.requests - token[name]) * 1e3 for name in few},
+            "ms_per_token": {name: each * 1e3 for name, each in token.items()},
+            "idle_share_of_a_core": {name: each / 20 for name, each in idle.items()},
+        }
+
+
+def _used(work: Callable[[], Any]) -> dict[str, float]:
+    before = cpu_seconds()
+    work()
+    return difference(before, cpu_seconds())
+
+
+def limits(given: argparse.Namespace) -> Any:
+    """The selector with 1 to 1,000 workers, and the event plane. Needs no package."""
+    return measure()
 
 
 def trace(given: argparse.Namespace) -> Any:
@@ -267,7 +363,7 @@ def _spans(text: str) -> list[dict[str, Any]]:
     return found
 
 
-SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, cost, trace)}
+SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, cost, cpu, limits, trace)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -284,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--words", type=int, default=310, help="words of a shared prefix")
     options.add_argument("--tokens", type=int, default=48)
     options.add_argument("--cache", default="150MB")
-    options.add_argument("--what", choices=("replica", "selector", "stop"), default="replica")
+    options.add_argument("--what", choices=DISTURBANCES, default="replica")
     options.add_argument("--every", type=float, default=10.0)
     options.add_argument("--seconds", type=float, default=600.0)
     given = options.parse_args(arguments)
