@@ -13,26 +13,48 @@ from inlay.cluster.autoscaling import BUSY, queued_tokens_policy, wanted_replica
 pytestmark = pytest.mark.fast
 
 
-def context(now: int, loads: list[tuple[float, float]], in_ingress: float = 0.0, slots: float = 4.0) -> Any:
-    """Return what Serve gives a policy: for each replica its waiting tokens and its sequences."""
-    names = ("queued_tokens", "running", "slots")
+def context(now: int, loads: list[tuple[float, float]], in_ingress: float = 0.0, target: int | None = None) -> Any:
+    """Return what Serve gives a policy: for each replica its waiting requests, of 100 tokens each, and sequences."""
+    names = ("queued_tokens", "queued", "running", "slots")
     series = [
         {number: [SimpleNamespace(value=0.0), SimpleNamespace(value=value)] for number, value in enumerate(values)}
-        for values in ([waiting for waiting, _ in loads], [running for _, running in loads], [slots for _ in loads])
+        for values in (
+            [100 * waiting for waiting, _ in loads],
+            [waiting for waiting, _ in loads],
+            [running for _, running in loads],
+            [4.0 for _ in loads],
+        )
     ]
-    raw = dict(zip(names, series, strict=True))
-    return SimpleNamespace(current_num_replicas=now, total_queued_requests=in_ingress, raw_metrics=raw)
+    return SimpleNamespace(
+        current_num_replicas=now,
+        target_num_replicas=now if target is None else target,
+        total_queued_requests=in_ingress,
+        raw_metrics=dict(zip(names, series, strict=True)),
+    )
 
 
 def test_tokens_that_wait_anywhere_add_replicas() -> None:
-    assert queued_tokens_policy(context(1, [(5_000, 4)]), queued_tokens=1_000)[0] == 5
-    assert queued_tokens_policy(context(1, [(0, 4)], in_ingress=40), queued_tokens=1_000)[0] == 5
-    assert queued_tokens_policy(context(2, [(100, 4), (0, 4)]), queued_tokens=1_000)[0] == 2
+    assert queued_tokens_policy(context(1, [(50, 4)]), queued_tokens=1_000)[0] == 7, "as many as the sequences need"
+    assert queued_tokens_policy(context(1, [(10, 4)]), queued_tokens=200)[0] == 5
+    assert queued_tokens_policy(context(1, [(0, 4)], in_ingress=40), queued_tokens=8_000)[0] == 6
+    assert queued_tokens_policy(context(1, [(10, 4)], in_ingress=10), queued_tokens=200)[0] == 10
+    assert queued_tokens_policy(context(2, [(1, 4), (0, 4)]), queued_tokens=1_000)[0] == 2
 
 
-def test_without_any_measurement_nothing_changes_to_zero() -> None:
-    empty = SimpleNamespace(current_num_replicas=3, total_queued_requests=None, raw_metrics=None)
-    assert queued_tokens_policy(empty)[0] == 1
+def test_short_prompts_with_long_answers_add_replicas() -> None:
+    """They fill the slots, however few tokens wait."""
+    assert queued_tokens_policy(context(1, [(16, 4)]), queued_tokens=100_000)[0] == 3
+
+
+def test_replicas_that_start_are_not_given_up() -> None:
+    assert queued_tokens_policy(context(4, [(1, 4)] * 4, target=8), queued_tokens=1_000)[0] == 8
+
+
+def test_without_all_measurements_nothing_changes() -> None:
+    empty = SimpleNamespace(current_num_replicas=3, target_num_replicas=3, total_queued_requests=None, raw_metrics=None)
+    assert queued_tokens_policy(empty)[0] == 3
+    assert queued_tokens_policy(context(3, [(0, 0), (0, 0)]))[0] == 3
+    assert queued_tokens_policy(context(3, [(0, 0)] * 3))[0] == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -51,6 +51,8 @@ def test_the_application_is_a_valid_config(options: tuple[str, ...]) -> None:
     pod = group["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["requests"]["cpu"] == config.threads + 1
+    assert group["rayStartParams"]["num-cpus"] == str(config.threads), "one engine for each worker"
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
     mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     assert set(mounted.values()) == {each["name"] for each in pod["volumes"]}
@@ -79,6 +81,7 @@ def test_ports_of_ray_are_closed_to_other_pods() -> None:
     ("option", "about"),
     [
         ("cluster.insecure=true", "insecure"),
+        ("cluster.cpus=0.5", "cpus"),
         ("cluster.replicas.min=0", "min"),
         ("cluster.threads=many", "threads"),
         ("cluster.package=/elsewhere", "package"),

@@ -54,9 +54,8 @@ class Actor:
 def rank(fleet: Fleet, load: int = 10, avoid: frozenset[str] = frozenset()) -> Placement:
     """Place one request; it is accepted by the first choice."""
     placement = Placement("id", "text", fleet=fleet, avoid=avoid, load=load)
-    first = asyncio.run(fleet.rank(placement, ASKED, ADDRESSES))[0]
-    fleet.charge(placement, first)
-    fleet.accept(placement, first)
+    asyncio.run(fleet.choose(placement, ASKED, ADDRESSES, ADDRESSES))
+    fleet.accept(placement)
     return placement
 
 
@@ -74,13 +73,36 @@ def test_the_least_loaded_replica_is_chosen_and_loads_end() -> None:
     assert late.replica is None
 
 
-def test_a_full_first_choice_moves_the_load() -> None:
-    fleet = Fleet("least_loaded", Actor)
+@pytest.mark.parametrize("policy", ["kv", "least_loaded", "random"])
+def test_a_replica_without_room_is_chosen_again_after_the_others(policy: str) -> None:
+    fleet = Fleet(policy, lambda: Actor(Selection("two", 64)))
     placement = Placement("id", "text", fleet=fleet, load=10)
-    fleet.charge(placement, "one")
-    fleet.accept(placement, "two")
-    assert placement.replica == "two"
-    assert {rank(fleet, load=1).replica for _ in range(2)} == {"one", "three"}
+
+    async def choose(times: int) -> list[str]:
+        return [await fleet.choose(placement, ASKED, ADDRESSES, ADDRESSES) for _ in range(times)]
+
+    first, again = asyncio.run(choose(3)), asyncio.run(choose(3))
+    assert set(first) == set(again) == set(ADDRESSES)
+    assert placement.replica == again[-1]
+    if policy == "kv":
+        assert (first[0], again[0]) == ("two", "two")
+        assert (placement.policy, placement.predicted_tokens) == ("least_loaded", None)
+    fleet.end(placement)
+    if policy == "least_loaded":
+        assert {rank(fleet).replica for _ in range(3)} == set(ADDRESSES), "no load of it is left"
+
+
+def test_only_replicas_that_fit_are_chosen() -> None:
+    """Others stay known to the selector: it would forget their caches otherwise."""
+    actor = Actor(Selection("two", 64))
+    fleet = Fleet("kv", lambda: actor)
+    placement = Placement("id", "text", fleet=fleet)
+    chosen = asyncio.run(fleet.choose(placement, ASKED, ADDRESSES, ["one", "three"]))
+    assert chosen in ("one", "three"), "the answer of a selector that knows other replicas is not used"
+    assert placement.policy == "least_loaded"
+    rank(fleet)
+    assert [name for name, _ in actor.calls] == ["update", "select", "select"]
+    assert actor.calls[1][1][3] == {"two"}
 
 
 def test_a_silent_replica_gets_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +121,12 @@ def test_the_selector_decides_and_is_told() -> None:
     placement = rank(fleet)
     assert (placement.replica, placement.policy, placement.predicted_tokens) == ("three", "kv", 64)
     assert [name for name, _ in actor.calls] == ["update", "select"]
-    assert actor.calls[1][1] == ("id", (1, 2, 3), "", list(ADDRESSES), 5)
+    assert actor.calls[1][1] == ("id", (1, 2, 3), "", set(), 5)
     rank(fleet)
     assert [name for name, _ in actor.calls] == ["update", "select", "select"], "an unchanged fleet is told once"
     assert fleet.counts["placements.kv"] == 2
     assert rank(fleet, avoid=frozenset({"three"})) is not None
-    assert actor.calls[-1][1][3] == ["one", "two"], "it chooses among the others"
+    assert actor.calls[-1][1][3] == {"three"}, "it chooses among the others"
 
 
 @pytest.mark.parametrize("kind", ["failed", "timeout"])
@@ -138,7 +160,18 @@ def test_without_an_answer_the_least_loaded_is_chosen_and_the_selector_rests(
     actor.error, actor.seconds = None, 0.0
     now[0] += 10.0
     assert rank(fleet).policy == "kv"
-    assert len(connections) == 4, "a new actor may have another handle"
+    assert len(connections) == (4 if kind == "failed" else 1), "after a failure, a new actor may have another handle"
+
+
+def test_a_slow_selector_is_told_what_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has reserved load for the request, although its answer came too late."""
+    monkeypatch.setattr(placements, "SELECT_SECONDS", 0.01)
+    actor = Actor(Selection("three", 0))
+    actor.seconds = 30.0
+    fleet = Fleet("kv", lambda: actor)
+    late = rank(fleet)
+    fleet.end(late)
+    assert actor.calls[-1] == ("release", ("id",))
 
 
 def test_a_failure_of_one_request_is_none_of_another() -> None:
@@ -150,10 +183,10 @@ def test_a_failure_of_one_request_is_none_of_another() -> None:
 
     async def both() -> None:
         actor.seconds = 0.05
-        asking = asyncio.ensure_future(fleet.rank(asks, ASKED, {**ADDRESSES, "four": ADDRESSES["one"]}))
+        asking = asyncio.ensure_future(fleet.choose(asks, ASKED, {**ADDRESSES, "four": ADDRESSES["one"]}, ADDRESSES))
         await asyncio.sleep(0.01)  # its update is under way
         actor.error = RuntimeError("no answer for this one")
-        await fleet.rank(fails, ASKED, ADDRESSES)
+        await fleet.choose(fails, ASKED, ADDRESSES, ADDRESSES)
         actor.error = None
         await asking
 

@@ -30,7 +30,7 @@ def scenario(name: str, package: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("what", ["replica", "selector", "stop"])
+@pytest.mark.parametrize("what", ["replica", "selector", "stop", "cut", "events"])
 def test_nothing_is_lost_when_something_fails(what: str, package: Path) -> None:
     small = ("--requests", "150", "--clients", "8", "--replicas", "2", "--every", "5", "--tokens", "400")
     found = scenario("kill", package, "--what", what, *small)
@@ -42,6 +42,12 @@ def test_two_keys_share_nothing(package: Path) -> None:
     rows = scenario("keys", package, "--replicas", "2", "--words", "120")["rows"]
     assert [row["ends"] for row in rows] == [{"exact": 12}] * 4
     assert [row["cached_tokens"] > 0 for row in rows] == [False, False, True, True]
+
+
+def test_all_choices_of_a_request_are_answered(package: Path) -> None:
+    found = scenario("choices", package, "--replicas", "2", "--requests", "40", "--clients", "8")
+    assert found["ends"] == {"exact": 40}
+    assert found["tokens_of_a_request"] == [2 * 3 * 5]
 
 
 def test_replicas_come_and_go_with_the_load(package: Path) -> None:

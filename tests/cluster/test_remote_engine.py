@@ -66,13 +66,17 @@ class Network:
     fault: Callable[[Placement, int], str | None] = lambda placement, message: None
     """Called before each message, with its number: a key of `RAISED`, `silent`, `other`, `end`, or None."""
     counts: Counter[str] = field(default_factory=Counter)
+    delay: float = 0.0
+    """Seconds that a request waits because all replicas are full."""
 
     async def call(self, request: Request, placement: Placement) -> AsyncGenerator[Message, None]:
         assert placement.fleet is not None
         candidates = {name: EngineAddress(name, "", "", 32) for name in self.replicas}
-        name = (await placement.fleet.rank(placement, request, candidates))[0]
-        placement.fleet.charge(placement, name)
-        placement.fleet.accept(placement, name)
+        if self.delay:
+            self.counts["waits"] += 1
+            await asyncio.sleep(self.delay)
+        name = await placement.fleet.choose(placement, request, candidates, candidates)
+        placement.fleet.accept(placement)
         messages = self.replicas[name].generate(request, placement)
         self.counts["calls"] += 1
         number = 0
@@ -83,6 +87,8 @@ class Network:
                     raise RAISED[kind]
                 if kind == "end":
                     return
+                if kind == "cancelled":
+                    raise asyncio.CancelledError
                 if kind == "silent":
                     self.counts["silent"] += 1
                     await asyncio.sleep(SECONDS)
@@ -209,6 +215,30 @@ def test_a_silent_replica_is_left(
     assert len(found.tokens) == 8
     assert engine.counts()["attempts_failed.silent"] == 1
     assert sum(engine.fleet.is_suspect(name) for name in replicas) == 1
+
+
+def test_a_request_may_wait_longer_than_a_replica_may_be_silent(
+    replicas: dict[str, EngineReplica], config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "SILENCE", 0.4)
+    network = Network(replicas, delay=1.5)
+    (found,) = run(answers(remote(network, config), [Request((5, 6, 7), max_tokens=8, ignore_eos=True)]))
+    assert len(found.tokens) == 8
+    assert network.counts["waits"] == 1
+    monkeypatch.setattr(remote_engine, "WAITING", 0.5)
+    (found,) = run(answers(remote(network, config), [Request((5, 6, 7), max_tokens=8)]))
+    assert isinstance(found, EngineUnavailableError)
+    assert "No replica took the request" in str(found)
+
+
+def test_a_call_that_serve_cancels_is_tried_again(
+    replicas: dict[str, EngineReplica], config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "RETRY_PAUSE", 0.001)
+    network = Network(replicas, lambda placement, message: "cancelled" if is_first(placement) else None)
+    (found,) = run(answers(remote(network, config), [Request((5, 6, 7), max_tokens=8, ignore_eos=True)]))
+    assert len(found.tokens) == 8
+    assert network.counts["calls"] == 2
 
 
 @pytest.mark.parametrize(

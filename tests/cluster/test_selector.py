@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if not os.environ.get("CI"):
 pytestmark = pytest.mark.fast
 SIZE = 16
 NAMES = ("one", "two", "three")
+NOT = {name: set(NAMES) - {name} for name in NAMES}
+"""What to exclude so that only this one is left."""
 
 
 class Replicas:
@@ -47,7 +50,7 @@ class Replicas:
         """Return the choice for a prompt, and release it."""
         self._asked += 1
         request = f"asked-{self._asked}"
-        found = await self.selector.select(request, tokens, salt, names, 10)
+        found = await self.selector.select(request, tokens, salt, set(NAMES) - set(names), 10)
         await self.selector.release(request)
         assert found is not None
         return found.worker, found.cached_tokens
@@ -62,7 +65,9 @@ class Replicas:
 
 
 @asynccontextmanager
-async def replicas(clock: Callable[[], float] | None = None) -> AsyncIterator[Replicas]:
+async def replicas(
+    clock: Callable[[], float] = time.monotonic, predicted_seconds: float = 0.0
+) -> AsyncIterator[Replicas]:
     """Three replicas with empty caches."""
     with ExitStack() as stack:
         logs = {name: EventLog() for name in NAMES}
@@ -71,7 +76,7 @@ async def replicas(clock: Callable[[], float] | None = None) -> AsyncIterator[Re
         found = {
             name: EngineAddress(name, each.endpoint, str(each.replay_endpoint), SIZE) for name, each in made.items()
         }
-        selector = Selector() if clock is None else Selector(clock=clock)
+        selector = Selector(clock=clock, predicted_seconds=predicted_seconds)
         stack.callback(selector.close)
         await selector.add(found.values())
         yield Replicas(selector, managers, found)
@@ -112,7 +117,7 @@ def test_a_replica_that_is_gone_is_not_chosen_and_one_that_is_back_is_new() -> N
             await here.selector.remove(["two", "never there"])
             assert here.selector.workers == {"one", "three"}
             assert (await here.choose(prompt))[1] == 0
-            assert await here.selector.select("x", prompt, "", ["two"], 1) is None
+            assert await here.selector.select("x", prompt, "", NOT["two"], 1) is None
             await here.selector.add([here.addresses["two"]])
             await here.until(prompt, ("two", 4 * SIZE))
 
@@ -125,7 +130,7 @@ def test_requests_that_come_at_once_are_spread() -> None:
 
     async def main() -> None:
         async with replicas() as here:
-            found = [await here.selector.select(f"r{n}", _prompt(rng, 8), "", NAMES, 50) for n in range(9)]
+            found = [await here.selector.select(f"r{n}", _prompt(rng, 8), "", (), 50) for n in range(9)]
             chosen = [each.worker for each in found if each is not None]
             assert {name: chosen.count(name) for name in NAMES} == dict.fromkeys(NAMES, 3)
             await here.selector.start_decode("r0")
@@ -133,7 +138,7 @@ def test_requests_that_come_at_once_are_spread() -> None:
                 if chosen[number] == "two":
                     await here.selector.release(f"r{number}")
                     await here.selector.release(f"r{number}")  # twice is once
-            again = await here.selector.select("again", _prompt(rng, 8), "", NAMES, 50)
+            again = await here.selector.select("again", _prompt(rng, 8), "", (), 50)
             assert again is not None
             assert again.worker == "two"
 
@@ -146,18 +151,18 @@ def test_requests_with_one_prefix_that_come_at_once_stay_together() -> None:
     prefixes = [_prompt(rng, 16) for _ in range(3)]
 
     async def main() -> None:
-        async with replicas() as here:
+        async with replicas(predicted_seconds=30.0) as here:
             chosen: dict[int, list[tuple[str, int]]] = {0: [], 1: [], 2: []}
             for number in range(12):
                 of = number % 3
-                found = await here.selector.select(f"r{number}", [*prefixes[of], *_prompt(rng, 1)], "", NAMES, 5)
+                found = await here.selector.select(f"r{number}", [*prefixes[of], *_prompt(rng, 1)], "", (), 5)
                 assert found is not None
                 chosen[of].append((found.worker, found.cached_tokens))
             for first, *others in chosen.values():
                 assert first[1] == 0
                 assert others == [(first[0], 16 * SIZE)] * 3
             assert len({of[0][0] for of in chosen.values()}) == 3, "different prefixes are spread"
-            other = await here.selector.select("tenant", prefixes[0], "tenant", NAMES, 5)
+            other = await here.selector.select("tenant", prefixes[0], "tenant", (), 5)
             assert other is not None
             assert other.cached_tokens == 0
 
@@ -171,10 +176,26 @@ def test_what_nobody_released_expires() -> None:
     async def main() -> None:
         async with replicas(clock=lambda: now[0]) as here:
             for number in range(6):
-                await here.selector.select(f"lost{number}", _prompt(rng, 8), "", ["one"], 50)
+                await here.selector.select(f"lost{number}", _prompt(rng, 8), "", NOT["one"], 50)
             assert (await here.choose(_prompt(rng), names=["one", "two"]))[0] == "two"
             now[0] = selectors.LEASE + 1
-            await here.selector.select("busy", _prompt(rng, 8), "", ["two"], 50)
+            await here.selector.select("busy", _prompt(rng, 8), "", NOT["two"], 50)
+            assert (await here.choose(_prompt(rng), names=["one", "two"]))[0] == "one"
+
+    _run(main())
+
+
+def test_a_request_that_ends_while_it_is_placed_leaves_no_load() -> None:
+    rng = random.Random(7)
+
+    async def main() -> None:
+        async with replicas() as here:
+            for number in range(6):
+                placing = asyncio.ensure_future(here.selector.select(f"r{number}", _prompt(rng, 8), "", NOT["one"], 50))
+                await asyncio.sleep(0)
+                await here.selector.release(f"r{number}")
+                await placing
+            await here.selector.select("busy", _prompt(rng, 2), "", NOT["two"], 50)
             assert (await here.choose(_prompt(rng), names=["one", "two"]))[0] == "one"
 
     _run(main())
@@ -187,9 +208,9 @@ def test_one_name_has_one_reservation() -> None:
     async def main() -> None:
         async with replicas() as here:
             for _ in range(4):
-                assert await here.selector.select("same", _prompt(rng, 8), "", ["one"], 50) is not None
+                assert await here.selector.select("same", _prompt(rng, 8), "", NOT["one"], 50) is not None
             await here.selector.release("same")
-            await here.selector.select("busy", _prompt(rng, 2), "", ["two"], 50)
+            await here.selector.select("busy", _prompt(rng, 2), "", NOT["two"], 50)
             assert (await here.choose(_prompt(rng), names=["one", "two"]))[0] == "one"
 
     _run(main())

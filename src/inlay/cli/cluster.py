@@ -49,9 +49,11 @@ def up(
     """
     with error_boundary():
         lifecycle = _lifecycle(create_token=address is None)
-        wanted = lifecycle.read_config(config)
         client = lifecycle.RayClient(address or lifecycle.LOCAL)
-        if not client.is_running():
+        is_running = client.is_running()
+        has_environment = address is None and (not is_running or lifecycle.has_keys())
+        wanted = lifecycle.read_config(config, has_environment=has_environment)
+        if not is_running:
             if address is not None:
                 raise UsageError(f"No Ray cluster answers at {address}.", "Check the address of its dashboard.")
             err.print("starting Ray …")

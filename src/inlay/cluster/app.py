@@ -13,15 +13,16 @@ from inlay.cluster.engine_replica import EngineReplica
 from inlay.cluster.ingress import SELECTOR, Ingress
 from inlay.cluster.request_router import EngineRouter
 from inlay.cluster.selector import EngineAddress, Selection, Selector
+from inlay.errors import UsageError
 from inlay.package.loader import read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ray.serve import Application
 
-MOST_CONNECTIONS = 10_000
-"""Requests that an ingress holds at once. Its own admission control refuses earlier, with 429."""
+MORE_CONNECTIONS = 1_000
+"""Requests that an ingress holds beyond those that its admission control admits: it must answer the others with 429."""
 
 
 class SelectorActor:
@@ -39,10 +40,10 @@ class SelectorActor:
         await selector.remove(gone)
 
     async def select(
-        self, request: str, tokens: Sequence[int], salt: str, names: Sequence[str], max_tokens: int
+        self, request: str, tokens: Sequence[int], salt: str, excluded: Collection[str], max_tokens: int
     ) -> Selection | None:
         """Choose a worker (`Selector.select`)."""
-        return await (await self._service()).select(request, tokens, salt, names, max_tokens)
+        return await (await self._service()).select(request, tokens, salt, excluded, max_tokens)
 
     async def start_decode(self, request: str) -> None:
         """State that a request has its first token."""
@@ -72,6 +73,9 @@ def build(options: dict[str, Any]) -> Application:
     args = ClusterConfig.model_validate(options)
     manifest, folder = read_manifest(args.package)
     config, version = args.model_dump(), folder.name
+    if args.version not in (None, version):
+        problem = f"{args.package} contains version {version}, and version {args.version} is wanted."
+        raise UsageError(problem, "Copy the package to this node, or deploy again with `inlay cluster up`.")
     slots = min(args.slots or manifest.states[0].shape[0], manifest.states[0].shape[0])
     threads = {"OMP_NUM_THREADS": str(args.threads)}
     engines = serve.deployment(
@@ -92,7 +96,7 @@ def build(options: dict[str, Any]) -> Application:
         name="Ingress",
         num_replicas=args.ingress_replicas,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}},
-        max_ongoing_requests=MOST_CONNECTIONS,
+        max_ongoing_requests=(int(slots) + args.queue) * args.most_replicas + MORE_CONNECTIONS,
         graceful_shutdown_timeout_s=args.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         deployment_actors=[
@@ -109,13 +113,14 @@ def _scaling(args: ClusterConfig) -> dict[str, Any]:
         policy_function="inlay.cluster.autoscaling:queued_tokens_policy",
         policy_kwargs={"queued_tokens": args.replicas.queued_tokens},
     )
+    interval = max(1.0, args.replicas.max / 100)  # the controller gets 100 reports a second at most
     scaling = AutoscalingConfig(
         min_replicas=args.replicas.min,
         max_replicas=args.replicas.max,
         upscale_delay_s=args.replicas.up_seconds,
         downscale_delay_s=args.replicas.down_seconds,
-        metrics_interval_s=1.0,
-        look_back_period_s=3.0,
+        metrics_interval_s=interval,
+        look_back_period_s=3.0 * interval,
         policy=policy,
     )
     return {"autoscaling_config": scaling}

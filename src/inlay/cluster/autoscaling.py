@@ -16,31 +16,36 @@ BUSY = 0.8
 
 def queued_tokens_policy(ctx: AutoscalingContext, queued_tokens: int = 2048) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: `EngineReplica.record_autoscaling_stats` has the load of each replica."""
-    latest = {name: _latest(ctx, name) for name in ("queued_tokens", "running", "slots")}
-    waiting = latest["queued_tokens"]
+    latest = {name: _latest(ctx, name) for name in ("queued_tokens", "queued", "running", "slots")}
+    if len(latest["slots"]) < ctx.current_num_replicas:  # no report is not the same as no load
+        return ctx.target_num_replicas, {}
+    total = {name: sum(values.values()) for name, values in latest.items()}
     in_ingress = ctx.total_queued_requests or 0.0
-    mean = sum(waiting.values()) / max(1.0, len(waiting))
-    total = sum(waiting.values()) + in_ingress * max(mean, queued_tokens / 8)
+    each = total["queued_tokens"] / total["queued"] if total["queued"] else queued_tokens / 8
     slots = max(latest["slots"].values(), default=1.0)
-    return wanted_replicas(ctx.current_num_replicas, total, queued_tokens, sum(latest["running"].values()), slots), {}
+    sequences = total["running"] + total["queued"] + in_ingress
+    waiting = total["queued_tokens"] + in_ingress * each
+    return wanted_replicas(ctx.target_num_replicas, waiting, queued_tokens, sequences, slots), {}
 
 
-def wanted_replicas(now: int, waiting: float, target: int, running: float, slots: float) -> int:
-    """Return the number of replicas: enough for the tokens that wait, and for the sequences that run.
+def wanted_replicas(now: int, waiting: float, target: int, sequences: float, slots: float) -> int:
+    """Return the number of replicas: enough for the tokens that wait, and for all sequences to run or wait.
 
-    Replicas are removed only if nothing waits and the sequences fit into `BUSY` of the slots that remain.
+    Each replica may have as many sequences in its queue as in its slots. Replicas are removed only if nothing waits and
+    the sequences fit into `BUSY` of the slots that remain.
 
-    >>> wanted_replicas(1, waiting=9_000, target=2048, running=4, slots=4)
+    >>> wanted_replicas(1, waiting=9_000, target=2048, sequences=4, slots=4)
     5
-    >>> wanted_replicas(4, waiting=0, target=2048, running=5, slots=4)
+    >>> wanted_replicas(1, waiting=400, target=2048, sequences=24, slots=4)
+    3
+    >>> wanted_replicas(4, waiting=0, target=2048, sequences=5, slots=4)
     2
-    >>> wanted_replicas(4, waiting=100, target=2048, running=5, slots=4)
+    >>> wanted_replicas(4, waiting=100, target=2048, sequences=5, slots=4)
     4
     """
-    needed = ceil(waiting / target)
     if waiting:
-        return max(now, needed, 1)
-    return max(1, min(now, ceil(running / (BUSY * slots))))
+        return max(now, ceil(waiting / target), ceil(sequences / (2 * slots)), 1)
+    return max(1, min(now, ceil(sequences / (BUSY * slots))))
 
 
 def _latest(ctx: AutoscalingContext, name: str) -> Mapping[Any, float]:

@@ -39,6 +39,8 @@ class ClusterConfig(BaseModel):
 
     package: str
     """Folder of the package, at the same path on every node."""
+    version: str | None = None
+    """Version of the package, as its link `current` names it. Changed, it is rolled out. `inlay cluster up` sets it."""
     name: str | None = None
     """Model name in the API; by default that of the folder."""
     replicas: Annotated[int, Field(ge=1)] | Replicas = 1

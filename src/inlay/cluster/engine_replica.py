@@ -53,7 +53,8 @@ class EngineReplica:
         """Return the load that `autoscaling.queued_tokens_policy` reads."""
         counts = self._engine.counts()
         running = counts["prefill_sequences"] + counts["decode_sequences"]
-        return {"queued_tokens": counts["waiting_tokens"], "running": running, "slots": counts["slots"]}
+        waiting = {"queued": counts["waiting_requests"], "queued_tokens": counts["waiting_tokens"]}
+        return {**waiting, "running": running, "slots": counts["slots"]}
 
     def check_health(self) -> None:
         """Raise an error if the engine has work but made no step since the last check."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.context import _set_request_context
 from ray.serve.exceptions import BackPressureError
 
 from inlay.cluster.config import ClusterConfig
@@ -62,6 +63,8 @@ class Ingress:
 
     async def _call(self, request: Request, placement: Placement) -> AsyncGenerator[Message, None]:
         """Yield the messages of a replica. Serve's errors become those of `call_error`."""
+        # Serve's router finds a pending request by this id, and the calls of one HTTP request would share it
+        _set_request_context(_internal_request_id=placement.request_id)
         call, is_over = self._generate.remote(request, placement), False
         try:
             async for message in call:
@@ -77,15 +80,27 @@ class Ingress:
 
     async def _scrape(self) -> bytes:
         """Return the metrics of all replicas of both deployments."""
-        calls = [
-            handle.broadcast("metrics").results_async(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
-            for handle in (serve.get_deployment_handle("Ingress"), self._engines)
-        ]
+        handles = serve.get_deployment_handle("Ingress"), self._engines
         found: list[Any] = []
-        for made in await asyncio.gather(*calls, return_exceptions=True):
+        for made in await asyncio.gather(*map(_broadcast_metrics, handles), return_exceptions=True):
             found += made if isinstance(made, list) else [made]
         pages = [each for each in found if isinstance(each, ReplicaMetrics)]
         return merge(pages, unreachable=len(found) - len(pages))
+
+
+async def _broadcast_metrics(handle: DeploymentHandle) -> list[Any]:
+    """Return the metrics of each replica, or the error instead: one that is busy must not hide the others."""
+
+    async def one(result: Any) -> Any:
+        try:
+            async with asyncio.timeout(SCRAPE_SECONDS):
+                return await result.get_async()
+        except TimeoutError:
+            result.cancel()
+            raise
+
+    results = await handle.broadcast("metrics")._fetch_replica_results_async()
+    return list(await asyncio.gather(*map(one, results), return_exceptions=True))
 
 
 def server_settings(config: ClusterConfig) -> ServerSettings:

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from inlay import machine
 from inlay.cluster.config import ClusterConfig
 from inlay.errors import MachineError, UsageError, one_line
-from inlay.serve.http.api_keys import read_keys
+from inlay.package.loader import read_manifest
+from inlay.serve.http.api_keys import VARIABLE, read_keys
 from inlay.serve.http.settings import is_loopback
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class ServeConfig:
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
 
 
-def read_config(file: Path) -> ServeConfig:
-    """Read and check a Serve config."""
+def read_config(file: Path, *, has_environment: bool = True) -> ServeConfig:
+    """Read and check a Serve config. `has_environment`: Ray has the environment variables of this process."""
     from ray.serve.schema import ServeDeploySchema
 
     try:
@@ -70,7 +71,7 @@ def read_config(file: Path) -> ServeConfig:
         found = ServeConfig(content, {each["name"]: ClusterConfig.model_validate(each.get("args")) for each in apps})
     except ValidationError as error:
         raise UsageError(f"args of the application in {file}: {_first(error)}", "See docs/cluster.md.") from error
-    _check_exposure(content, found)
+    _check_exposure(content, found, has_environment)
     return found
 
 
@@ -79,13 +80,31 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}."
 
 
-def _check_exposure(content: dict[str, Any], found: ServeConfig) -> None:
-    host = (content.get("http_options") or {}).get("host", "127.0.0.1")
+def _check_exposure(content: dict[str, Any], found: ServeConfig, has_environment: bool) -> None:
+    host = (content.get("http_options") or {}).get("host", "0.0.0.0")  # Serve's default
     for each in found.clusters.values():
-        keys = read_keys(None if each.api_key_file is None else Path(each.api_key_file))
+        file = None if each.api_key_file is None else Path(each.api_key_file)
+        keys = read_keys(file) if file is not None or has_environment else []
         if not keys and not each.insecure and not is_loopback(host):
             problem = f"{host} is reachable from other machines, and there are no API keys."
-            raise UsageError(problem, "Set api_key_file in args, set INLAY_API_KEYS, or set insecure: true.")
+            remedy = (
+                "Set http_options.host: 127.0.0.1, api_key_file in args, INLAY_API_KEYS before Ray starts, or insecure."
+            )
+            raise UsageError(problem, remedy)
+
+
+def add_versions(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a Serve config with the version of each package: Serve replaces replicas only if the config changes.
+
+    A package that is not on this machine keeps its args.
+    """
+    apps = []
+    for each in content["applications"]:
+        args = dict(each.get("args") or {})
+        if each["import_path"] == IMPORT_PATH and "version" not in args and Path(args["package"]).exists():
+            args["version"] = read_manifest(args["package"])[1].name
+        apps.append({**each, "args": args})
+    return {**content, "applications": apps}
 
 
 class RayClient:
@@ -118,7 +137,8 @@ class RayClient:
         """Deploy the applications of a config. Other applications stay as they are."""
         names = {each["name"] for each in config.content["applications"]}
         others = [each for each in self._deployed() if each["name"] not in names]
-        self._client.deploy_applications({**config.content, "applications": [*config.content["applications"], *others]})
+        content = add_versions(config.content)
+        self._client.deploy_applications({**content, "applications": [*content["applications"], *others]})
 
     def remove(self) -> bool:
         """Remove the applications of Inlay; return whether others remain."""
@@ -199,7 +219,12 @@ def start_ray(cpus: int | None = None) -> None:
     arguments += ["--object-store-memory", str(OBJECT_STORE), *(["--num-cpus", str(cpus)] if cpus else [])]
     _ray(environment, "start", *arguments)
     _marker().parent.mkdir(parents=True, exist_ok=True)
-    _marker().write_text(json.dumps({"address": LOCAL}))
+    _marker().write_text(json.dumps({"address": LOCAL, "has_keys": VARIABLE in os.environ}))
+
+
+def has_keys() -> bool:
+    """Whether Ray was started by `start_ray` with API keys in the environment."""
+    return _marker().exists() and bool(json.loads(_marker().read_text()).get("has_keys"))
 
 
 def stop_ray() -> bool:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from inlay.errors import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from inlay.cluster.selector import EngineAddress, Selection
     from inlay.runtime.outputs import TokenOutput
@@ -37,7 +36,7 @@ PAUSES = (0.0, 0.5, 1.0, 2.0, 5.0)
 WRONG_SHARE = 0.5
 """Share of recent predictions that may be too high before the selector counts as behind."""
 CHOICES = 4
-"""How many replicas are tried in order before all are ranked again."""
+"""How many replicas without room a request tries before all are considered again."""
 RECENT = 1 / 16
 """Weight of the latest prediction in that share."""
 
@@ -69,7 +68,9 @@ class Placement:
     load: int = 0
     """Tokens of the prompt and at most of the answer."""
     replica: str | None = None
-    """The replica that was chosen. `Fleet.charge` sets it."""
+    """The replica that was chosen last. `Fleet.charge` sets it."""
+    full: set[str] = field(default_factory=set)
+    """Replicas that were chosen before it and had no room."""
     is_over: bool = False
     policy: str = ""
     """How it was chosen: kv, least_loaded or random."""
@@ -78,8 +79,8 @@ class Placement:
     start_time: float = field(default_factory=monotonic)
     accept_time: float | None = None
     """When a replica accepted the request."""
-    last_sign: float = field(default_factory=monotonic)
-    """When the request last made progress: a choice, or a message."""
+    last_sign: float | None = None
+    """When the request last made progress: a choice, or a message. None while it waits for its first choice."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Send only what the replica needs."""
@@ -107,7 +108,7 @@ class SelectorClient:
         return monotonic() >= self._closed_until
 
     async def select(
-        self, request_id: str, asked: Request, names: Sequence[str], workers: Mapping[str, EngineAddress]
+        self, request_id: str, asked: Request, names: Collection[str], workers: Mapping[str, EngineAddress]
     ) -> Selection | None:
         """Return the selector's choice among `names`; None if there is none in time. `workers` are all that exist."""
         if not self.is_open:
@@ -120,7 +121,8 @@ class SelectorClient:
                     self._actor = actor
                 if self._added != workers:
                     await self._update(actor, workers)
-                arguments = request_id, asked.prompt, asked.salt, names, asked.max_tokens
+                excluded = workers.keys() - names  # usually none: fewer names to send
+                arguments = request_id, asked.prompt, asked.salt, excluded, asked.max_tokens
                 found: Selection | None = await actor.select.remote(*arguments)
         except Exception as error:  # dead, restarting, slow: all mean that nobody can be asked
             self._fail("timeout" if isinstance(error, TimeoutError) else "failed", one_line(error))
@@ -148,13 +150,15 @@ class SelectorClient:
 
     def tell(self, method: str, request_id: str) -> None:
         """Tell the selector of a request's progress, without waiting."""
-        if self._actor is not None and self.is_open:
+        if self._actor is not None:
             with suppress(Exception):  # the reservation of a selector that is away is lost with it
                 getattr(self._actor, method).remote(request_id)
 
     def _fail(self, kind: str, problem: str) -> None:
         self._counts[f"selector_failures.{kind}"] += 1
-        self._actor, now = None, monotonic()
+        now = monotonic()
+        if kind == "failed":  # Serve may have started another one; a slow one must still be told what ends
+            self._actor = None
         if now - self._failure_time < SELECT_SECONDS:  # the same failure, of requests that came at once
             return
         LOGGER.warning("selector %s: %s", kind, problem)
@@ -185,12 +189,9 @@ class Fleet:
             if placement.replica is not None:
                 self._tokens[placement.replica] += placement.load
 
-    def accept(self, placement: Placement, replica: str) -> None:
-        """Record the replica that accepted a request: the first choice may have been full."""
+    def accept(self, placement: Placement) -> None:
+        """Record that the chosen replica accepted a request."""
         placement.last_sign = placement.accept_time = monotonic()
-        if placement.replica != replica:
-            placement.policy, placement.predicted_tokens = "least_loaded", None
-            self.charge(placement, replica)
         self.counts[f"placements.{placement.policy}"] += 1
 
     def start_decode(self, placement: Placement, cached: int, block_size: int) -> None:
@@ -215,17 +216,32 @@ class Fleet:
         """Whether a replica went silent recently."""
         return self._suspects.get(replica, 0.0) > monotonic()
 
-    async def rank(self, placement: Placement, asked: Request, workers: Mapping[str, EngineAddress]) -> list[str]:
-        """Return replicas for a request, the best first."""
+    async def choose(
+        self, placement: Placement, asked: Request, workers: Mapping[str, EngineAddress], fitting: Collection[str]
+    ) -> str:
+        """Choose one of the replicas that fit a request. `workers` are all replicas.
+
+        It is called again if the chosen replica has no room. The selector is asked first, then the load decides.
+        """
+        if placement.replica is not None:
+            placement.full.add(placement.replica)
         placement.last_sign = monotonic()
-        names = [name for name in workers if name not in placement.avoid and not self.is_suspect(name)] or list(workers)
-        if self.policy == "random":
-            placement.policy = "random"
-            return random.sample(names, min(len(names), CHOICES))
+        names = [name for name in fitting if name not in placement.avoid and not self.is_suspect(name)] or fitting
+        free = [name for name in names if name not in placement.full]
+        if not free or len(placement.full) >= CHOICES:
+            placement.full.clear()
+            free = list(names)
         found = None
-        if self.policy == "kv" and len(names) > 1:
-            found = await self.selector.select(placement.request_id, asked, names, workers)
-        placement.predicted_tokens = None if found is None else found.cached_tokens
-        placement.policy = "least_loaded" if found is None else "kv"
-        ranked = nsmallest(CHOICES, names, key=lambda name: (self._tokens[name], random.random()))
-        return ranked if found is None else [found.worker, *(name for name in ranked if name != found.worker)]
+        if self.policy == "kv" and not placement.full and len(free) > 1:
+            found = await self.selector.select(placement.request_id, asked, free, workers)
+        if found is not None and found.worker in free:  # another ingress may know other replicas
+            placement.policy, placement.predicted_tokens = "kv", found.cached_tokens
+            chosen = found.worker
+        elif self.policy == "random":
+            placement.policy, placement.predicted_tokens = "random", None
+            chosen = random.choice(free)
+        else:
+            placement.policy, placement.predicted_tokens = "least_loaded", None
+            chosen = min(free, key=lambda name: (self._tokens[name], random.random()))
+        self.charge(placement, chosen)
+        return chosen

@@ -12,6 +12,7 @@ import logging
 import secrets
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ ATTEMPTS = 5
 """How often a request is tried before it ends with an error."""
 SILENCE = 8.0
 """Seconds without a message, of several heartbeats, after which an attempt is given up."""
+WAITING = 300.0
+"""Seconds that a request may wait until a replica has room for it, or one exists that fits."""
 CANCEL_SECONDS = 1.0
 """Seconds that a call may take to react when it is cancelled."""
 RETRY_PAUSE = 0.2
@@ -97,7 +100,8 @@ class RemoteEngine:
         """`call` runs `EngineReplica.generate` on a replica. It raises `ReplicaLostError` where another may succeed."""
         manifest, folder = read_manifest(config.package)
         slots, _, self.max_seq_len, _ = (int(size) for size in manifest.states[0].shape)
-        self.text, self.settings = TextCodec.load(folder / "tokenizer"), engine_settings(config)
+        self.text = TextCodec.load(folder / "tokenizer")
+        self.settings = replace(engine_settings(config), max_waiting=config.queue * config.most_replicas)
         self.slots = min(config.slots or slots, slots) * config.most_replicas
         self.fleet = fleet
         self._call, self._fingerprint = call, text_fingerprint(manifest)
@@ -142,10 +146,13 @@ class RemoteEngine:
     async def _run(self, answer: RemoteHandle) -> None:
         """Try a request until it ends; the last error ends it."""
         request, package, avoid, error = answer.request, None, frozenset[str](), None
-        for attempt in range(ATTEMPTS):
+        failures = 0.0
+        for attempt in count():
+            if failures >= ATTEMPTS:
+                break
             if attempt:
                 self.fleet.counts["retries"] += 1
-                await asyncio.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
+                await asyncio.sleep(RETRY_PAUSE * 2 ** max(0, int(failures) - 1))
             name = f"{request.id}-{answer.id}-{attempt}"
             placement = Placement(name, self._fingerprint, package, current_trace(), self.fleet, avoid)
             placement.load = len(request.prompt) + request.max_tokens
@@ -156,6 +163,9 @@ class RemoteEngine:
                 return
             except ReplicaLostError as lost:
                 error, package = lost, placement.package if answer.sent else None
+                # a request that no replica has accepted yet may also wait where all are full
+                is_waiting = lost.kind == "silent" and placement.accept_time is None
+                failures += ATTEMPTS * SILENCE / WAITING if is_waiting else 1
                 avoid |= {placement.replica} if placement.replica else set()
                 LOGGER.warning("request %s, attempt %d on %s: %s", name, attempt + 1, placement.replica, lost)
             except InlayError as failed:
@@ -225,15 +235,18 @@ async def _next_message(call: AsyncGenerator[Message, None], placement: Placemen
     coming = asyncio.ensure_future(anext(call, None))
     try:
         while not coming.done():
-            left = placement.last_sign + SILENCE - monotonic()
-            if left <= 0:
+            if placement.last_sign is None and monotonic() > placement.start_time + WAITING:
+                raise EngineUnavailableError(f"No replica took the request within {WAITING:.0f} s.", "Try again later.")
+            if placement.last_sign is not None and monotonic() > placement.last_sign + SILENCE:
                 raise ReplicaLostError("silent", f"No sign of life for {SILENCE:.0f} s.")
-            await asyncio.wait((coming,), timeout=left)
+            await asyncio.wait((coming,), timeout=SILENCE / 8)
     finally:
         if not coming.done():
             coming.cancel()
             await asyncio.wait((coming,), timeout=CANCEL_SECONDS)
     placement.last_sign = monotonic()
+    if coming.cancelled():  # by Serve: this task was not cancelled
+        raise ReplicaLostError("failed", "The call was cancelled.")
     return coming.result()
 
 

@@ -1,6 +1,7 @@
 """The request router of the engine replicas: Serve calls it for every request, in the process of the ingress.
 
-An error here would leave the request unanswered, because Serve only logs it. So every error leads to a random order.
+It returns one replica. If that has no room, Serve asks again. An error here would leave the request unanswered, because
+Serve only logs it. So every error leads to a random order.
 """
 
 from __future__ import annotations
@@ -20,41 +21,46 @@ LOGGER = logging.getLogger("ray.serve")
 
 
 class EngineRouter(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas by cached prefix and load (`Fleet.rank`)."""
+    """Chooses a replica by cached prefix and load (`Fleet.choose`)."""
 
     _seen: list[RunningReplica] | None = None
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas to try, in order. Serve sends the request to the first that has room."""
+        """Return the replica to try, or none while no replica fits the request."""
         try:
-            return await self._rank(candidate_replicas, pending_request)
+            return await self._choose(candidate_replicas, pending_request)
         except Exception:
             LOGGER.exception("Routing failed; a random replica is used.")
             return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Record the replica that accepted a request: the first one may have been full."""
+        """Record that a replica accepted a request."""
         placement = _placement(pending_request)
         if placement is not None and placement.fleet is not None:
-            placement.fleet.accept(placement, replica_id.unique_id)
+            placement.fleet.accept(placement)
 
-    async def _rank(self, replicas: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
+    async def _choose(
+        self, replicas: list[RunningReplica], pending: PendingRequest | None
+    ) -> list[list[RunningReplica]]:
         placement = _placement(pending)
         if pending is None or placement is None or placement.fleet is None:
             return [list(replicas)]
-        pending.routing_context.should_backoff = True  # wait before they are ranked again
+        pending.routing_context.should_backoff = True  # wait before Serve asks again
         if replicas is not self._seen:
             self._by_name = {each.replica_id.unique_id: each for each in replicas}
             self._about = {name: each.replica_metadata for name, each in self._by_name.items()}
+            self._workers = {name: about["worker"] for name, about in self._about.items() if about}
+            self._fitting: dict[tuple[str, str | None], list[str]] = {}
             self._seen = replicas
-        workers = {name: about["worker"] for name, about in self._about.items() if _fits(about, placement)}
-        if not workers:
+        key = placement.text, placement.package
+        if key not in self._fitting:
+            self._fitting[key] = [name for name in self._workers if _fits(self._about[name], placement)]
+        if not self._fitting[key]:
             return []
-        ranked = await placement.fleet.rank(placement, pending.args[0], workers)
-        placement.fleet.charge(placement, ranked[0])
-        return [[self._by_name[name]] for name in ranked]
+        name = await placement.fleet.choose(placement, pending.args[0], self._workers, self._fitting[key])
+        return [[self._by_name[name]]] if name in self._by_name else []
 
 
 def _placement(pending: PendingRequest | None) -> Placement | None:

@@ -11,13 +11,14 @@ import hashlib
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 LEASE = 600.0
 """Seconds after which a reservation is released that nobody released: the process that made it is gone."""
@@ -34,16 +35,16 @@ prefix that arrive at once would be spread, and each replica would compute the p
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """An engine that can be chosen: its name, and where it publishes its KV events."""
+    """An engine that can be chosen: its name, and where it publishes its KV events. `replay` may be empty."""
 
     name: str
     events: str
     replay: str
     block_size: int
 
-    @property
+    @cached_property
     def id(self) -> int:
-        """The number that stands for the name in the selection service."""
+        """The number that stands for the name in the selection service. Each selection needs those of all workers."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "big")
 
 
@@ -82,6 +83,8 @@ class Selector:
         self._clock = clock
         self._workers: dict[str, EngineAddress] = {}
         self._reservations: OrderedDict[str, float] = OrderedDict()
+        self._placing: set[str] = set()
+        """Requests whose selection is under way."""
 
     @property
     def workers(self) -> frozenset[str]:
@@ -99,7 +102,7 @@ class Selector:
                     "endpoint": worker.name,
                     "block_size": worker.block_size,
                     "kv_events_endpoint": worker.events,
-                    "replay_endpoint": worker.replay,
+                    "replay_endpoint": worker.replay or None,
                 }
             )
             self._workers[worker.name] = worker
@@ -112,13 +115,13 @@ class Selector:
                 await self._service.delete_worker(worker.id)
 
     async def select(
-        self, request: str, tokens: Sequence[int], salt: str, names: Sequence[str], max_tokens: int
+        self, request: str, tokens: Sequence[int], salt: str, excluded: Collection[str], max_tokens: int
     ) -> Selection | None:
-        """Choose one of these workers for a prompt and reserve its load; None if none of them is known.
+        """Choose a worker that is not excluded for a prompt, and reserve its load; None if there is none.
 
         `request` is the name of the reservation. An earlier reservation of that name is released.
         """
-        allowed = [worker.id for worker in map(self._workers.get, names) if worker is not None]
+        allowed = [worker.id for name, worker in self._workers.items() if name not in excluded]
         if not allowed:
             return None
         await self.release(request)
@@ -126,11 +129,20 @@ class Selector:
         asked: dict[str, Any] = {
             "selection_id": request,
             "token_ids": list(tokens),
-            "allowed_worker_ids": allowed,
             "expected_output_tokens": max_tokens,
         }
-        found = await self._service.select_and_reserve(asked | ({"cache_salt": salt} if salt else {}))
-        self._reservations[request] = self._clock()
+        if len(allowed) < len(self._workers):
+            asked["allowed_worker_ids"] = allowed
+        if salt:
+            asked["cache_salt"] = salt
+        self._placing.add(request)
+        try:
+            found = await self._service.select_and_reserve(asked)
+            self._reservations[request] = self._clock()
+            if request not in self._placing:  # it ended meanwhile
+                await self.release(request)
+        finally:
+            self._placing.discard(request)
         return Selection(found["endpoint"], int(found["overlap"]["longest_matched"]))
 
     async def start_decode(self, request: str) -> None:
@@ -140,6 +152,7 @@ class Selector:
 
     async def release(self, request: str) -> None:
         """Release the reservation of a request that ended; a name without reservation is ignored."""
+        self._placing.discard(request)
         if self._reservations.pop(request, None) is not None:
             await self._service.free_reservation(request)
 

@@ -1,4 +1,4 @@
-"""Scenarios: prefixes, kill, update, scale, keys, cost, cpu, limits, trace.
+"""Scenarios: prefixes, kill, update, scale, keys, choices, cost, cpu, limits, trace.
 
 Each prints JSON. Run them on an idle machine, as root.
 """
@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+import urllib.request
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def prefixes(given: argparse.Namespace) -> Any:
 def _cluster_or_router(policy: str, given: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
     """Yield the port of a new cluster, or of a router with as many servers; and a function that returns counters."""
     if policy in ROUTERS:
-        options = ("--cache-memory", given.cache, "--queue", "32")
+        options = ("--cache-memory", given.cache, "--queue", "64")  # none refuses, however they are chosen
         with routed(policy, given.package, given.replicas, *options) as port:
             yield port, dict
         return
@@ -59,7 +60,16 @@ def _cluster_or_router(policy: str, given: argparse.Namespace) -> Iterator[tuple
 
 
 def _router_counters(cluster: Deployment) -> dict[str, float]:
-    wanted = ("placements_total", "selector_failures", "attempts_failed", "predicted_tokens", "retries", "resumed")
+    wanted = (
+        "placements_total",
+        "placement_seconds_sum",
+        "placement_seconds_count",
+        "selector_failures",
+        "attempts_failed",
+        "predicted_tokens",
+        "retries",
+        "resumed",
+    )
     return {name: value for name, value in cluster.metrics().items() if value and any(each in name for each in wanted)}
 
 
@@ -189,11 +199,21 @@ DISTURBANCES = {
 
 
 def update(given: argparse.Namespace) -> Any:
-    """A rolling update to another package during 500 requests: every answer is one of the two packages' own."""
+    """A rolling update during 500 requests, with the same config: the folder has another package.
+
+    Every answer must be one of the two packages' own.
+    """
     answers: dict[str, dict[str, str]] = {}
     with deployment() as cluster:
+        link = cluster.folder / "package"
+
+        def deploy(package: Path) -> float:
+            link.unlink(missing_ok=True)
+            link.symlink_to(package.resolve())
+            return cluster.up(link, replicas=given.replicas, queue=32)
+
         for package in (given.other, given.package):
-            cluster.up(package, replicas=given.replicas, queue=32)
+            deploy(package)
             bodies, answers[str(package)] = _known_answers(cluster.port, 25, given.tokens)
         outcomes: list[Outcome] = []
 
@@ -201,7 +221,7 @@ def update(given: argparse.Namespace) -> Any:
             while done() < given.requests // 5:
                 await asyncio.sleep(0.1)
             DISTURBED.append(f"{done()} done: update")
-            seconds = await asyncio.to_thread(cluster.up, given.other, replicas=given.replicas, queue=32)
+            seconds = await asyncio.to_thread(deploy, given.other)
             DISTURBED.append(f"{done()} done: updated after {seconds:.0f} s")
 
         start = now()
@@ -268,6 +288,20 @@ def keys(given: argparse.Namespace) -> Any:
         return {"rows": rows, **_router_counters(cluster)}
 
 
+def choices(given: argparse.Namespace) -> Any:
+    """Requests with two prompts and three choices each: six calls of one HTTP request, all of which are answered."""
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=given.replicas, queue=32)
+        bodies = [
+            {"prompt": [prompt(20, each), prompt(9, -each)], "n": 3, "max_tokens": 5, "ignore_eos": True}
+            for each in range(given.requests)
+        ]
+        start = now()
+        outcomes = asyncio.run(run(cluster.port, bodies, given.clients))
+        tokens = sorted({each.result.tokens for each in outcomes})
+        return {**summary(outcomes, now() - start), "tokens_of_a_request": tokens, **_router_counters(cluster)}
+
+
 def cost(given: argparse.Namespace) -> Any:
     """The first token of a short prompt, one client, one thread: from one server, and through each policy or router."""
 
@@ -275,18 +309,32 @@ def cost(given: argparse.Namespace) -> Any:
         body = {"prompt": prompt(2, number), "max_tokens": 1, "temperature": 0}
         return (await send_request(port, body)).time_to_first_token * 1000
 
+    def plain(port: int) -> float:
+        start = now()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
+            answer.read()
+        return (now() - start) * 1000
+
     with ExitStack() as stack:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         ports = {"direct": stack.enter_context(serving(given.package, env=env))[0]}
+        counters = {}
         for name in given.policies.split(","):
-            ports[name], _ = stack.enter_context(_cluster_or_router(name, given))
+            ports[name], counters[name] = stack.enter_context(_cluster_or_router(name, given))
         times: dict[str, list[float]] = {name: [] for name in ports}
+        models: dict[str, list[float]] = {name: [] for name in ports}
         for number in range(given.requests):
             for name, port in ports.items():
                 times[name].append(asyncio.run(once(port, number)))
+                models[name].append(plain(port))
         extra = {name: [a - b for a, b in zip(found, times["direct"], strict=True)] for name, found in times.items()}
         return {
-            name: {"p50_ms": percentile(found[5:], 0.5), "over_direct_p50_ms": percentile(extra[name][5:], 0.5)}
+            name: {
+                "first_token_p50_ms": percentile(found[5:], 0.5),
+                "over_direct_p50_ms": percentile(extra[name][5:], 0.5),
+                "models_p50_ms": percentile(models[name][5:], 0.5),
+                **({"counters": counters[name]()} if name in counters else {}),
+            }
             for name, found in times.items()
         }
 
@@ -363,7 +411,7 @@ def _spans(text: str) -> list[dict[str, Any]]:
     return found
 
 
-SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, cost, cpu, limits, trace)}
+SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, choices, cost, cpu, limits, trace)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
 from inlay.serve.http.request_log import RequestRecord
 from inlay.serve.http.router_routes import INFO_ROUTES, TOKENIZER_ROUTES
+from inlay.serve.http.settings import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -92,6 +93,8 @@ class RequestMiddleware:
         ):
             message = f"The Host header must be {' or '.join(serving.settings.allowed_hosts)}."
             raise ApiError(421, message, code="wrong_host")
+        if serving.settings.allowed_hosts and record.client and not is_loopback(record.client):
+            raise ApiError(403, "Without API keys, only this machine is answered.", code="remote_client")
         if path not in PUBLIC_ROUTES and not (path == "/metrics" and serving.settings.public_metrics):
             state["tenant"] = serving.keys.authenticate(headers.get(b"authorization", b""))
             if state["tenant"] is None:
