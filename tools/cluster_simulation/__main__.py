@@ -72,7 +72,10 @@ def _workload(given: argparse.Namespace, room: int) -> Workload:
 
 
 def _run(given: argparse.Namespace) -> None:
-    recording = Recording.read(given.steps).scaled(given.slowdown)
+    recording = Recording.read(given.steps)
+    if recording.problem:
+        Console(stderr=True).print(recording.problem)
+    recording = recording.scaled(given.slowdown)
     if given.cache_blocks is not None:
         recording = replace(recording, shape=replace(recording.shape, cache_blocks=given.cache_blocks))
     cluster = ClusterShape(given.replicas, given.failure_mean, given.start_seconds, sync_seconds=given.sync_seconds)

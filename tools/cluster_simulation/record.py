@@ -1,7 +1,7 @@
 """Records the step durations of a real engine with one thread, and fits `StepTimes` to them.
 
 With `--processes 2`, two engines record at the same time: they share caches and memory bandwidth as replicas on one
-machine do. As a check, random requests are then run on the engine and on its simulation, step by step.
+machine do. As a check, random requests are then run on the engines and on their simulation, step by step.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ def check(engine: Engine, clock: Clock, times: StepTimes, seed: int, requests: i
     errors = sorted(abs(two / one - 1) for one, two in pairs if one > 1e-3)
     return {
         "check_total": predicted / measured - 1,
+        "check_weighted": sum(abs(two - one) for one, two in pairs) / measured,
         "check_step_p50": errors[len(errors) // 2],
         "check_steps": len(pairs),
     }
@@ -197,7 +198,6 @@ def record_here(given: argparse.Namespace) -> Recording:
         pass
     shape = engine_shape(engine)
     times, error = fit(shape, samples)
-    error |= check(engine, clock, times, given.seed)
     engine.close()
     return Recording(shape, times, error, {"seconds": time.perf_counter() - started}, samples)
 
@@ -211,8 +211,6 @@ def _merge(found: Sequence[dict[str, Any]], clock: str) -> Recording:
     for name in ("load_seconds", "empty_step"):
         samples[name] = statistics.fmean(each["samples"][name] for each in found)
     times, error = fit(shape, samples)
-    checks = {name: [each["error"][name] for each in found] for name in found[0]["error"] if name.startswith("check")}
-    error |= {name: statistics.fmean(values) for name, values in checks.items()}
     about = {
         "processes": len(found),
         "clock": clock,
@@ -222,10 +220,19 @@ def _merge(found: Sequence[dict[str, Any]], clock: str) -> Recording:
     return Recording(shape, times, error, about, samples)
 
 
-def run(given: argparse.Namespace) -> None:
-    """Record in new processes with one thread each."""
+def check_here(given: argparse.Namespace) -> dict[str, float]:
+    """Check the step times of a file with an engine in this process."""
+    engine = Engine.open(given.package, EngineSettings(cache_bytes=given.cache_bytes))
+    engine._warm_up()
+    found = check(engine, CLOCKS[given.clock], Recording.read(given.check).times, given.seed)
+    engine.close()
+    return found
+
+
+def _in_processes(given: argparse.Namespace, *more: str) -> list[dict[str, Any]]:
+    """Return what several processes with one thread each print, that run at the same time."""
     command = [sys.executable, "-m", "tools.cluster_simulation.record", str(given.package), "--steps", str(given.steps)]
-    command += ["--rounds", str(given.rounds), "--passes", str(given.passes), "--clock", given.clock]
+    command += ["--rounds", str(given.rounds), "--passes", str(given.passes), "--clock", given.clock, *more]
     if given.cache_bytes is not None:
         command += ["--cache-bytes", str(given.cache_bytes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -236,9 +243,19 @@ def run(given: argparse.Namespace) -> None:
     told = [each.communicate()[0] for each in started]
     if any(each.returncode for each in started):
         raise SystemExit("A recording process failed.")
-    recording = _merge([json.loads(each) for each in told], given.clock)
+    return [json.loads(each) for each in told]
+
+
+def run(given: argparse.Namespace) -> None:
+    """Record in new processes, and check the fit in others."""
+    recording = _merge(_in_processes(given), given.clock)
+    recording.write(given.out)
+    checks = _in_processes(given, "--check", str(given.out))
+    recording.error.update({name: statistics.fmean(each[name] for each in checks) for name in checks[0]})
     recording.write(given.out)
     print(json.dumps(recording.error, indent=1))
+    if problem := recording.problem:
+        raise SystemExit(f"{problem} Record again on an idle machine.")
 
 
 def _add_options(options: argparse.ArgumentParser) -> None:
@@ -263,5 +280,6 @@ if __name__ == "__main__":
     _options = argparse.ArgumentParser(description=__doc__)
     _add_options(_options)
     _options.add_argument("--seed", type=int, default=0)
+    _options.add_argument("--check", type=Path, help="check this recording instead")
     _given = _options.parse_args()
-    print(json.dumps(asdict(record_here(_given))))
+    print(json.dumps(check_here(_given) if _given.check else asdict(record_here(_given))))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _T = TypeVar("_T")
+MOST_WRONG = 0.1
+"""Relative error of the sum of all predicted steps above which a recording is not used without a warning."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ class Recording:
     """How it was recorded."""
     samples: dict[str, Any] = field(default_factory=dict)
     """The measured durations."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the recording; empty if its check succeeded."""
+        wrong = self.error.get("check_total", 0.0)
+        return f"The step times differ by {wrong:+.0%} from those of the engine." if abs(wrong) > MOST_WRONG else ""
 
     def write(self, path: Path) -> None:
         """Write the recording as JSON."""

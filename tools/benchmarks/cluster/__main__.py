@@ -12,8 +12,8 @@ import os
 import random
 import signal
 import sys
-import time
 import urllib.request
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from tools.benchmarks.http_client import percentile, send_request
 from tools.benchmarks.serving import prompt, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     Disturbance = Callable[[Callable[[], int]], Awaitable[None]]
 
@@ -73,8 +73,8 @@ def _router_counters(cluster: Deployment) -> dict[str, float]:
     return {name: value for name, value in cluster.metrics().items() if value and any(each in name for each in wanted)}
 
 
-def _known_answers(port: int, count: int, made: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return requests and their answers from a cluster that nothing disturbs."""
+def _known_answers(package: Path, count: int, made: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return requests and their answers from a server without a cluster."""
     bodies = [
         {
             "prompt": prompt(30, number),
@@ -85,15 +85,16 @@ def _known_answers(port: int, count: int, made: int) -> tuple[list[dict[str, Any
         }
         for number in range(count)
     ]
-    answers = asyncio.run(run(port, bodies, 8))
-    return bodies, {each.body["prompt"]: each.result.text for each in answers if each.end == "exact"}
+    with serving(package, env={**os.environ, "OMP_NUM_THREADS": "1"}) as (port, _, _):
+        answers = asyncio.run(run(port, bodies, 8))
+    return bodies, {each.body["prompt"]: each.result.text for each in answers if each.end == "whole"}
 
 
 def kill(given: argparse.Namespace) -> Any:
     """Streaming requests while something is killed or stopped every few seconds; every answer is compared."""
+    known, answers = _known_answers(given.package, 50, given.tokens)
     with deployment() as cluster:
         cluster.up(given.package, replicas=given.replicas, queue=32)
-        known, answers = _known_answers(cluster.port, 50, given.tokens)
         bodies = [known[number % len(known)] for number in range(given.requests)]
         disturb = DISTURBANCES[given.what]
         start = now()
@@ -170,8 +171,8 @@ def _cut_off_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturb
             pids = await asyncio.to_thread(cluster.pids)
             if pids:
                 name = rng.choice(sorted(pids))
-                DISTURBED.append(f"{done()} done: cut off {name} of {len(pids)}")
-                await asyncio.to_thread(cut_off, pids[name], given.every)
+                ports = await asyncio.to_thread(cut_off, pids[name], given.every)
+                DISTURBED.append(f"{done()} done: {name} of {len(pids)} was cut off, {ports} ports")
 
     return disturb
 
@@ -201,9 +202,13 @@ DISTURBANCES = {
 def update(given: argparse.Namespace) -> Any:
     """A rolling update during 500 requests, with the same config: the folder has another package.
 
-    Every answer must be one of the two packages' own.
+    Every answer must be one of the two packages' own. Only prompts are sent whose two answers differ.
     """
     answers: dict[str, dict[str, str]] = {}
+    for package in (given.other, given.package):
+        bodies, answers[str(package)] = _known_answers(package, 50, given.tokens)
+    old, new = answers[str(given.package)], answers[str(given.other)]
+    bodies = [each for each in bodies if old[each["prompt"]] != new[each["prompt"]]]
     with deployment() as cluster:
         link = cluster.folder / "package"
 
@@ -212,9 +217,7 @@ def update(given: argparse.Namespace) -> Any:
             link.symlink_to(package.resolve())
             return cluster.up(link, replicas=given.replicas, queue=32)
 
-        for package in (given.other, given.package):
-            deploy(package)
-            bodies, answers[str(package)] = _known_answers(cluster.port, 25, given.tokens)
+        deploy(given.package)
         outcomes: list[Outcome] = []
 
         async def roll(done: Callable[[], int]) -> None:
@@ -223,6 +226,7 @@ def update(given: argparse.Namespace) -> Any:
             DISTURBED.append(f"{done()} done: update")
             seconds = await asyncio.to_thread(deploy, given.other)
             DISTURBED.append(f"{done()} done: updated after {seconds:.0f} s")
+            await asyncio.Event().wait()
 
         start = now()
         wanted = [bodies[number % len(bodies)] for number in range(given.requests)]
@@ -230,8 +234,8 @@ def update(given: argparse.Namespace) -> Any:
         by = {str(package): 0 for package in (given.package, given.other)}
         for each in outcomes:
             of = [name for name, known in answers.items() if known[each.body["prompt"]] == each.result.text]
-            if each.end == "exact" and not of:
-                each.end = "wrong"
+            if each.end == "whole":
+                each.end = "exact" if of else "wrong"
             for name in of:
                 by[name] += 1
         return {**summary(outcomes, now() - start), "answers_of": by, "disturbances": DISTURBED}
@@ -256,19 +260,25 @@ def scale(given: argparse.Namespace) -> Any:
                     return
                 await asyncio.sleep(1)
 
-        async def both() -> list[Outcome]:
+        async def both() -> tuple[list[Outcome], list[Outcome]]:
             bodies = [
                 {"prompt": prompt(250, number), "max_tokens": 32, "temperature": 0} for number in range(given.requests)
             ]
             watching = asyncio.ensure_future(watch())
-            outcomes = await run(cluster.port, bodies, given.clients, retries=100)
+            outcomes = await run(cluster.port, bodies, given.clients)
             trickle = [{"prompt": prompt(20, number), "max_tokens": 8, "temperature": 0} for number in range(10_000)]
+            light: list[Outcome] = []
             while not watching.done():  # a light load stays, so that replicas are removed under requests
-                outcomes += await run(cluster.port, [trickle.pop() for _ in range(4)], 2)
-            return outcomes
+                light += await run(cluster.port, [trickle.pop() for _ in range(4)], 2)
+            return outcomes, light
 
-        outcomes = asyncio.run(both())
-        return {**summary(outcomes, now() - start), "most": max(count for _, count in seen), "last": seen[-1]}
+        outcomes, light = asyncio.run(both())
+        return {
+            **summary(outcomes, now() - start),
+            "light_load": Counter(each.end for each in light),
+            "most": max(count for _, count in seen),
+            "last": seen[-1],
+        }
 
 
 def keys(given: argparse.Namespace) -> Any:
@@ -319,6 +329,8 @@ def cost(given: argparse.Namespace) -> Any:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         ports = {"direct": stack.enter_context(serving(given.package, env=env))[0]}
         counters = {}
+        if len(set(given.policies.split(",")) - set(ROUTERS)) > 1:
+            raise SystemExit("cost compares one policy of a cluster with routers: a second cluster would be an update")
         for name in given.policies.split(","):
             ports[name], counters[name] = stack.enter_context(_cluster_or_router(name, given))
         times: dict[str, list[float]] = {name: [] for name in ports}
@@ -343,8 +355,8 @@ def cpu(given: argparse.Namespace) -> Any:
     """CPU milliseconds of each process for a request and for a token: two loads that differ in tokens only."""
     with deployment() as cluster:
         cluster.up(given.package, replicas=given.replicas, queue=64)
-        asyncio.run(run(cluster.port, [{"prompt": prompt(2, each), "max_tokens": 8} for each in range(50)], 16))
-        idle = _used(lambda: time.sleep(20))
+        asyncio.run(run(cluster.port, [{"prompt": prompt(2, each), "max_tokens": 8} for each in range(50)], 8))
+        idle, _ = _used(asyncio.sleep(20))
         rows = {}
         for made in (1, given.tokens):
             bodies = [
@@ -352,7 +364,8 @@ def cpu(given: argparse.Namespace) -> Any:
                 for each in range(given.requests)
             ]
             start = now()
-            used = _used(lambda bodies=bodies: asyncio.run(run(cluster.port, bodies, given.clients)))  # type: ignore[misc]
+            used, outcomes = _used(run(cluster.port, bodies, given.clients))
+            assert {each.end for each in outcomes} == {"whole"}, "a request failed"
             seconds = now() - start
             rows[made] = {name: value - idle[name] * seconds / 20 for name, value in used.items()}
         few, many = rows.values()
@@ -364,14 +377,15 @@ def cpu(given: argparse.Namespace) -> Any:
         }
 
 
-def _used(work: Callable[[], Any]) -> dict[str, float]:
+def _used(work: Coroutine[Any, Any, Any]) -> tuple[dict[str, float], Any]:
+    """Return the CPU seconds of each kind of process, and the result."""
     before = cpu_seconds()
-    work()
-    return difference(before, cpu_seconds())
+    result = asyncio.run(work)
+    return difference(before, cpu_seconds()), result
 
 
 def limits(given: argparse.Namespace) -> Any:
-    """The selector with 1 to 1,000 workers, and the event plane. Needs no package."""
+    """The selector with 1 to 1,000 workers, and the event plane. The package is not used."""
     return measure()
 
 

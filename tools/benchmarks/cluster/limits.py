@@ -8,11 +8,14 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from inlay.cluster.selector import PREDICTED_SECONDS
 from inlay.runtime.kv.events import EventLog, RemovedEvent, StoredEvent
 from inlay.serve.kv_events.encoding import WireEncoder
 from tools.benchmarks.http_client import percentile
@@ -35,6 +38,10 @@ def _blocks(rng: random.Random, count: int, first: int) -> list[StoredEvent]:
     return made
 
 
+def _selection(*given: int) -> dict[str, float]:
+    return asyncio.run(selection(*given))
+
+
 def event_bytes() -> dict[str, float]:
     """Return the bytes of a stored and a removed block in vLLM's format."""
     encoder, blocks = WireEncoder(BLOCK), _blocks(random.Random(0), 100, 1 << 60)
@@ -47,11 +54,11 @@ def event_bytes() -> dict[str, float]:
 async def selection(workers: int, blocks: int, tokens: int, rounds: int) -> dict[str, float]:
     """Return times, memory and file descriptors of a selector whose workers each have so many blocks."""
     rng = random.Random(workers)
-    before = _memory(), len(os.listdir("/proc/self/fd"))
-    selector = new_selector(time.monotonic)
-    feed = EventFeed(selector, BLOCK, 1_000_000)  # publishers in another process, which is not measured
     names = [f"replica-{number}" for number in range(workers)]
     caches = {name: _blocks(rng, blocks, 10 + 1_000_000 * number) for number, name in enumerate(names)}
+    before = _memory(), len(os.listdir("/proc/self/fd"))
+    selector = new_selector(time.monotonic, PREDICTED_SECONDS)
+    feed = EventFeed(selector, BLOCK, 1_000_000)  # publishers in another process, which is not measured
     started = time.perf_counter()
     await feed.open({name: [] for name in names})
     opened, cpu = time.perf_counter(), time.process_time()
@@ -101,8 +108,8 @@ def _memory() -> int:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Return the CPU seconds of the processes of a cluster, summed by what they are."""
-    found: defaultdict[str, float] = defaultdict(float)
+    """Return the CPU seconds of the processes of a cluster, by what they are, process and start time."""
+    found: dict[str, float] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -112,8 +119,8 @@ def cpu_seconds() -> dict[str, float]:
         except OSError:  # it ended
             continue
         if kind := _kind(line):
-            found[kind] += (int(fields[11]) + int(fields[12])) / _TICKS
-    return dict(found)
+            found[f"{kind} {folder.name} {fields[19]}"] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
 
 
 KINDS = {
@@ -124,6 +131,8 @@ KINDS = {
     "ray::ServeController": "controller",
     "raylet/raylet": "raylet",
     "gcs_server": "gcs",
+    "ray::": "other",
+    "/ray/": "other",
 }
 
 
@@ -132,11 +141,20 @@ def _kind(line: str) -> str | None:
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return what was used between two measurements."""
-    return {name: after[name] - before.get(name, 0.0) for name in after}
+    """Return what each kind of process used between two measurements."""
+    if gone := {name for name in before.keys() - after.keys() if not name.startswith("other")}:
+        raise RuntimeError(f"ended meanwhile: {', '.join(gone)}")
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, value in after.items():
+        found[name.split()[0]] += value - before.get(name, 0.0)
+    return dict(found)
 
 
 def measure(counts: tuple[int, ...] = (1, 10, 100, 1000)) -> dict[str, Any]:
     """Measure the selector and the event plane."""
-    rows = [asyncio.run(selection(count, 200 if count > 100 else 1000, 1024, 200)) for count in counts]
+    rows = []
+    for count in counts:  # each in a process of its own, because memory is measured
+        given = count, 200 if count > 100 else 1000, 1024, 200
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            rows.append(process.submit(_selection, *given).result())
     return {"event_bytes": event_bytes(), "log_event_microseconds": log_event_microseconds(), "selection": rows}

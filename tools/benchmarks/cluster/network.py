@@ -31,13 +31,19 @@ def connections() -> Iterator[Connection]:
             yield Connection(state, int(local), 0 if remote == "*" else int(remote), int(pid))
 
 
-def cut_off(pid: int, seconds: float) -> None:
-    """Drop every packet from and to a process for a time. Connections that it opens meanwhile are cut too."""
+def cut_off(pid: int, seconds: float) -> int:
+    """Drop every packet from and to a process for a time. Connections that it opens meanwhile are cut too.
+
+    Return the number of ports.
+    """
     until = time.monotonic() + seconds
     with _Dropped() as dropped:
         while time.monotonic() < until:
             dropped.add(each.local for each in connections() if each.pid == pid)
             time.sleep(0.1)
+        if not dropped.ports:
+            raise RuntimeError(f"process {pid} has no connection")
+        return len(dropped.ports)
 
 
 def lose_events(selector: int, engines: set[int], seconds: float) -> int:
@@ -47,6 +53,8 @@ def lose_events(selector: int, engines: set[int], seconds: float) -> int:
     """
     listening = {each.local for each in connections() if each.pid in engines and each.state == "LISTEN"}
     of_events = [each for each in connections() if each.pid == selector and each.remote in listening]
+    if not of_events:
+        raise RuntimeError("the selector has no connection to an engine")
     with _Dropped() as dropped:
         dropped.add(each.local for each in of_events)
         time.sleep(seconds)
@@ -68,15 +76,15 @@ class _Dropped:
             "add chain inet inlay_cut input { type filter hook input priority 0; };"
             "add rule inet inlay_cut input tcp sport @ports drop; add rule inet inlay_cut input tcp dport @ports drop"
         )
-        self._ports: set[int] = set()
+        self.ports: set[int] = set()
         return self
 
     def add(self, ports: Iterable[int]) -> None:
         """Drop the packets of further ports."""
-        new = set(ports) - self._ports
+        new = set(ports) - self.ports
         if new:
             _nft(f"add element inet inlay_cut ports {{ {', '.join(map(str, sorted(new)))} }}")
-            self._ports |= new
+            self.ports |= new
 
     def __exit__(self, *_: object) -> None:
         _nft("delete table inet inlay_cut")
