@@ -145,6 +145,23 @@ def test_requests_that_come_at_once_are_spread() -> None:
     _run(main())
 
 
+def test_reservations_of_a_replica_that_is_gone_fail_nothing() -> None:
+    """The service drops them. What an ended or expired one releases then must not fail the next selection."""
+    rng, now = random.Random(7), [0.0]
+
+    async def main() -> None:
+        async with replicas(clock=lambda: now[0]) as here:
+            for name in NAMES:
+                assert await here.selector.select(name, _prompt(rng, 2), "", NOT[name], 5) is not None
+            await here.selector.remove(["one", "two"])
+            await here.selector.start_decode("one")
+            await here.selector.release("one")
+            now[0] += 2 * selectors.LEASE
+            assert await here.selector.select("next", _prompt(rng, 2), "", (), 5) is not None
+
+    _run(main())
+
+
 def test_requests_with_one_prefix_that_come_at_once_stay_together() -> None:
     """The first one is not computed yet, so no KV event says that a replica has the prefix. Tenants share nothing."""
     rng = random.Random(6)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from inlay.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 LEASE = 600.0
 """Seconds after which a reservation is released that nobody released: the process that made it is gone."""
@@ -148,13 +148,13 @@ class Selector:
     async def start_decode(self, request: str) -> None:
         """State that a request has its first token, so its prompt is no load any more."""
         if request in self._reservations:
-            await self._service.prefill_complete(request)
+            await _ignore_unknown(self._service.prefill_complete(request))
 
     async def release(self, request: str) -> None:
         """Release the reservation of a request that ended; a name without reservation is ignored."""
         self._placing.discard(request)
         if self._reservations.pop(request, None) is not None:
-            await self._service.free_reservation(request)
+            await _ignore_unknown(self._service.free_reservation(request))
 
     async def _release_expired(self) -> None:
         due = self._clock() - LEASE
@@ -164,3 +164,12 @@ class Selector:
     def close(self) -> None:
         """Stop the service."""
         self._service.shutdown()
+
+
+async def _ignore_unknown(call: Awaitable[object]) -> None:
+    """Await a call about a reservation that the service may have dropped, because its worker was removed."""
+    try:
+        await call
+    except Exception as error:
+        if getattr(error, "kind", None) != "not_found":
+            raise
