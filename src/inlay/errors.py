@@ -59,11 +59,7 @@ class InlayError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle any subclass, whatever its constructor takes: errors cross processes."""
-        return _restore, (type(self), self.args), self.__dict__
-
-
-def _restore(of: type[InlayError], args: tuple[object, ...]) -> InlayError:
-    return of.__new__(of, *args)
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class MachineError(InlayError):

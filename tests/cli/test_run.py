@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import inlay
 from inlay.cli import model_options
+from inlay.cli.console import Command
 from inlay.cli.run import run
 from inlay.runtime import LanguageModel, Sampling
 from tests.text_models import EagerStepper, byte_tokenizer, small_model, text_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.fast
 
 app = typer.Typer(rich_markup_mode="rich")
-app.command()(run)
+app.command(cls=Command)(run)
 SPEED = r"^\d+ tokens, \d+\.\d tokens/s, first token after \d+\.\d\d s$"
 
 

@@ -47,6 +47,12 @@ def test_two_keys_share_nothing(package: Path) -> None:
     assert [row["cached_tokens"] > 0 for row in rows] == [False, False, True, True]
 
 
+def test_nothing_listens_on_other_addresses(package: Path) -> None:
+    """Serve's replicas would: `inlay.cluster.replica_port` binds them."""
+    found = scenario("addresses", package, "--replicas", "2")
+    assert set(found) <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
+
+
 def test_all_choices_of_a_request_are_answered(package: Path) -> None:
     found = scenario("choices", package, "--replicas", "2", "--requests", "40", "--clients", "8")
     assert found["ends"] == {"whole": 40}

@@ -78,7 +78,7 @@ async def replicas(
         }
         selector = Selector(clock=clock, predicted_seconds=predicted_seconds)
         stack.callback(selector.close)
-        await selector.add(found.values())
+        await selector.update(found.values(), ())
         yield Replicas(selector, managers, found)
 
 
@@ -114,11 +114,11 @@ def test_a_replica_that_is_gone_is_not_chosen_and_one_that_is_back_is_new() -> N
         async with replicas() as here:
             here.hold("two", prompt)
             await here.until(prompt, ("two", 4 * SIZE))
-            await here.selector.remove(["two", "never there"])
-            assert here.selector.workers == {"one", "three"}
+            await here.selector.update((), ["two", "never there"])
+            assert here.selector._workers.keys() == {"one", "three"}
             assert (await here.choose(prompt))[1] == 0
             assert await here.selector.select("x", prompt, "", NOT["two"], 1) is None
-            await here.selector.add([here.addresses["two"]])
+            await here.selector.update([here.addresses["two"]], ())
             await here.until(prompt, ("two", 4 * SIZE))
 
     _run(main())
@@ -153,7 +153,7 @@ def test_reservations_of_a_replica_that_is_gone_fail_nothing() -> None:
         async with replicas(clock=lambda: now[0]) as here:
             for name in NAMES:
                 assert await here.selector.select(name, _prompt(rng, 2), "", NOT[name], 5) is not None
-            await here.selector.remove(["one", "two"])
+            await here.selector.update((), ["one", "two"])
             await here.selector.start_decode("one")
             await here.selector.release("one")
             now[0] += 2 * selectors.LEASE

@@ -15,8 +15,8 @@ from inlay.errors import InlayError, ProgramError, UsageError
 from inlay.runtime import FinishReason, Sampling
 from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.kv.events import CacheMirror, StoredEvent, UpdatedEvent
-from inlay.runtime.outputs import collect
-from inlay.runtime.request import EngineClosedError, QueueFullError, Request
+from inlay.runtime.outputs import TokenOutput, collect
+from inlay.runtime.request import EngineClosedError, QueueFullError, Request, RequestHandle
 from tests.runtime.single_request import CLOSE, alone, first_difference
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-    from inlay.runtime.request import RequestHandle
 
     Open = Callable[..., Engine]
 
@@ -461,3 +459,25 @@ def test_hashes_of_equal_prefixes_are_equal_in_two_engines(opened: Open) -> None
         _steps(engine, engine.submit(Request(_prompt(40), max_tokens=1)))
         hashes.append([event.hash for _, event in engine.event_log.read(0) if isinstance(event, StoredEvent)])
     assert hashes[0] == hashes[1] != []
+
+
+def test_outputs_and_an_error_that_arrived_before_anybody_reads() -> None:
+    """A reader that starts late gets both, and one that waits gets a sign of life."""
+    output = TokenOutput("a", 5, 0.0)
+
+    async def read(answer: RequestHandle, heartbeat: float | None) -> list[list[TokenOutput]]:
+        found = []
+        try:
+            async for batch in answer.batches(heartbeat):
+                found.append(batch)
+                if not batch:
+                    answer.put([output], ProgramError("It failed."))
+        except ProgramError:
+            return found
+        raise AssertionError("the error is lost")
+
+    late = RequestHandle(0, Request((1,)))
+    late.put([output])
+    late.put([], ProgramError("It failed."))
+    assert asyncio.run(asyncio.wait_for(read(late, None), 60)) == [[output]]
+    assert asyncio.run(asyncio.wait_for(read(RequestHandle(1, Request((1,))), 0.01), 60)) == [[], [output]]

@@ -125,12 +125,12 @@ class EventFeed:
             address, replay = self._publishers.open(name)
             self._workers[name] = EngineAddress(name, address, replay, self._block_size)
             self._ids[name] = self._workers[name].id
-        await self._selector.add([self._workers[name] for name in events])
+        await self._selector.update([self._workers[name] for name in events], ())
         await self.sync(events)
 
     async def close(self, names: Sequence[str]) -> None:
         """Unsubscribe the service from publishers and stop them."""
-        await self._selector.remove(names)
+        await self._selector.update((), names)
         self._publishers.close(names)
         for name in names:
             del self._workers[name], self._markers[name], self._ids[name]

@@ -89,7 +89,7 @@ class RealSelection(Policy):
 
     async def open(self, events: Mapping[str, Sequence[CacheEvent]]) -> None:
         """Subscribe to the servers."""
-        await self._selector.add(self._workers)
+        await self._selector.update(self._workers, ())
         await asyncio.sleep(1)
 
     async def choose(self, key: str, request: Request, names: Sequence[str]) -> str:

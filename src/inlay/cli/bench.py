@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from inlay.cli.console import err, error_boundary, out, print_json, progress
+from inlay.cli.console import err, out, print_json, progress
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.errors import UsageError
 
@@ -66,40 +66,39 @@ def bench(
 
     Example: [bold]inlay bench ./smollm2 --against ./peers --model model.gguf --picture speed.svg[/]
     """
-    with error_boundary():
-        from inlay.bench.chart import draw
-        from inlay.bench.contestants import find, package_contestant
-        from inlay.bench.metrics import report
-        from inlay.bench.rounds import Workload, assign_tasks, run_rounds, steps
-        from inlay.package.loader import read_manifest
+    from inlay.bench.chart import draw
+    from inlay.bench.contestants import find, package_contestant
+    from inlay.bench.metrics import report
+    from inlay.bench.rounds import Workload, assign_tasks, run_rounds, steps
+    from inlay.package.loader import read_manifest
 
-        manifest, _ = read_manifest(package)
-        if probe:
-            _probe(manifest, as_json)
-            return
-        if manifest.kind != "decoder":
-            raise UsageError(f"{package} is a compiled program, not a language model.", "Choose a language model.")
-        if chart is not None and not chart.parent.is_dir():
-            raise UsageError(f"{chart.parent} is not a folder.", "Create it first.")
-        us = package_contestant(package, manifest)
-        others = find(scripts, peers, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
-        slots, _, room, _ = (int(size) for size in manifest.states[0].shape)
-        workload, notes = Workload(batch=batch).fit(room, slots)
-        entries = assign_tasks(us, others, workload, slots)
-        with progress(steps(entries, rounds)) as step:
-            raced = run_rounds(entries, rounds, step)
-        if us.name not in raced.samples:
-            raise UsageError(raced.notes[0])
-        raced.notes[:0] = notes
-        made = {"package": str(package), "model": manifest.model, **report(raced, batch)}
-        if chart is not None:
-            chart.write_text(draw(made, f"{manifest.model}, {manifest.target.threads} threads"))
-        if as_json:
-            print_json(made)
-            return
-        _print(made, batch)
-        if chart is not None:
-            err.print(f"Wrote {chart}.", markup=False)
+    manifest, _ = read_manifest(package)
+    if probe:
+        _probe(manifest, as_json)
+        return
+    if manifest.kind != "decoder":
+        raise UsageError(f"{package} is a compiled program, not a language model.", "Choose a language model.")
+    if chart is not None and not chart.parent.is_dir():
+        raise UsageError(f"{chart.parent} is not a folder.", "Create it first.")
+    us = package_contestant(package, manifest)
+    others = find(scripts, peers, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
+    slots, _, room, _ = (int(size) for size in manifest.states[0].shape)
+    workload, notes = Workload(batch=batch).fit(room, slots)
+    entries = assign_tasks(us, others, workload, slots)
+    with progress(steps(entries, rounds)) as step:
+        raced = run_rounds(entries, rounds, step)
+    if us.name not in raced.samples:
+        raise UsageError(raced.notes[0])
+    raced.notes[:0] = notes
+    made = {"package": str(package), "model": manifest.model, **report(raced, batch)}
+    if chart is not None:
+        chart.write_text(draw(made, f"{manifest.model}, {manifest.target.threads} threads"))
+    if as_json:
+        print_json(made)
+        return
+    _print(made, batch)
+    if chart is not None:
+        err.print(f"Wrote {chart}.", markup=False)
 
 
 def _print(made: Mapping[str, Any], batch: int) -> None:

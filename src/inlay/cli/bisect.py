@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inlay.cli.console import err, error_boundary, out, print_json
+from inlay.cli.console import err, out, print_json
 from inlay.cli.model_options import DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
@@ -64,57 +64,56 @@ def bisect(
 
     Example: [bold]inlay bisect --watch -- python compare.py[/]
     """
-    with error_boundary():
-        if watch:
-            if any((passes, resume, output, find_all, files, settings, dtype, trust, oracle != "logits")):
-                raise UsageError("With --watch, the only other option is --json.", "See `inlay bisect --help`.")
-            _bisect_watched(words, as_json)
-            return
-        model, *more = words
-        if more:
-            raise UsageError(f"{more[0]} is one argument too many.", "Name one model, or a program with --watch.")
-        from inlay.insight.bisect import Bisection, load_answers, save_answers
-        from inlay.insight.oracles import make_oracle
-        from inlay.integrations.external_pass import load_external_pass as external_pass
-        from inlay.package.files import stamp
-        from inlay.package_cache import compute_key
-        from inlay.program.text.printer import dump
-        from inlay.transforms import configure
-        from inlay.transforms.pass_manager import TransformStep
+    if watch:
+        if any((passes, resume, output, find_all, files, settings, dtype, trust, oracle != "logits")):
+            raise UsageError("With --watch, the only other option is --json.", "See `inlay bisect --help`.")
+        _bisect_watched(words, as_json)
+        return
+    model, *more = words
+    if more:
+        raise UsageError(f"{more[0]} is one argument too many.", "Name one model, or a program with --watch.")
+    from inlay.insight.bisect import Bisection, load_answers, save_answers
+    from inlay.insight.oracles import make_oracle
+    from inlay.integrations.external_pass import load_external_pass as external_pass
+    from inlay.package.files import stamp
+    from inlay.package_cache import compute_key
+    from inlay.program.text.printer import dump
+    from inlay.transforms import configure
+    from inlay.transforms.pass_manager import TransformStep
 
-        program = read_program(model, dtype, trust)
-        steps = [
-            *configure(resolve_config(program, files, settings)),
-            *(TransformStep(text, external_pass(text)) for text in passes or ()),
-        ]
+    program = read_program(model, dtype, trust)
+    steps = [
+        *configure(resolve_config(program, files, settings)),
+        *(TransformStep(text, external_pass(text)) for text in passes or ()),
+    ]
 
-        def note(text: str, good: bool) -> None:
-            err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)
-            if resume is not None:
-                save_answers(resume, key, bisection.answers)
+    def note(text: str, good: bool) -> None:
+        err.print(f"{'good' if good else 'bad '} {text}", markup=False, soft_wrap=True)
+        if resume is not None:
+            save_answers(resume, key, bisection.answers)
 
-        asked = {"oracle": oracle, "passes": passes, "config": files or (), "settings": settings, "dtype": dtype}
-        code = [stamp(Path(str(sys.modules[text.partition(":")[0]].__file__))) for text in passes or ()]
-        key = hashlib.sha256(repr((compute_key(model, asked), dump(program), code)).encode()).hexdigest()
-        answers = load_answers(resume, key) if resume is not None else {}
-        bisection = Bisection(program, steps, make_oracle(oracle, program), answers, note)
-        found = bisection.find_all(None if find_all else 3)
-        if as_json:
-            print_json(found.to_json())
-        else:
-            for line in (*found.sentences, f"{found.runs} runs."):
-                out.print(line, markup=False, soft_wrap=True)
-        if found.groups and output is not None:
-            options = {
-                "oracle": oracle,
-                "dtype": dtype.value if dtype else "",
-                "config": [str(file.resolve()) for file in files or ()],
-                "settings": list(settings or ()),
-                "trust_remote_code": trust,
-            }
-            output.write_text(_script(model, found.groups[0], options))
-        if found.groups:
-            raise typer.Exit(int(ExitCode.FAILED))
+    asked = {"oracle": oracle, "passes": passes, "config": files or (), "settings": settings, "dtype": dtype}
+    code = [stamp(Path(str(sys.modules[text.partition(":")[0]].__file__))) for text in passes or ()]
+    key = hashlib.sha256(repr((compute_key(model, asked), dump(program), code)).encode()).hexdigest()
+    answers = load_answers(resume, key) if resume is not None else {}
+    bisection = Bisection(program, steps, make_oracle(oracle, program), answers, note)
+    found = bisection.find_all(None if find_all else 3)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for line in (*found.sentences, f"{found.runs} runs."):
+            out.print(line, markup=False, soft_wrap=True)
+    if found.groups and output is not None:
+        options = {
+            "oracle": oracle,
+            "dtype": dtype.value if dtype else "",
+            "config": [str(file.resolve()) for file in files or ()],
+            "settings": list(settings or ()),
+            "trust_remote_code": trust,
+        }
+        output.write_text(_script(model, found.groups[0], options))
+    if found.groups:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _bisect_watched(command: list[str], as_json: bool) -> None:

@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from inlay.cli import model_options as options
 from inlay.cli.cache import print_lookup
-from inlay.cli.console import error_boundary, make_table, out, print_json, progress
-from inlay.cli.model_options import (
-    BUILD_STEPS,
-    MAX_BATCH,
-    MAX_LENGTH,
-    BuildMaxBatchOption,
-    BuildMaxLengthOption,
-    BuildModelArgument,
-    CodeTarget,
-    TrustOption,
-    WeightsOption,
-)
+from inlay.cli.console import make_table, out, print_json, progress
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError
 from inlay.sizes import format_bytes
@@ -30,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def build(
-    model: BuildModelArgument,
+    model: options.BuildModelArgument,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the package to.", show_default=False)],
-    max_length: BuildMaxLengthOption = None,
-    max_batch: BuildMaxBatchOption = None,
+    max_length: options.BuildMaxLengthOption = None,
+    max_batch: options.BuildMaxBatchOption = None,
     buckets: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,10 +33,10 @@ def build(
             " batch=1,length=2..64. May be given several times. none: compile once for all sizes.",
         ),
     ] = None,
-    weights: WeightsOption = None,
+    weights: options.WeightsOption = None,
     kernels: Annotated[
-        CodeTarget, typer.Option("--kernels", help="native: for this processor. portable: for any with AVX2.")
-    ] = CodeTarget.NATIVE,
+        options.CodeTarget, typer.Option("--kernels", help="native: for this processor. portable: for any with AVX2.")
+    ] = options.CodeTarget.NATIVE,
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="OUTPUT=INPUT", help="Declare that OUTPUT shares the storage of INPUT."),
@@ -62,7 +52,7 @@ def build(
         bool, typer.Option("--explain-cache", help="Report the cache hit, or the factors that changed.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = False,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Compile a model into a package: a folder that loads fast and needs no compiler.
 
@@ -72,29 +62,28 @@ def build(
 
     Example: [bold]inlay build ./my-model -o ./package --explain-cache[/]
     """
-    with error_boundary():
-        from inlay.flow import BuildOptions, build
+    from inlay.flow import BuildOptions, build
 
-        options = BuildOptions(
-            max_length=max_length or MAX_LENGTH,
-            max_batch=max_batch or MAX_BATCH,
-            buckets=_buckets(buckets),
-            weights=weights.value if weights else "",
-            kernels=kernels.value,
-            config=tuple(files or ()),
-            settings=tuple(settings or ()),
-            alias=_aliases(alias or ()),
-            dump=dump,
-            trust_remote_code=trust,
-            use_cache=not no_cache,
-        )
-        with progress(BUILD_STEPS) as step:
-            made = build(model, output, options, on_step=step)
-        if as_json:
-            print_json(_as_json(made))
-        else:
-            _print(made)
-            print_lookup(made.cache, explain_cache)
+    asked = BuildOptions(
+        max_length=max_length or options.MAX_LENGTH,
+        max_batch=max_batch or options.MAX_BATCH,
+        buckets=_buckets(buckets),
+        weights=weights.value if weights else "",
+        kernels=kernels.value,
+        config=tuple(files or ()),
+        settings=tuple(settings or ()),
+        alias=_aliases(alias or ()),
+        dump=dump,
+        trust_remote_code=trust,
+        use_cache=not no_cache,
+    )
+    with progress(options.BUILD_STEPS) as step:
+        made = build(model, output, asked, on_step=step)
+    if as_json:
+        print_json(_as_json(made))
+    else:
+        _print(made)
+        print_lookup(made.cache, explain_cache)
 
 
 def _buckets(given: list[str] | None) -> tuple[str, ...] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import Command, error_boundary, make_table, out, print_json
+from inlay.cli.console import Command, make_table, out, print_json
 from inlay.errors import UsageError
 from inlay.sizes import format_bytes, parse_bytes
 
@@ -29,37 +29,36 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")] = F
 
     Example: [bold]inlay cache ls[/]
     """
-    with error_boundary():
-        from inlay.build_cache.store import BuildCache
-        from inlay.package_cache import PackageCache
+    from inlay.build_cache.store import BuildCache
+    from inlay.package_cache import PackageCache
 
-        cache, packages = BuildCache(), PackageCache()
-        rows, now, built = cache.listing(), time.time(), packages.entries()
-        if as_json:
-            listed = [{**vars(each), "folder": str(each.folder)} for each in built]
-            print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows, "packages": listed})
-            return
-        columns = "entry", "model", "size", "built", "last used", "hits", "build time"
-        table = make_table(*columns, right=("size", "hits", "build time"))
-        for row in rows:
-            times = [f"{format_duration(now - row[name])} ago" for name in ("created_at", "last_used")]
-            numbers = str(row["hits"]), f"{row['build_seconds']:.0f} s"
-            table.add_row(row["entry"][:12], row["model"], format_bytes(row["size"]), *times, *numbers)
-        if rows:
-            out.print(table, markup=False)
-        total = sum(row["size"] for row in rows)
-        count = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
-        out.print(
-            f"{count}, {format_bytes(total)} of at most {format_bytes(cache.limit)}, in {cache.folder}", soft_wrap=True
-        )
-        if built:
-            table = make_table("package of", "size", "last used")
-            for each in built:
-                table.add_row(each.model, format_bytes(each.size), f"{format_duration(now - each.last_used)} ago")
-            out.print()
-            out.print(table, markup=False)
-            total = format_bytes(sum(each.size for each in built))
-            out.print(f"{total} of packages in {packages.folder}", soft_wrap=True)
+    cache, packages = BuildCache(), PackageCache()
+    rows, now, built = cache.listing(), time.time(), packages.entries()
+    if as_json:
+        listed = [{**vars(each), "folder": str(each.folder)} for each in built]
+        print_json({"folder": str(cache.folder), "limit": cache.limit, "entries": rows, "packages": listed})
+        return
+    columns = "entry", "model", "size", "built", "last used", "hits", "build time"
+    table = make_table(*columns, right=("size", "hits", "build time"))
+    for row in rows:
+        times = [f"{format_duration(now - row[name])} ago" for name in ("created_at", "last_used")]
+        numbers = str(row["hits"]), f"{row['build_seconds']:.0f} s"
+        table.add_row(row["entry"][:12], row["model"], format_bytes(row["size"]), *times, *numbers)
+    if rows:
+        out.print(table, markup=False)
+    total = sum(row["size"] for row in rows)
+    count = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
+    out.print(
+        f"{count}, {format_bytes(total)} of at most {format_bytes(cache.limit)}, in {cache.folder}", soft_wrap=True
+    )
+    if built:
+        table = make_table("package of", "size", "last used")
+        for each in built:
+            table.add_row(each.model, format_bytes(each.size), f"{format_duration(now - each.last_used)} ago")
+        out.print()
+        out.print(table, markup=False)
+        total = format_bytes(sum(each.size for each in built))
+        out.print(f"{total} of packages in {packages.folder}", soft_wrap=True)
 
 
 @app.command("clear", cls=Command)
@@ -74,17 +73,16 @@ def clear(
 
     Example: [bold]inlay cache clear --older-than 7d[/]
     """
-    with error_boundary():
-        from inlay import derived_cache
-        from inlay.build_cache.store import BuildCache
-        from inlay.package_cache import PackageCache
+    from inlay import derived_cache
+    from inlay.build_cache.store import BuildCache
+    from inlay.package_cache import PackageCache
 
-        age = parse_duration(older_than)
-        count, freed = BuildCache().clear(age)
-        packages, size = PackageCache().clear(time.time() - age)
-        size += derived_cache.clear() if not age else 0
-        also = f" and {'1 package' if packages == 1 else f'{packages} packages'}" if packages else ""
-        out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}{also}, {format_bytes(freed + size)}.")
+    age = parse_duration(older_than)
+    count, freed = BuildCache().clear(age)
+    packages, size = PackageCache().clear(time.time() - age)
+    size += derived_cache.clear() if not age else 0
+    also = f" and {'1 package' if packages == 1 else f'{packages} packages'}" if packages else ""
+    out.print(f"Removed {'1 entry' if count == 1 else f'{count} entries'}{also}, {format_bytes(freed + size)}.")
 
 
 @app.command("limit", cls=Command)
@@ -97,13 +95,12 @@ def limit(
 
     Example: [bold]inlay cache limit 8GB[/]
     """
-    with error_boundary():
-        from inlay.build_cache.store import BuildCache
+    from inlay.build_cache.store import BuildCache
 
-        cache = BuildCache()
-        if size:
-            cache.limit = parse_bytes(size)
-        out.print(f"The limit of the cache is {format_bytes(cache.limit)}.")
+    cache = BuildCache()
+    if size:
+        cache.limit = parse_bytes(size)
+    out.print(f"The limit of the cache is {format_bytes(cache.limit)}.")
 
 
 def parse_duration(text: str) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from inlay.cli.console import error_boundary, out, print_json, progress
+from inlay.cli.console import out, print_json, progress
 from inlay.cli.model_options import DTypeOption, OptionalModelArgument, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.sizes import format_bytes
@@ -64,60 +64,59 @@ def candidates(
 
     Example: [bold]inlay candidates --tree ./vllm --json[/]
     """
-    with error_boundary():
-        from inlay.errors import UsageError
+    from inlay.errors import UsageError
 
-        if force_kernel and kernel is None:
-            raise UsageError("--force-kernel requires --kernel triton.", "Omit it, or add --kernel triton.")
-        if kernel is not None and scaffold is None:
-            raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
-        if no_transforms and as_built:
-            raise UsageError("--no-transforms and --as-built name two programs.", "Leave one out.")
-        if model is None and not tree:
-            raise UsageError("There is neither MODEL nor --tree.", "Give a model, a source tree, or both.")
-        if model is None and (scaffold is not None or measure):
-            raise UsageError("--scaffold and --measure need MODEL.", "Omit them to list the source tree.")
-        with progress({"reading": 1}) as step:
-            from inlay.ops.catalog.source_tree import scan_tree
+    if force_kernel and kernel is None:
+        raise UsageError("--force-kernel requires --kernel triton.", "Omit it, or add --kernel triton.")
+    if kernel is not None and scaffold is None:
+        raise UsageError("--kernel requires --scaffold NAME.", "Run without both to list the names.")
+    if no_transforms and as_built:
+        raise UsageError("--no-transforms and --as-built name two programs.", "Leave one out.")
+    if model is None and not tree:
+        raise UsageError("There is neither MODEL nor --tree.", "Give a model, a source tree, or both.")
+    if model is None and (scaffold is not None or measure):
+        raise UsageError("--scaffold and --measure need MODEL.", "Omit them to list the source tree.")
+    with progress({"reading": 1}) as step:
+        from inlay.ops.catalog.source_tree import scan_tree
 
-            scans = [scan_tree(each, step) for each in tree or ()]
-        if model is None:
-            if as_json:
-                print_json({"trees": [scan.to_json() for scan in scans]})
-            for scan in scans if not as_json else ():
-                _print_tree(scan, markdown)
-            return
-        program = read_program(model, dtype, trust)
-        with progress(_STEPS) as step:
-            from inlay.flow import BuildOptions, prepare
-            from inlay.insight.candidates import SIZES_TEXT, find_candidates, searched_text
-            from inlay.insight.candidates.measurement import measure as measured
-            from inlay.insight.explanation import drop_contract
-            from inlay.transforms import configure, run
+        scans = [scan_tree(each, step) for each in tree or ()]
+    if model is None:
+        if as_json:
+            print_json({"trees": [scan.to_json() for scan in scans]})
+        for scan in scans if not as_json else ():
+            _print_tree(scan, markdown)
+        return
+    program = read_program(model, dtype, trust)
+    with progress(_STEPS) as step:
+        from inlay.flow import BuildOptions, prepare
+        from inlay.insight.candidates import SIZES_TEXT, find_candidates, searched_text
+        from inlay.insight.candidates.measurement import measure as measured
+        from inlay.insight.explanation import drop_contract
+        from inlay.transforms import configure, run
 
-            if not no_transforms:
-                step("transforming")
-                resolved = resolve_config(program, files, settings)
-                if as_built:
-                    prepared = prepare(program, BuildOptions(config=tuple(files or ()), settings=tuple(settings or ())))
-                    program, resolved = prepared.program, prepared.config
-                program = run(program, [drop_contract(each) for each in configure(resolved)])[0]
-            searched = searched_text(program, is_captured=no_transforms)
-            search = find_candidates(program, step, [entry for scan in scans for entry in scan.entries])
-            if measure:
-                search = measured(search, step)
-        if scaffold is not None:
-            from inlay.insight.scaffold.writer import write_scaffold
+        if not no_transforms:
+            step("transforming")
+            resolved = resolve_config(program, files, settings)
+            if as_built:
+                prepared = prepare(program, BuildOptions(config=tuple(files or ()), settings=tuple(settings or ())))
+                program, resolved = prepared.program, prepared.config
+            program = run(program, [drop_contract(each) for each in configure(resolved)])[0]
+        searched = searched_text(program, is_captured=no_transforms)
+        search = find_candidates(program, step, [entry for scan in scans for entry in scan.entries])
+        if measure:
+            search = measured(search, step)
+    if scaffold is not None:
+        from inlay.insight.scaffold.writer import write_scaffold
 
-            for path in write_scaffold(search, scaffold, into, kernel or "", force_kernel):
-                out.print(str(path), markup=False)
-        elif as_json:
-            rows, trees = [each.to_json() for each in search.candidates], [scan.to_json() for scan in scans]
-            found = {"model": program.name, "searched": searched, "candidates": rows, "sizes": SIZES_TEXT}
-            print_json(found | {"total": vars(search.total), "trees": [each | {"entries": None} for each in trees]})
-        else:
-            out.print(f"Searched: {searched}.", highlight=False)
-            _print(search, markdown, scans)
+        for path in write_scaffold(search, scaffold, into, kernel or "", force_kernel):
+            out.print(str(path), markup=False)
+    elif as_json:
+        rows, trees = [each.to_json() for each in search.candidates], [scan.to_json() for scan in scans]
+        found = {"model": program.name, "searched": searched, "candidates": rows, "sizes": SIZES_TEXT}
+        print_json(found | {"total": vars(search.total), "trees": [each | {"entries": None} for each in trees]})
+    else:
+        out.print(f"Searched: {searched}.", highlight=False)
+        _print(search, markdown, scans)
 
 
 def _print_tree(scan: TreeScan, markdown: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli import model_options as options
-from inlay.cli.console import err, error_boundary
+from inlay.cli.console import err
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import InlayError, UsageError
 
@@ -40,20 +40,19 @@ def chat(
 
     Example: [bold]inlay chat model.gguf --system "Answer in one sentence."[/]
     """
-    with error_boundary():
-        from inlay.runtime.engine import Engine, EngineSettings
-        from inlay.runtime.sampling import Sampling
+    from inlay.runtime.engine import Engine, EngineSettings
+    from inlay.runtime.sampling import Sampling
 
-        sampling = Sampling(temperature, top_p=top_p if temperature else 1.0, seed=seed)
-        package = options.ensure_package(target, max_length, max_batch, weights, settings, trust)
-        engine = Engine.open(package, EngineSettings(slots=1))
-        if engine.text.chat is None:
-            raise UsageError(f"{target} has no chat template.", f'Use `inlay run {target} "…" --raw`.')
-        engine.start()
-        try:
-            _converse(engine, system, sampling, max_tokens)
-        finally:
-            engine.close()
+    sampling = Sampling(temperature, top_p=top_p if temperature else 1.0, seed=seed)
+    package = options.ensure_package(target, max_length, max_batch, weights, settings, trust)
+    engine = Engine.open(package, EngineSettings(slots=1))
+    if engine.text.chat is None:
+        raise UsageError(f"{target} has no chat template.", f'Use `inlay run {target} "…" --raw`.')
+    engine.start()
+    try:
+        _converse(engine, system, sampling, max_tokens)
+    finally:
+        engine.close()
 
 
 def _converse(engine: Engine, system: str | None, sampling: Sampling, max_tokens: int) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from inlay.cli.console import Command, err, error_boundary, make_table, out, print_json
-from inlay.errors import UsageError
+from inlay.cli.console import Command, err, make_table, out, print_json
+from inlay.errors import MachineError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
     from types import ModuleType
 
     from inlay.cluster.lifecycle import RayClient, ServeConfig
@@ -27,6 +26,8 @@ app = typer.Typer(
 AddressOption = Annotated[
     str | None, typer.Option("--address", help="Ray's dashboard, such as http://head:8265; by default on this machine.")
 ]
+POLL = 0.5
+"""Seconds between two questions about a deployment."""
 LINES = 10.0
 """Seconds between two lines of progress without a terminal."""
 
@@ -47,22 +48,23 @@ def up(
 
     Example: [bold]inlay cluster up cluster.yaml[/]
     """
-    with error_boundary():
-        lifecycle = _lifecycle(create_token=address is None)
+    lifecycle = _lifecycle(create_token=address is None)
+    try:
         client = lifecycle.RayClient(address or lifecycle.LOCAL)
-        is_running = client.is_running()
-        has_environment = address is None and (not is_running or lifecycle.has_keys())
-        wanted = lifecycle.read_config(config, has_environment=has_environment)
-        if not is_running:
-            if address is not None:
-                raise UsageError(f"No Ray cluster answers at {address}.", "Check the address of its dashboard.")
-            err.print("starting Ray …")
-            lifecycle.start_ray(cpus)
-            client = lifecycle.RayClient()
-        client.deploy(wanted)
-        _wait(client, wanted, timeout)
-        for name, each in wanted.clusters.items():
-            out.print(f"Cluster [bold]{escape(name)}[/] serves {escape(each.package)} at [bold]{wanted.url}/v1[/]")
+    except MachineError:
+        if address is not None:
+            raise
+        client = None
+    has_environment = address is None and (client is None or lifecycle.has_keys())
+    wanted = lifecycle.read_config(config, has_environment=has_environment)
+    if client is None:
+        err.print("starting Ray …")
+        lifecycle.start_ray(cpus)
+        client = lifecycle.RayClient()
+    client.deploy(wanted)
+    _wait(client, wanted, timeout)
+    for name, each in wanted.clusters.items():
+        out.print(f"Cluster [bold]{escape(name)}[/] serves {escape(each.package)} at [bold]{wanted.url}/v1[/]")
 
 
 @app.command("status", cls=Command)
@@ -73,24 +75,24 @@ def status(
 
     Example: [bold]inlay cluster status[/]
     """
-    with error_boundary():
-        lifecycle = _lifecycle()
-        found = lifecycle.RayClient(address or lifecycle.LOCAL).status()
-        if as_json:
-            print_json(found)
-            return
-        table = make_table("application", "deployment", "replica", "state", "node", "since")
-        for name, details in found.items():
-            for row in _rows(details):
-                table.add_row(name, *row)
-        if found:
-            out.print(table, markup=False)
-        for name, details in found.items():
-            out.print(
-                f"{name}: {details['status']}{': ' if details['message'] else ''}{details['message']}", markup=False
-            )
-        if not found:
-            out.print("No cluster is deployed. Start one with `inlay cluster up CONFIG`.")
+    lifecycle = _lifecycle()
+    found = lifecycle.RayClient(address or lifecycle.LOCAL).status()
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        out.print("No cluster is deployed. Start one with `inlay cluster up CONFIG`.")
+        return
+    table = make_table("application", "deployment", "replica", "state", "node", "since")
+    for name, details in found.items():
+        for deployment, about in details.get("deployments", {}).items():
+            for replica in about["replicas"]:
+                since = time.time() - (replica.get("start_time_s") or time.time())
+                state, node = replica["state"], str(replica.get("node_ip"))
+                table.add_row(name, deployment, replica["replica_id"], state, node, f"{since:.0f} s")
+    out.print(table, markup=False)
+    for name, details in found.items():
+        out.print(": ".join(filter(None, (name, details["status"], details["message"]))), markup=False)
 
 
 @app.command("down", cls=Command)
@@ -99,13 +101,12 @@ def down(address: AddressOption = None) -> None:
 
     Example: [bold]inlay cluster down[/]
     """
-    with error_boundary():
-        lifecycle = _lifecycle()
-        client = lifecycle.RayClient(address or lifecycle.LOCAL)
-        others = client.remove()
-        stopped = address is None and not others and lifecycle.stop_ray()
-        kept = "Ray was stopped." if stopped else "Ray keeps running."
-        out.print(f"The cluster was removed. {kept}")
+    lifecycle = _lifecycle()
+    client = lifecycle.RayClient(address or lifecycle.LOCAL)
+    others = client.remove()
+    stopped = address is None and not others and lifecycle.stop_ray()
+    kept = "Ray was stopped." if stopped else "Ray keeps running."
+    out.print(f"The cluster was removed. {kept}")
 
 
 def _lifecycle(create_token: bool = False) -> ModuleType:
@@ -122,7 +123,7 @@ def _wait(client: RayClient, wanted: ServeConfig, seconds: float) -> None:
     """Wait until the cluster runs; show what is missing."""
     start = shown = time.monotonic()
     with err.status("deploying …") as spinner:
-        for missing in client.wait(wanted.clusters):
+        while missing := client.missing(wanted.clusters):
             now = time.monotonic()
             if now - start > seconds:
                 raise UsageError(
@@ -132,10 +133,4 @@ def _wait(client: RayClient, wanted: ServeConfig, seconds: float) -> None:
             if not err.is_terminal and now - shown > LINES:
                 shown = now
                 err.print(f"{now - start:4.0f} s  {missing}", markup=False, soft_wrap=True)
-
-
-def _rows(details: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    for name, deployment in details.get("deployments", {}).items():
-        for replica in deployment["replicas"]:
-            since = time.time() - (replica.get("start_time_s") or time.time())
-            yield name, replica["replica_id"], replica["state"], str(replica.get("node_ip")), f"{since:.0f} s"
+            time.sleep(POLL)

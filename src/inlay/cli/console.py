@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperCommand
@@ -30,7 +31,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class Command(TyperCommand):
-    """A command whose help shows no type for flags and a short one for ranges: names need the room."""
+    """A command inside `error_boundary`, whose help shows no type for flags and a short one for ranges."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,6 +46,10 @@ class Command(TyperCommand):
         if option is not None:
             option.metavar = ""
         return option
+
+    def invoke(self, ctx: Any) -> Any:
+        with error_boundary():
+            return super().invoke(ctx)
 
 
 class GlobalOptions:
@@ -79,7 +84,7 @@ def error_boundary() -> Iterator[None]:
             err.print(traceback.format_exc(), markup=False)
         text = f"{type(error).__name__}: {one_line(error)}"
         err.print(
-            f"[bold red]error:[/] Internal error: {_escape(text)}."
+            f"[bold red]error:[/] Internal error: {escape(text)}."
             " Please report it, with the output of `inlay --debug …`.",
             soft_wrap=True,
         )
@@ -90,7 +95,7 @@ def _fail(error: InlayError) -> NoReturn:
     if global_options.debug:
         err.print(traceback.format_exc(), markup=False)
     text = "".join(each if each.isprintable() or each == "\n" else "�" for each in str(error))
-    err.print(f"[bold red]error:[/] {_escape(text)}", soft_wrap=True)
+    err.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
     raise typer.Exit(int(error.exit_code)) from error
 
 
@@ -113,10 +118,6 @@ def disk_full_error(error: BaseException) -> MachineError | None:
             )
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import out, print_json
 from inlay.cli.model_options import AtOption, DTypeOption, Level, TrustOption, read_program
 from inlay.errors import ExitCode
 
@@ -49,16 +49,15 @@ def diff(
 
     Example: [bold]inlay diff ./package-1 ./package-2 -o diff.html[/]
     """
-    with error_boundary():
-        from inlay.insight.report.comparison import require_same_kind
+    from inlay.insight.report.comparison import require_same_kind
 
-        if require_same_kind(left, right) != "program":
-            equal = _tables(left, right, output, as_json)
-        else:
-            programs = read_program(left, dtype, trust, at), read_program(right, dtype, trust, at)
-            equal = _programs(programs, (left, right), output, as_json, context)
-        if not equal:
-            raise typer.Exit(int(ExitCode.FAILED))
+    if require_same_kind(left, right) != "program":
+        equal = _tables(left, right, output, as_json)
+    else:
+        programs = read_program(left, dtype, trust, at), read_program(right, dtype, trust, at)
+        equal = _programs(programs, (left, right), output, as_json, context)
+    if not equal:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _tables(left: str, right: str, output: Path | None, as_json: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from inlay.cli.console import error_boundary, make_table, out, print_json
+from inlay.cli.console import make_table, out, print_json
 from inlay.errors import ExitCode
 from inlay.machine import CheckStatus, run_checks
 
@@ -22,14 +22,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
 
     Example: [bold]inlay doctor[/]
     """
-    with error_boundary():
-        checks = list(run_checks())
-        if as_json:
-            print_json([asdict(check) for check in checks])
-        else:
-            table = make_table("", "check", "found", "remedy", fold=True)
-            for check in checks:
-                table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
-            out.print(table)
-        if any(check.status is CheckStatus.FAIL for check in checks):
-            raise typer.Exit(int(ExitCode.FAILED))
+    checks = list(run_checks())
+    if as_json:
+        print_json([asdict(check) for check in checks])
+    else:
+        table = make_table("", "check", "found", "remedy", fold=True)
+        for check in checks:
+            table.add_row(_MARKS[check.status], check.name, escape(check.found), escape(check.remedy))
+        out.print(table)
+    if any(check.status is CheckStatus.FAIL for check in checks):
+        raise typer.Exit(int(ExitCode.FAILED))

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from inlay import derived_cache
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import out, print_json
 from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import steps_up_to
@@ -52,37 +52,34 @@ def explain(
 
     Example: [bold]inlay explain MODEL --pass match_rms_norm --json[/]
     """
-    with error_boundary():
-        if Path(model).is_dir() and _print_watched(model, pass_name, show_all, as_json):
-            return
-        asked = _Question(model, pass_name, files or [], settings or [], dtype, trust, at)
-        name = _stored_name(asked)
-        explained = derived_cache.read(name) if name else None
-        if explained is None and name and pass_name:  # it may be a part of the explanation of all transforms
-            of_all = derived_cache.read(_stored_name(replace(asked, pass_name=None))) or []
-            explained = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
-        if explained is None:
-            explained, is_own = _compute(asked)
-            if name and is_own and _stored_name(asked) == name:
-                derived_cache.write(name, explained)
-        if as_json:
-            print_json(explained)
-            return
-        near = sum(len(finding["roots"]) for each in explained for finding in _near_misses(each))
-        hidden = sum(len(finding["roots"]) for each in explained for finding in each["findings"]) - near
-        shown = "shown" if show_all else "hidden, --all shows them"
-        trivial = f"; {hidden} trivial ones {shown}" if hidden else ""
-        if pass_name is None or hidden:
-            out.print(f"{near} near miss{'' if near == 1 else 'es'}{trivial}.", highlight=False)
-        for each in sorted(explained, key=lambda each: (bool(each["matches"]), not _near_misses(each))):
-            _print(each, show_all, most=None if pass_name is not None else _MOST)
-        silent = [each for each in explained if not _near_misses(each) and not each["matches"]]
-        if ran := [each["transform"] for each in silent if each["status"] == "ran"]:
-            out.print(Text(f"No match and no near miss: {', '.join(ran)}.", style="dim"))
-        if skipped := [
-            f"{each['transform']} ({each['skip_reason']})" for each in silent if each["status"] == "skipped"
-        ]:
-            out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
+    if Path(model).is_dir() and _print_watched(model, pass_name, show_all, as_json):
+        return
+    asked = _Question(model, pass_name, files or [], settings or [], dtype, trust, at)
+    name = _stored_name(asked)
+    explained = derived_cache.read(name) if name else None
+    if explained is None and name and pass_name:  # it may be a part of the explanation of all transforms
+        of_all = derived_cache.read(_stored_name(replace(asked, pass_name=None))) or []
+        explained = [each for each in of_all if each["transform"] == pass_name and each["status"] == "ran"] or None
+    if explained is None:
+        explained, is_own = _compute(asked)
+        if name and is_own and _stored_name(asked) == name:
+            derived_cache.write(name, explained)
+    if as_json:
+        print_json(explained)
+        return
+    near = sum(len(finding["roots"]) for each in explained for finding in _near_misses(each))
+    hidden = sum(len(finding["roots"]) for each in explained for finding in each["findings"]) - near
+    shown = "shown" if show_all else "hidden, --all shows them"
+    trivial = f"; {hidden} trivial ones {shown}" if hidden else ""
+    if pass_name is None or hidden:
+        out.print(f"{near} near miss{'' if near == 1 else 'es'}{trivial}.", highlight=False)
+    for each in sorted(explained, key=lambda each: (bool(each["matches"]), not _near_misses(each))):
+        _print(each, show_all, most=None if pass_name is not None else _MOST)
+    silent = [each for each in explained if not _near_misses(each) and not each["matches"]]
+    if ran := [each["transform"] for each in silent if each["status"] == "ran"]:
+        out.print(Text(f"No match and no near miss: {', '.join(ran)}.", style="dim"))
+    if skipped := [f"{each['transform']} ({each['skip_reason']})" for each in silent if each["status"] == "skipped"]:
+        out.print(Text(f"Skipped: {', '.join(skipped)}.", style="dim"))
 
 
 def _print_watched(folder: str, pass_name: str | None, show_all: bool, as_json: bool) -> bool:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from inlay.cli.build import print_pieces
-from inlay.cli.console import error_boundary, make_table, out, print_json
+from inlay.cli.console import make_table, out, print_json
 from inlay.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -33,16 +33,15 @@ def inspect(
 
     Example: [bold]inlay inspect ./smollm2 --verify[/]
     """
-    with error_boundary():
-        from inlay.package.loader import check_package, read_manifest
+    from inlay.package.loader import check_package, read_manifest
 
-        manifest, folder = read_manifest(package)
-        if verify:
-            check_package(manifest, folder, verify=True)
-        if as_json:
-            print_json(json.loads(manifest.text()))
-            return
-        _print(manifest, folder, verify)
+    manifest, folder = read_manifest(package)
+    if verify:
+        check_package(manifest, folder, verify=True)
+    if as_json:
+        print_json(json.loads(manifest.text()))
+        return
+    _print(manifest, folder, verify)
 
 
 def _print(manifest: Manifest, folder: Path, verified: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import error_boundary, out, print_json
+from inlay.cli.console import out, print_json
 from inlay.cli.model_options import AtOption, DType, DTypeOption, Level, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError, printable
@@ -37,18 +37,15 @@ def lock(
 
     Example: [bold]inlay lock ./my-model -o matches.lock[/]
     """
-    with error_boundary():
-        from inlay.transforms.lock import Lock, LockOptions, versions
+    from inlay.transforms.lock import Lock, LockOptions, versions
 
-        made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "", at.value)
-        found = [_lock_entry(model, made, trust) for model in models]
-        text = Lock(versions=versions(), options=made, models=found).text()
-        before = output.read_text() if output.exists() else ""
-        for line in difflib.unified_diff(
-            before.splitlines(), text.splitlines(), "before", str(output), lineterm="", n=1
-        ):
-            out.print(line, markup=False, soft_wrap=True)
-        output.write_text(text)
+    made = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "", at.value)
+    found = [_lock_entry(model, made, trust) for model in models]
+    text = Lock(versions=versions(), options=made, models=found).text()
+    before = output.read_text() if output.exists() else ""
+    for line in difflib.unified_diff(before.splitlines(), text.splitlines(), "before", str(output), lineterm="", n=1):
+        out.print(line, markup=False, soft_wrap=True)
+    output.write_text(text)
 
 
 def check(
@@ -66,34 +63,33 @@ def check(
 
     Example: [bold]inlay check --lock matches.lock[/]
     """
-    with error_boundary():
-        from inlay.transforms.lock import Comparison, LockOptions, read_lock
+    from inlay.transforms.lock import Comparison, LockOptions, read_lock
 
-        locked = read_lock(file)
-        given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
-        given.at = locked.options.at
-        made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
-        seen = Comparison([*locked.changes(), *made.changes()])
-        for old in locked.models:
-            seen.differences += _compare(old, made, trust)
-        if as_json:
-            print_json(seen.to_json())
-        else:
-            for each in seen.differences:
-                if os.environ.get("GITHUB_ACTIONS"):
-                    out.print(each.annotation(file), markup=False, soft_wrap=True)
-                else:
-                    level = "differs" if each.fails else "note"
-                    out.print(printable(f"{level}: {each.model}: {each.message}"), markup=False, soft_wrap=True)
-            if seen.holds:
-                out.print(f"{len(locked.models)} models match as locked.")
+    locked = read_lock(file)
+    given = LockOptions.from_files(files or (), settings or (), dtype.value if dtype else "")
+    given.at = locked.options.at
+    made = LockOptions(**{**dict(locked.options), **{name: value for name, value in given if value}})
+    seen = Comparison([*locked.changes(), *made.changes()])
+    for old in locked.models:
+        seen.differences += _compare(old, made, trust)
+    if as_json:
+        print_json(seen.to_json())
+    else:
+        for each in seen.differences:
+            if os.environ.get("GITHUB_ACTIONS"):
+                out.print(each.annotation(file), markup=False, soft_wrap=True)
             else:
-                trusted = ["--trust-remote-code"] if trust else []
-                words = [*(each.model for each in locked.models), *made.arguments(), *trusted, "-o", str(file)]
-                line = printable(f"To accept the changes: inlay lock {shlex.join(words)}")
-                out.print(line, markup=False, soft_wrap=True)
-        if not seen.holds:
-            raise typer.Exit(int(ExitCode.FAILED))
+                level = "differs" if each.fails else "note"
+                out.print(printable(f"{level}: {each.model}: {each.message}"), markup=False, soft_wrap=True)
+        if seen.holds:
+            out.print(f"{len(locked.models)} models match as locked.")
+        else:
+            trusted = ["--trust-remote-code"] if trust else []
+            words = [*(each.model for each in locked.models), *made.arguments(), *trusted, "-o", str(file)]
+            line = printable(f"To accept the changes: inlay lock {shlex.join(words)}")
+            out.print(line, markup=False, soft_wrap=True)
+    if not seen.holds:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _lock_entry(model: str, made: LockOptions, trust: bool) -> LockedModel:

@@ -50,39 +50,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-GROUPS: dict[str, dict[str, Callable[..., None]]] = {
-    "Build and run": {
-        "build": build.build,
-        "run": run.run,
-        "chat": chat.chat,
-        "serve": serve.serve,
-        "bench": bench.bench,
-    },
-    "Inspect": {
-        "show": show.show,
-        "explain": explain.explain,
-        "report": report.report,
-        "inspect": inspect.inspect,
-        "diff": diff.diff,
-        "candidates": candidates.candidates,
-        "streams": streams.streams,
-        "watch": watch.watch,
-        "passes": passes.passes,
-        "config": passes.config,
-    },
-    "Check": {
-        "verify": verify.verify,
-        "prove": prove.prove,
-        "bisect": bisect.bisect,
-        "lock": lock.lock,
-        "check": lock.check,
-        "review": review.review,
-    },
-    "Maintain": {"doctor": doctor.doctor, "refit": refit.refit},
+GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Build and run": (build.build, run.run, chat.chat, serve.serve, bench.bench),
+    "Inspect": (
+        *(show.show, explain.explain, report.report, inspect.inspect, diff.diff, candidates.candidates),
+        *(streams.streams, watch.watch, passes.passes, passes.config),
+    ),
+    "Check": (verify.verify, prove.prove, bisect.bisect, lock.lock, lock.check, review.review),
+    "Maintain": (doctor.doctor, refit.refit),
 }
+"""Panel of the help → its commands, which have the names of their functions."""
 for _group, _commands in GROUPS.items():
-    for _name, _command in _commands.items():
-        app.command(_name, cls=Command, rich_help_panel=_group)(_command)
+    for _command in _commands:
+        app.command(cls=Command, rich_help_panel=_group)(_command)
 app.add_typer(cluster.app, name="cluster", rich_help_panel="Build and run")
 app.add_typer(cache.app, name="cache", rich_help_panel="Maintain")
 

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from inlay import derived_cache
-from inlay.cli.console import err, error_boundary, make_table, out, print_json
+from inlay.cli.console import err, make_table, out, print_json
 
 ConfigOption = Annotated[
     list[Path] | None,
@@ -33,20 +33,17 @@ def passes(as_json: Annotated[bool, typer.Option("--json", help="Output JSON.")]
 
     Example: [bold]inlay passes[/]
     """
-    with error_boundary():
-        rows = list_transforms()
-        if as_json:
-            print_json(rows)
-            return
-        table = make_table("transform", "stage", "default", "numerics", "summary", fold=True)
-        for row in rows:
-            default = "on" if row["enabled"] else "build" if row["name"] in BUILD_TRANSFORMS else "off"
-            table.add_row(row["name"], row["stage"], default, row["numerics"], row["summary"])
-        out.print(table)
-        out.print("\nbuild: off by default; `inlay build` enables it for language models.", markup=False)
-        out.print(
-            "numerics: exact = same bits; rounding = rounding may change; approximate = values change.", markup=False
-        )
+    rows = list_transforms()
+    if as_json:
+        print_json(rows)
+        return
+    table = make_table("transform", "stage", "default", "numerics", "summary", fold=True)
+    for row in rows:
+        default = "on" if row["enabled"] else "build" if row["name"] in BUILD_TRANSFORMS else "off"
+        table.add_row(row["name"], row["stage"], default, row["numerics"], row["summary"])
+    out.print(table)
+    out.print("\nbuild: off by default; `inlay build` enables it for language models.", markup=False)
+    out.print("numerics: exact = same bits; rounding = rounding may change; approximate = values change.", markup=False)
 
 
 def list_transforms() -> list[dict[str, Any]]:
@@ -89,22 +86,21 @@ def config(
 
     Example: [bold]inlay config ./SmolLM2-135M[/]
     """
-    with error_boundary():
-        from inlay.config import resolve_config
-        from inlay.insight.report.tables import settings_table
-        from inlay.transforms import configure
+    from inlay.config import resolve_config
+    from inlay.insight.report.tables import settings_table
+    from inlay.transforms import configure
 
-        name, architecture = _identity(model)
-        resolved = resolve_config(architecture=architecture, model=name, files=files or (), settings=settings or ())
-        rows = settings_table(resolved, configure(resolved))
-        columns = "transform", "option", "value", "from"
-        if as_json:
-            print_json([dict(zip(columns, row, strict=True)) for row in rows])
-            return
-        table = make_table(*columns, fold=True)
-        for key, name, value, origin in rows:
-            table.add_row(key, name, Text(repr(value)), Text(origin))
-        out.print(table)
+    name, architecture = _identity(model)
+    resolved = resolve_config(architecture=architecture, model=name, files=files or (), settings=settings or ())
+    rows = settings_table(resolved, configure(resolved))
+    columns = "transform", "option", "value", "from"
+    if as_json:
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    table = make_table(*columns, fold=True)
+    for key, name, value, origin in rows:
+        table.add_row(key, name, Text(repr(value)), Text(origin))
+    out.print(table)
 
 
 def _identity(model: str) -> tuple[str, str]:

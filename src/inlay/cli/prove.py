@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import error_boundary, make_table, out, print_json
+from inlay.cli.console import make_table, out, print_json
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.errors import ExitCode
 
@@ -31,17 +31,16 @@ def prove(
 
     Example: [bold]inlay prove ./smollm2[/]
     """
-    with error_boundary():
-        from inlay.package.copy_proof import prove
-        from inlay.package.loader import load_package
+    from inlay.package.copy_proof import prove
+    from inlay.package.loader import load_package
 
-        proof = prove(load_package(package), load_package(longer) if longer else None)
-        if as_json:
-            print_json(proof.to_json())
-        else:
-            _print(proof)
-        if not proof.holds:
-            raise typer.Exit(int(ExitCode.FAILED))
+    proof = prove(load_package(package), load_package(longer) if longer else None)
+    if as_json:
+        print_json(proof.to_json())
+    else:
+        _print(proof)
+    if not proof.holds:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _print(proof: Proof) -> None:

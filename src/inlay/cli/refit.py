@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from inlay.cli.console import error_boundary, out, progress
+from inlay.cli.console import out, progress
 from inlay.cli.inspect import PackageArgument  # noqa: TC001 - typer reads the annotation
 from inlay.sizes import format_bytes
 
@@ -31,9 +31,8 @@ def refit(
 
     Example: [bold]inlay refit ./package --weights ./my-finetuned-model[/]
     """
-    with error_boundary():
-        from inlay.package.refit import refit
+    from inlay.package.refit import refit
 
-        with progress({"opening": 4, "writing": 4}) as step:
-            made = refit(package, weights, output=output, on_step=step)
-        out.print(f"{output or package} now contains {made.model}: {format_bytes(made.weights_file.size)} of weights.")
+    with progress({"opening": 4, "writing": 4}) as step:
+        made = refit(package, weights, output=output, on_step=step)
+    out.print(f"{output or package} now contains {made.model}: {format_bytes(made.weights_file.size)} of weights.")

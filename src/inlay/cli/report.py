@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inlay.cli.console import err, error_boundary, progress
+from inlay.cli.console import err, progress
 from inlay.cli.model_options import AtOption, DTypeOption, Level, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError, one_line
@@ -55,24 +55,23 @@ def report(
 
     Example: [bold]inlay report watched --lock passes.lock -o passes.html[/]
     """
-    with error_boundary():
-        from inlay.package.store import is_package
-        from inlay.watch_startup import is_watch_folder
+    from inlay.package.store import is_package
+    from inlay.watch_startup import is_watch_folder
 
-        lanes = {} if timeline is None else {"lanes": _timeline_section(timeline)}
-        if is_watch_folder(model):
-            from inlay.insight.report.comparison import build_watched_page
+    lanes = {} if timeline is None else {"lanes": _timeline_section(timeline)}
+    if is_watch_folder(model):
+        from inlay.insight.report.comparison import build_watched_page
 
-            made = build_watched_page(model, lock)
-        elif lock is not None:
-            raise UsageError(f"{model} is not a folder of `inlay watch`.", "Omit --lock; `inlay check` takes models.")
-        elif is_package(Path(model)):
-            from inlay.insight.report import report_package
+        made = build_watched_page(model, lock)
+    elif lock is not None:
+        raise UsageError(f"{model} is not a folder of `inlay watch`.", "Omit --lock; `inlay check` takes models.")
+    elif is_package(Path(model)):
+        from inlay.insight.report import report_package
 
-            made = report_package(Path(model))
-        else:
-            made = _report_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust, at))
-        write_report(made | lanes, output)
+        made = report_package(Path(model))
+    else:
+        made = _report_model(model, drift, max_length, max_batch, (files, settings), (dtype, trust, at))
+    write_report(made | lanes, output)
 
 
 def _timeline_section(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import err, error_boundary, print_json, progress
+from inlay.cli.console import err, print_json, progress
 from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.cli.passes import ConfigOption  # noqa: TC001 - typer reads the annotation
 from inlay.errors import ExitCode, UsageError
@@ -53,30 +53,29 @@ def review(
 
     Example: [bold]inlay review match_swiglu --model ./my-model --model other/model[/]
     """
-    with error_boundary():
-        from inlay.testing.review import review as evaluate
-        from inlay.testing.review.note import render_markdown
+    from inlay.testing.review import review as evaluate
+    from inlay.testing.review.note import render_markdown
 
-        cls = _transform(name)
-        labels = [_model_label(model) for model in models]
-        if same := [label for label in labels if labels.count(label) > 1]:
-            raise UsageError(f"Two models are called {same[0]}.", "Rename one: results are reported by name.")
-        programs = {label: read_program(model, dtype, trust) for label, model in zip(labels, models, strict=True)}
-        locked = _locked_sites(against)
-        place = folder or Path(f"review-{cls.name}")
-        with progress(STEPS) as step:
-            done = evaluate(
-                cls, programs, tests=tests or (), config=files or (), folder=place, expected_sites=locked, on_step=step
-            )
-        text = render_markdown(done)
-        (place / "review.md").write_text(text)
-        if as_json:
-            print_json(done.to_json())
-        else:
-            typer.echo(text, nl=False)
-        err.print(f"Saved in {place}", markup=False, soft_wrap=True)
-        if not done.passed:
-            raise typer.Exit(int(ExitCode.FAILED))
+    cls = _transform(name)
+    labels = [_model_label(model) for model in models]
+    if same := [label for label in labels if labels.count(label) > 1]:
+        raise UsageError(f"Two models are called {same[0]}.", "Rename one: results are reported by name.")
+    programs = {label: read_program(model, dtype, trust) for label, model in zip(labels, models, strict=True)}
+    locked = _locked_sites(against)
+    place = folder or Path(f"review-{cls.name}")
+    with progress(STEPS) as step:
+        done = evaluate(
+            cls, programs, tests=tests or (), config=files or (), folder=place, expected_sites=locked, on_step=step
+        )
+    text = render_markdown(done)
+    (place / "review.md").write_text(text)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        typer.echo(text, nl=False)
+    err.print(f"Saved in {place}", markup=False, soft_wrap=True)
+    if not done.passed:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _model_label(model: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inlay.cli import model_options as options
-from inlay.cli.console import err, error_boundary, print_json
+from inlay.cli.console import err, print_json
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError
 
@@ -60,32 +60,31 @@ def run(
 
     Example: [bold]inlay run ./package "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --seed 1[/]
     """
-    with error_boundary():
-        if temperature == 0 and (top_k or top_p != 1 or min_p or seed is not None):
-            raise UsageError(
-                "Sampling options (--top-k, --top-p, --min-p, --seed) have no effect at temperature 0.",
-                "Add --temperature 0.7, or remove them.",
-            )
-        if raw and system is not None:
-            raise UsageError("--system needs the chat template, which --raw disables.", "Remove one of them.")
-        import inlay
-        from inlay.runtime.outputs import collect
+    if temperature == 0 and (top_k or top_p != 1 or min_p or seed is not None):
+        raise UsageError(
+            "Sampling options (--top-k, --top-p, --min-p, --seed) have no effect at temperature 0.",
+            "Add --temperature 0.7, or remove them.",
+        )
+    if raw and system is not None:
+        raise UsageError("--system needs the chat template, which --raw disables.", "Remove one of them.")
+    import inlay
+    from inlay.runtime.outputs import collect
 
-        sampling = inlay.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        asked: str | Messages = prompt
-        if system is not None:
-            asked = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        model = inlay.load(options.ensure_package(target, max_length, max_batch, weights, settings, trust))
-        pieces = model.generate(asked, sampling=sampling, max_tokens=max_tokens, stop=stop or (), raw=raw, stream=True)
-        if as_json:
-            made = collect(pieces)
-            print_json(asdict(made))
-        elif stream:
-            made = _print_stream(pieces)
-        else:
-            made = collect(pieces)
-            typer.echo(made.text)
-        err.print(made.summary(), markup=False)
+    sampling = inlay.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    asked: str | Messages = prompt
+    if system is not None:
+        asked = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    model = inlay.load(options.ensure_package(target, max_length, max_batch, weights, settings, trust))
+    pieces = model.generate(asked, sampling=sampling, max_tokens=max_tokens, stop=stop or (), raw=raw, stream=True)
+    if as_json:
+        made = collect(pieces)
+        print_json(asdict(made))
+    elif stream:
+        made = _print_stream(pieces)
+    else:
+        made = collect(pieces)
+        typer.echo(made.text)
+    err.print(made.summary(), markup=False)
 
 
 def _print_stream(pieces: Iterable[TokenOutput]) -> Completion:

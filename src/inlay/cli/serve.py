@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from inlay.cli import model_options as options
-from inlay.cli.console import err, error_boundary, out
+from inlay.cli.console import err, out
 from inlay.cli.passes import SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import UsageError
 from inlay.machine import peak_memory
@@ -119,69 +120,60 @@ def serve(
 
     Example: [bold]inlay serve ./package --host 0.0.0.0 --port 80 --api-key-file keys.txt[/]
     """
-    with error_boundary():
-        from inlay.package_cache import model_name
-        from inlay.serve.http.api_keys import read_keys
-        from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
-        from inlay.serve.kv_events.wire_format import encode_events
+    from inlay.package_cache import model_name
+    from inlay.serve.http.api_keys import read_keys
+    from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
+    from inlay.serve.kv_events.wire_format import encode_events
 
-        keys = read_keys(api_key_file)
-        if not keys and not is_loopback(host) and not insecure:
-            raise UsageError(
-                f"{host} is reachable from other machines, and there are no API keys.",
-                "Pass --api-key-file, set INLAY_API_KEYS, or pass --insecure.",
-            )
-        for option, is_given in (
-            ("replay", kv_replay is not None),
-            ("topic", kv_topic),
-            ("encoding", kv_encoding != "map"),
-        ):
-            if is_given and kv_events is None:
-                raise UsageError(f"--kv-{option} needs --kv-events.", "Pass both.")
-        encode_events([], kv_encoding)
-        names = resolve_allowed_hosts(host, bool(keys))
-        settings = ServerSettings(
-            name=name or model_name(target),
-            keys=tuple(keys),
-            max_concurrent=max_concurrent,
-            max_prompt=max_prompt,
-            max_tokens=max_tokens,
-            max_body=parse_bytes(max_body),
-            read_seconds=read_seconds,
-            write_seconds=write_seconds,
-            kv_routes=bool(names) if kv_routes is None else kv_routes,
-            allowed_hosts=names,
-            public_metrics=public_metrics,
+    keys = read_keys(api_key_file)
+    if not keys and not is_loopback(host) and not insecure:
+        raise UsageError(
+            f"{host} is reachable from other machines, and there are no API keys.",
+            "Pass --api-key-file, set INLAY_API_KEYS, or pass --insecure.",
         )
-        cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
-        host_bytes = parse_bytes(host_cache_memory)
-        try:
-            from inlay.serve.http import server
-        except ImportError as error:
-            raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
-        at = server.bind(host, port)
-        package = options.ensure_package(target, max_length, max_batch, weights, build_settings, trust)
-        from inlay.runtime.engine import Engine, EngineSettings
+    given = {"--kv-replay": kv_replay is not None, "--kv-topic": kv_topic, "--kv-encoding": kv_encoding != "map"}
+    if kv_events is None and (wrong := [option for option, is_given in given.items() if is_given]):
+        raise UsageError(f"{', '.join(wrong)} needs --kv-events.", "Pass both.")
+    encode_events([], kv_encoding)
+    names = resolve_allowed_hosts(host, bool(keys))
+    settings = ServerSettings(
+        name=name or model_name(target),
+        keys=tuple(keys),
+        max_concurrent=max_concurrent,
+        max_prompt=max_prompt,
+        max_tokens=max_tokens,
+        max_body=parse_bytes(max_body),
+        read_seconds=read_seconds,
+        write_seconds=write_seconds,
+        kv_routes=bool(names) if kv_routes is None else kv_routes,
+        allowed_hosts=names,
+        public_metrics=public_metrics,
+    )
+    cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
+    host_bytes = parse_bytes(host_cache_memory)
+    try:
+        from inlay.serve.http import server
+    except ImportError as error:
+        raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
+    at = server.bind(host, port)
+    package = options.ensure_package(target, max_length, max_batch, weights, build_settings, trust)
+    from inlay.runtime.engine import Engine, EngineSettings
 
-        version = server.fingerprint(package)
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{at.getsockname()[1]}"
-        limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
-        if err.is_terminal:
-            err.print("loading the package …")
-        engine = Engine.open(package, limits)
-        server.serve(
-            engine,
-            settings,
-            at,
-            version,
-            drain_seconds=drain_seconds,
-            kv_events=kv_events,
-            kv_replay=kv_replay,
-            kv_topic=kv_topic,
-            kv_encoding=kv_encoding,
-            ready=lambda serving: _welcome(serving, engine, url),
-        )
+    version = server.fingerprint(package)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{at.getsockname()[1]}"
+    limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
+    if err.is_terminal:
+        err.print("loading the package …")
+    engine = Engine.open(package, limits)
+    publisher: AbstractContextManager[object] = nullcontext()
+    if kv_events is not None:
+        from inlay.serve.kv_events.publisher import Publisher
+
+        log, size = engine.event_log, engine.settings.block_size
+        publisher = Publisher(log, size, bind=kv_events, replay=kv_replay, topic=kv_topic, encoding=kv_encoding)
+    with publisher:
+        server.serve(engine, settings, at, version, drain_seconds, lambda serving: _welcome(serving, engine, url))
 
 
 def _welcome(serving: ServerContext, engine: Engine, url: str) -> None:

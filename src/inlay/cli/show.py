@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from inlay.cli.console import WIDTH, error_boundary, out, print_json
+from inlay.cli.console import WIDTH, out, print_json
 from inlay.cli.model_options import AtOption, DTypeOption, Level, ModelArgument, TrustOption, read_program
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.cli.show_pass import show_pass, steps_up_to
@@ -56,35 +56,34 @@ def show(
 
     Example: [bold]inlay show MODEL --pass my_passes:relu_to_gelu[/]
     """
-    with error_boundary():
-        if pass_name is not None and output is not None:
-            raise UsageError("--output and --pass cannot be combined.", "Write the programs with --dump FOLDER.")
-        if pass_name is None and (files or settings):
-            raise UsageError("--config and --set need --pass.", "Add --pass NAME, or leave them out.")
-        if pass_name is not None:
-            steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
-            program = read_program(model, dtype, trust, at)
-            steps = steps_up_to(
-                pass_name, files or (), settings or (), model=program.name, architecture=program.facts.architecture
-            )
-            show_pass(program, steps, dump_to, full=full, as_json=as_json)
-            return
+    if pass_name is not None and output is not None:
+        raise UsageError("--output and --pass cannot be combined.", "Write the programs with --dump FOLDER.")
+    if pass_name is None and (files or settings):
+        raise UsageError("--config and --set need --pass.", "Add --pass NAME, or leave them out.")
+    if pass_name is not None:
+        steps_up_to(pass_name, files or (), settings or ())  # report mistakes before the model is captured
         program = read_program(model, dtype, trust, at)
-        from inlay.program.fold import fold
-        from inlay.program.text.folded_printer import dump_folded
-        from inlay.program.text.printer import dump, save, save_text
+        steps = steps_up_to(
+            pass_name, files or (), settings or (), model=program.name, architecture=program.facts.architecture
+        )
+        show_pass(program, steps, dump_to, full=full, as_json=as_json)
+        return
+    program = read_program(model, dtype, trust, at)
+    from inlay.program.fold import fold
+    from inlay.program.text.folded_printer import dump_folded
+    from inlay.program.text.printer import dump, save, save_text
 
-        folds = fold(program)
-        if output is not None:
-            files = save(program, output) if full else [save_text(dump_folded(program, folds=folds), output)]
-            typer.echo("wrote " + ", ".join(map(str, files)), err=True)
-        if as_json:
-            print_json(describe(program, folds))
-        elif output is None and full:
-            typer.echo(dump(program), nl=False)
-        elif output is None:
-            _print_summary(program, folds)
-            _print_source(dump_folded(program, width=max(80, min(out.width, WIDTH)), folds=folds))
+    folds = fold(program)
+    if output is not None:
+        files = save(program, output) if full else [save_text(dump_folded(program, folds=folds), output)]
+        typer.echo("wrote " + ", ".join(map(str, files)), err=True)
+    if as_json:
+        print_json(describe(program, folds))
+    elif output is None and full:
+        typer.echo(dump(program), nl=False)
+    elif output is None:
+        _print_summary(program, folds)
+        _print_source(dump_folded(program, width=max(80, min(out.width, WIDTH)), folds=folds))
 
 
 def describe(program: Program, folds: Folds) -> dict[str, Any]:

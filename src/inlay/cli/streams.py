@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inlay.cli.console import err, error_boundary, make_table, out, print_json, progress
+from inlay.cli.console import err, make_table, out, print_json, progress
 from inlay.cli.model_options import DTypeOption, TrustOption, read_program
 from inlay.errors import ExitCode, UsageError
 
@@ -51,17 +51,16 @@ def streams(
 
     Example: [bold]inlay streams --check lanes/schedule.json[/]
     """
-    with error_boundary():
-        if model is not None and schedule is None:
-            if output is not None:
-                _make(output)
-            fine = _run(read_program(model, dtype, trust), lanes, length, rounds, output, as_json)
-        elif schedule is not None and model is None:
-            fine = _check(schedule, as_json)
-        else:
-            raise UsageError("Expected either MODEL or --check.", "See `inlay streams --help`.")
-        if not fine:
-            raise typer.Exit(int(ExitCode.FAILED))
+    if model is not None and schedule is None:
+        if output is not None:
+            _make(output)
+        fine = _run(read_program(model, dtype, trust), lanes, length, rounds, output, as_json)
+    elif schedule is not None and model is None:
+        fine = _check(schedule, as_json)
+    else:
+        raise UsageError("Expected either MODEL or --check.", "See `inlay streams --help`.")
+    if not fine:
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _check(path: Path, as_json: bool) -> bool:

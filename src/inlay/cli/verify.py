@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inlay.cli.console import error_boundary, make_table, out, print_json, progress
+from inlay.cli.console import make_table, out, print_json, progress
 from inlay.cli.model_options import CAPTURE_STEPS, DTypeOption, TrustOption, read_program, resolve_config
 from inlay.cli.passes import ConfigOption, SetOption  # noqa: TC001 - typer reads the annotations
 from inlay.errors import ExitCode, UsageError
@@ -69,30 +69,29 @@ def verify(
 
     Example: [bold]inlay verify ./my-model --dtype bfloat16[/]
     """
-    with error_boundary():
-        from inlay.package_cache import is_package
+    from inlay.package_cache import is_package
 
-        if is_package(target):
-            given = {"--against": against, "--config": files, "--set": settings, "--dtype": dtype}
-            if wrong := [name for name, value in given.items() if value]:
-                raise UsageError(f"{', '.join(wrong)} needs a model, and {target} is a package.", "Leave it out.")
-            _verify_package(target, text, max_kl, max_tokens, source, as_json, trust)
-            return
-        if text is not None or max_kl is not None or source is not None:
-            raise UsageError("--text, --max-kl and --source need a package.", "Build one with `inlay build`.")
-        from inlay.insight.verify import FAILURES, NumericsCheck
-        from inlay.transforms import configure, run
+    if is_package(target):
+        given = {"--against": against, "--config": files, "--set": settings, "--dtype": dtype}
+        if wrong := [name for name, value in given.items() if value]:
+            raise UsageError(f"{', '.join(wrong)} needs a model, and {target} is a package.", "Leave it out.")
+        _verify_package(target, text, max_kl, max_tokens, source, as_json, trust)
+        return
+    if text is not None or max_kl is not None or source is not None:
+        raise UsageError("--text, --max-kl and --source need a package.", "Build one with `inlay build`.")
+    from inlay.insight.verify import FAILURES, NumericsCheck
+    from inlay.transforms import configure, run
 
-        expected = read_expected_sites(against) if against is not None else {}
-        program = read_program(target, dtype, trust)
-        seen = NumericsCheck(expected, seed, rounds)
-        run(program, configure(resolve_config(program, files, settings)), [seen])
-        if as_json:
-            print_json([verdict.to_json() for verdict in seen.verdicts])
-        else:
-            _print(seen.verdicts)
-        if any(verdict.change in FAILURES for verdict in seen.verdicts):
-            raise typer.Exit(int(ExitCode.FAILED))
+    expected = read_expected_sites(against) if against is not None else {}
+    program = read_program(target, dtype, trust)
+    seen = NumericsCheck(expected, seed, rounds)
+    run(program, configure(resolve_config(program, files, settings)), [seen])
+    if as_json:
+        print_json([verdict.to_json() for verdict in seen.verdicts])
+    else:
+        _print(seen.verdicts)
+    if any(verdict.change in FAILURES for verdict in seen.verdicts):
+        raise typer.Exit(int(ExitCode.FAILED))
 
 
 def _verify_package(

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from inlay import watch_startup
-from inlay.cli.console import err, error_boundary, make_table, out, print_json
+from inlay.cli.console import err, make_table, out, print_json
 from inlay.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -42,21 +42,20 @@ def watch(
 
     Example: [bold]inlay watch -- python train.py && inlay lock watched -o passes.lock[/]
     """
-    with error_boundary():
-        from inlay.insight.watch.folder import read_passes
-        from inlay.watch_startup import is_watch_folder
+    from inlay.insight.watch.folder import read_passes
+    from inlay.watch_startup import is_watch_folder
 
-        _clear(output, is_watch_folder(output))
-        code = run_watched(command, output, use_caches, stdout=sys.stderr if as_json else None).returncode
-        if is_watch_folder(output):
-            passes = list(read_passes(output).values())
-            if as_json:
-                print_json([each.to_json() for each in passes])
-            else:
-                print_passes(passes)
+    _clear(output, is_watch_folder(output))
+    code = run_watched(command, output, use_caches, stdout=sys.stderr if as_json else None).returncode
+    if is_watch_folder(output):
+        passes = list(read_passes(output).values())
+        if as_json:
+            print_json([each.to_json() for each in passes])
         else:
-            err.print("No graph pass ran: nothing was compiled, or another Python ran it.", markup=False)
-        raise typer.Exit(code if code >= 0 else 128 - code)
+            print_passes(passes)
+    else:
+        err.print("No graph pass ran: nothing was compiled, or another Python ran it.", markup=False)
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 def run_watched(

@@ -18,11 +18,10 @@ from inlay.serve.http.metrics import Metrics
 from inlay.serve.kv_events.publisher import Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from inlay.cluster.config import ClusterConfig
-    from inlay.runtime.outputs import TokenOutput
-    from inlay.runtime.request import Request, RequestHandle
+    from inlay.runtime.request import Request
 
 HEARTBEAT = 1.0
 """Seconds without a token after which an empty message says that the replica is alive."""
@@ -72,12 +71,12 @@ class EngineReplica:
         """Run a request. A message comes at least every `HEARTBEAT` seconds, also while the request waits."""
         if placement.text != self._text:
             raise ProgramError("The request was tokenized for another package.", "Send it to another replica.")
-        with span("inlay.generate", placement, request) as note:
+        with span("inlay.generate", placement, request) as recorded:
             answer = self._engine.submit(request, asyncio.get_running_loop())
             try:
-                async for outputs in _with_heartbeat(answer):
+                async for outputs in answer.batches(HEARTBEAT):
                     yield Message(self._package, answer.cached_tokens, outputs)
-                    note(cached_tokens=answer.cached_tokens)
+                    recorded.set_attribute("inlay.cached_tokens", answer.cached_tokens)
             finally:
                 answer.cancel()
 
@@ -85,24 +84,3 @@ class EngineReplica:
         """Stop the engine."""
         self._publisher.close()
         self._engine.close()
-
-
-async def _with_heartbeat(answer: RequestHandle) -> AsyncIterator[list[TokenOutput]]:
-    """Yield the outputs that are ready; an empty list after `HEARTBEAT` seconds without any."""
-    batches, coming = answer.batches(), None
-    try:
-        while True:
-            coming = coming or asyncio.ensure_future(anext(batches))
-            await asyncio.wait((coming,), timeout=HEARTBEAT)
-            if not coming.done():
-                yield []
-                continue
-            try:
-                outputs = coming.result()
-            except StopAsyncIteration:
-                return
-            coming = None
-            yield outputs
-    finally:
-        if coming is not None:
-            coming.cancel()

@@ -6,21 +6,26 @@ It is the server of `inlay serve`, on a `RemoteEngine`.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.context import _set_request_context
 from ray.serve.exceptions import BackPressureError
 
-from inlay.cluster.config import ClusterConfig
 from inlay.cluster.metrics import ReplicaMetrics, merge
 from inlay.cluster.placement import Fleet
 from inlay.cluster.remote_engine import RemoteEngine, call_error
+from inlay.cluster.replica_port import bind_to_node
+from inlay.cluster.selector import Selector
+from inlay.errors import UsageError
 from inlay.package_cache import model_name
 from inlay.runtime.request import QueueFullError
 from inlay.serve.http.api_keys import read_keys
 from inlay.serve.http.app import create_app
+from inlay.serve.http.server import fingerprint
 from inlay.serve.http.server_context import ServerContext
 from inlay.serve.http.settings import ServerSettings, resolve_allowed_hosts
 from inlay.sizes import parse_bytes
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
     from ray.serve.handle import DeploymentHandle
 
+    from inlay.cluster.config import ClusterConfig
     from inlay.cluster.placement import Message, Placement
     from inlay.runtime.request import Request
     from inlay.serve.http.middleware import App
@@ -40,17 +46,29 @@ SCRAPE_SECONDS = 2.0
 """Time limit for the metrics of all replicas."""
 
 
+class LocalSelector:
+    """A selector in this process, called as an actor is. An actor takes 2 ms more, and is needed to share one."""
+
+    def __init__(self) -> None:
+        self._selector = Selector()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._selector, name)
+        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(*arguments)))
+
+
 class Ingress:
     """One process of the HTTP server."""
 
-    def __init__(self, config: dict[str, Any], fingerprint: str, engines: DeploymentHandle) -> None:
-        self._config = made = ClusterConfig.model_validate(config)
+    def __init__(self, config: ClusterConfig, engines: DeploymentHandle) -> None:
+        bind_to_node()
         self._engines = engines
         # by gRPC, not through Ray objects: tokens pass four times faster
         self._generate = engines.options(method_name="generate", stream=True, _by_reference=False)
-        fleet = Fleet(made.routing, lambda: serve.get_deployment_actor(SELECTOR))
-        engine = RemoteEngine(self._call, fleet, made)
-        self._context = ServerContext(engine, server_settings(made), fingerprint, scrape=self._scrape)
+        is_shared = config.ingress_replicas > 1
+        fleet = Fleet(config.routing, lambda: serve.get_deployment_actor(SELECTOR) if is_shared else LocalSelector())
+        engine, version = RemoteEngine(self._call, fleet, config), fingerprint(config.package)
+        self._context = ServerContext(engine, server_settings(config), version, scrape=self._scrape)
         self._name = serve.get_replica_context().replica_id.unique_id
 
     def __serve_build_asgi_app__(self) -> App:
@@ -110,6 +128,8 @@ def server_settings(config: ClusterConfig) -> ServerSettings:
     are answered (their Host header says so), unless the config says `insecure`.
     """
     keys = read_keys(None if config.api_key_file is None else Path(config.api_key_file))
+    if not keys and not config.insecure and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise UsageError("HAProxy hides which machine a request comes from.", "Configure API keys, or set insecure.")
     return ServerSettings(
         name=config.name or model_name(config.package),
         keys=tuple(keys),

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +21,11 @@ from inlay.serve.http.api_keys import VARIABLE, read_keys
 from inlay.serve.http.settings import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
 IMPORT_PATH = "inlay.cluster.app:build"
 LOCAL = "http://127.0.0.1:8265"
 """Address of the Ray dashboard that `inlay cluster up` starts."""
-POLL = 0.5
-"""Seconds between two questions about a deployment."""
 OBJECT_STORE = 100_000_000
 """Bytes of Ray's shared memory. Nothing large passes through it."""
 TOKEN = Path.home() / ".ray" / "auth_token"
@@ -71,26 +68,20 @@ def read_config(file: Path, *, has_environment: bool = True) -> ServeConfig:
         found = ServeConfig(content, {each["name"]: ClusterConfig.model_validate(each.get("args")) for each in apps})
     except ValidationError as error:
         raise UsageError(f"args of the application in {file}: {_first(error)}", "See docs/cluster.md.") from error
-    _check_exposure(content, found, has_environment)
+    host = (content.get("http_options") or {}).get("host", "0.0.0.0")  # Serve's default
+    for each in found.clusters.values():
+        key_file = None if each.api_key_file is None else Path(each.api_key_file)
+        keys = read_keys(key_file) if key_file is not None or has_environment else []
+        if not keys and not each.insecure and not is_loopback(host):
+            problem = f"{host} is reachable from other machines, and there are no API keys."
+            remedy = "Set http_options.host: 127.0.0.1, api_key_file, insecure, or INLAY_API_KEYS before Ray starts."
+            raise UsageError(problem, remedy)
     return found
 
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}."
-
-
-def _check_exposure(content: dict[str, Any], found: ServeConfig, has_environment: bool) -> None:
-    host = (content.get("http_options") or {}).get("host", "0.0.0.0")  # Serve's default
-    for each in found.clusters.values():
-        file = None if each.api_key_file is None else Path(each.api_key_file)
-        keys = read_keys(file) if file is not None or has_environment else []
-        if not keys and not each.insecure and not is_loopback(host):
-            problem = f"{host} is reachable from other machines, and there are no API keys."
-            remedy = (
-                "Set http_options.host: 127.0.0.1, api_key_file in args, INLAY_API_KEYS before Ray starts, or insecure."
-            )
-            raise UsageError(problem, remedy)
 
 
 def add_versions(content: dict[str, Any]) -> dict[str, Any]:
@@ -111,27 +102,13 @@ class RayClient:
     """A Ray cluster, by the address of its dashboard."""
 
     def __init__(self, address: str = LOCAL) -> None:
-        self.address = address
-        self._made: Any = None
+        from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-    @property
-    def _client(self) -> Any:
-        if self._made is None:
-            from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-            try:
-                self._made = ServeSubmissionClient(self.address)
-            except ConnectionError as error:
-                remedy = "Start one with `inlay cluster up CONFIG`, or pass --address."
-                raise MachineError(f"No Ray cluster answers at {self.address}.", remedy) from error
-        return self._made
-
-    def is_running(self) -> bool:
-        """Whether a Ray cluster answers."""
         try:
-            return self._client is not None
-        except MachineError:
-            return False
+            self._client: Any = ServeSubmissionClient(address)
+        except ConnectionError as error:
+            remedy = "Start one with `inlay cluster up CONFIG`, or check --address."
+            raise MachineError(f"No Ray cluster answers at {address}.", remedy) from error
 
     def deploy(self, config: ServeConfig) -> None:
         """Deploy the applications of a config. Other applications stay as they are."""
@@ -154,20 +131,16 @@ class RayClient:
         found = self._client.get_serve_details().get("applications", {})
         return {name: each for name, each in found.items() if _import_path(each) == IMPORT_PATH}
 
-    def wait(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield what is missing until these applications run; raise an error if one fails."""
-        while True:
-            found, missing = self.status(), []
-            for name in names:
-                details = found.get(name, {})
-                if details.get("status") in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise MachineError(f"Application {name} failed: {_reason(details)}", "See `ray logs` for the rest.")
-                if details.get("status") != "RUNNING":
-                    missing.append(describe(name, details))
-            if not missing:
-                return
-            yield "; ".join(missing)
-            time.sleep(POLL)
+    def missing(self, names: Iterable[str]) -> str:
+        """Return what is missing until these applications run; raise an error if one failed."""
+        found, missing = self.status(), []
+        for name in names:
+            details = found.get(name, {})
+            if details.get("status") in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise MachineError(f"Application {name} failed: {_reason(details)}", "See `ray logs` for the rest.")
+            if details.get("status") != "RUNNING":
+                missing.append(describe(name, details))
+        return "; ".join(missing)
 
     def _deployed(self) -> list[dict[str, Any]]:
         found = self._client.get_serve_details().get("applications", {}).values()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from prometheus_client.core import Metric
+    from collections.abc import Iterable
 
 
 class ReplicaMetrics(NamedTuple):
@@ -36,29 +34,22 @@ def merge(pages: Iterable[ReplicaMetrics], unreachable: int = 0) -> bytes:
     inlay_steps_total{deployment="engine",replica="b"} 3.0
     <BLANKLINE>
     """
-    families: dict[str, Metric] = {}
+    about = "Replicas whose metrics are missing on this page."
+    missing = GaugeMetricFamily("inlay_unreachable_replicas", about, unreachable)
+    found: dict[str, Metric] = {missing.name: missing}
     for page in pages:
         labels = {"deployment": page.deployment, "replica": page.replica}
         for family in text_string_to_metric_families(page.text.decode()):
-            samples = [each._replace(labels={**each.labels, **labels}) for each in family.samples]
-            if family.name in families:
-                families[family.name].samples += samples
-            else:
-                family.samples = samples
-                families[family.name] = family
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(families, unreachable))
-    return generate_latest(registry)
+            merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [each._replace(labels={**each.labels, **labels}) for each in family.samples]
+    return generate_latest(_Page(found.values()))
 
 
-class _Page:
+class _Page(NamedTuple):
     """A collector of metrics that are there already."""
 
-    def __init__(self, families: dict[str, Metric], unreachable: int) -> None:
-        self._families, self._unreachable = families, unreachable
+    metrics: Iterable[Metric]
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
-        about = "Replicas whose metrics are missing on this page."
-        yield GaugeMetricFamily("inlay_unreachable_replicas", about, self._unreachable)
-        yield from self._families.values()
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics."""
+        return self.metrics

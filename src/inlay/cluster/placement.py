@@ -102,16 +102,11 @@ class SelectorClient:
         self.wrong_share = 0.0
         """Share of recent predictions that were too high."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the selector is asked at present."""
-        return monotonic() >= self._closed_until
-
     async def select(
         self, request_id: str, asked: Request, names: Collection[str], workers: Mapping[str, EngineAddress]
     ) -> Selection | None:
         """Return the selector's choice among `names`; None if there is none in time. `workers` are all that exist."""
-        if not self.is_open:
+        if monotonic() < self._closed_until:
             return None
         try:
             async with asyncio.timeout(SELECT_SECONDS):

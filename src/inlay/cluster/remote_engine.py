@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from inlay.cluster.config import engine_settings, text_fingerprint
 from inlay.cluster.placement import Fleet, Placement
-from inlay.cluster.tracing import current_trace, span
+from inlay.cluster.tracing import span
 from inlay.errors import InlayError, ProgramError, one_line
 from inlay.package.loader import read_manifest
 from inlay.runtime.generation_state import check_length
@@ -125,11 +125,6 @@ class RemoteEngine:
         answer.task.add_done_callback(lambda task: self._running.pop(answer.id, None))
         return answer
 
-    def close(self) -> None:
-        """Cancel all requests."""
-        for answer in list(self._running.values()):
-            answer.cancel()
-
     def counts(self) -> dict[str, float]:
         """Return the counters of the fleet, and what is in flight from this ingress."""
         begun = [each for each in self._running.values() if each.sent]
@@ -154,14 +149,18 @@ class RemoteEngine:
                 self.fleet.counts["retries"] += 1
                 await asyncio.sleep(RETRY_PAUSE * 2 ** max(0, int(failures) - 1))
             name = f"{request.id}-{answer.id}-{attempt}"
-            placement = Placement(name, self._fingerprint, package, current_trace(), self.fleet, avoid)
-            placement.load = len(request.prompt) + request.max_tokens
+            load = len(request.prompt) + request.max_tokens
+            placement = Placement(name, self._fingerprint, package, fleet=self.fleet, avoid=avoid, load=load)
             try:
-                with span("inlay.attempt", placement, request) as note:
+                with span("inlay.attempt", placement, request) as recorded:
                     await self._attempt(answer, placement)
-                    note(replica=placement.replica or "", tokens=len(answer.sent))
+                    recorded.set_attribute("inlay.replica", placement.replica or "")
+                    recorded.set_attribute("inlay.tokens", len(answer.sent))
                 return
             except ReplicaLostError as lost:
+                self.fleet.counts[f"attempts_failed.{lost.kind}"] += 1
+                if lost.kind == "silent" and placement.replica is not None:
+                    self.fleet.suspect(placement.replica)
                 error, package = lost, placement.package if answer.sent else None
                 # a request that no replica has accepted yet may also wait where all are full
                 is_waiting = lost.kind == "silent" and placement.accept_time is None
@@ -193,18 +192,13 @@ class RemoteEngine:
                 if fresh:
                     self._deliver(answer, fresh)
                 is_finished |= bool(message.outputs) and message.outputs[-1].finish_reason is not None
-        except ReplicaLostError as error:
-            if is_finished:
-                return
-            self.fleet.counts[f"attempts_failed.{error.kind}"] += 1
-            if error.kind == "silent" and placement.replica is not None:
-                self.fleet.suspect(placement.replica)
-            raise
+        except ReplicaLostError:
+            if not is_finished:
+                raise
         finally:
             with suppress(RuntimeError):  # it did not react to being cancelled
                 await call.aclose()
         if not is_finished:
-            self.fleet.counts["attempts_failed.failed"] += 1
             raise ReplicaLostError("failed", "The replica ended the answer early.")
 
     def _start_decode(self, answer: RemoteHandle, placement: Placement, cached: int) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.request_router import RequestRouter
 
-from inlay.cluster.placement import Placement
-
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+    from inlay.cluster.placement import Placement
 
 LOGGER = logging.getLogger("ray.serve")
 
@@ -37,16 +37,11 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         """Record that a replica accepted a request."""
-        placement = _placement(pending_request)
-        if placement is not None and placement.fleet is not None:
-            placement.fleet.accept(placement)
+        _, placement = pending_request.args
+        placement.fleet.accept(placement)
 
-    async def _choose(
-        self, replicas: list[RunningReplica], pending: PendingRequest | None
-    ) -> list[list[RunningReplica]]:
-        placement = _placement(pending)
-        if pending is None or placement is None or placement.fleet is None:
-            return [list(replicas)]
+    async def _choose(self, replicas: list[RunningReplica], pending: Any) -> list[list[RunningReplica]]:
+        request, placement = pending.args  # those of `EngineReplica.generate`: nothing else is routed
         pending.routing_context.should_backoff = True  # wait before Serve asks again
         if replicas is not self._seen:
             self._by_name = {each.replica_id.unique_id: each for each in replicas}
@@ -59,13 +54,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
             self._fitting[key] = [name for name in self._workers if _fits(self._about[name], placement)]
         if not self._fitting[key]:
             return []
-        name = await placement.fleet.choose(placement, pending.args[0], self._workers, self._fitting[key])
+        name = await placement.fleet.choose(placement, request, self._workers, self._fitting[key])
         return [[self._by_name[name]]] if name in self._by_name else []
-
-
-def _placement(pending: PendingRequest | None) -> Placement | None:
-    given: Any = () if pending is None else pending.args
-    return given[1] if len(given) == 2 and isinstance(given[1], Placement) else None
 
 
 def _fits(about: dict[str, Any], placement: Placement) -> bool:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inlay.errors import UsageError
 
@@ -48,8 +48,7 @@ class EngineAddress:
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "big")
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The chosen worker, and how many prompt tokens it is expected to have cached."""
 
     worker: str
@@ -63,37 +62,31 @@ class Selector:
     the same one. `start_decode` and `release` keep that load current.
     """
 
-    def __init__(
-        self,
-        threads: int = 1,
-        clock: Callable[[], float] = monotonic,
-        predicted_seconds: float = PREDICTED_SECONDS,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, predicted_seconds: float = PREDICTED_SECONDS) -> None:
         """`predicted_seconds` 0: only KV events say what is cached."""
-        os.environ.setdefault("DYN_LOG", "error")  # it logs every selection otherwise
-        os.environ["DYN_ROUTER_PREFILL_LOAD_SCALE"] = str(PREFILL_SCALE)  # the service has no arguments for these
-        os.environ.pop("DYN_ROUTER_PREDICTED_TTL_SECS", None)
-        if predicted_seconds:
-            os.environ["DYN_ROUTER_PREDICTED_TTL_SECS"] = str(predicted_seconds)
-        try:
-            from dynamo.llm import SelectionService
-        except ImportError as error:
-            raise UsageError("KV-aware routing needs ai-dynamo-runtime.", "pip install 'inlay[cluster]'") from error
-        self._service: Any = SelectionService(indexer_threads=threads)
-        self._clock = clock
+        self._clock, self._predicted_seconds = clock, predicted_seconds
         self._workers: dict[str, EngineAddress] = {}
         self._reservations: OrderedDict[str, float] = OrderedDict()
         self._placing: set[str] = set()
         """Requests whose selection is under way."""
 
-    @property
-    def workers(self) -> frozenset[str]:
-        """The names of the known workers."""
-        return frozenset(self._workers)
+    @cached_property
+    def _service(self) -> Any:
+        """Dynamo's service. It belongs to the event loop in which it is used first."""
+        os.environ.setdefault("DYN_LOG", "error")  # it logs every selection otherwise
+        os.environ["DYN_ROUTER_PREFILL_LOAD_SCALE"] = str(PREFILL_SCALE)  # the service has no arguments for these
+        os.environ.pop("DYN_ROUTER_PREDICTED_TTL_SECS", None)
+        if self._predicted_seconds:
+            os.environ["DYN_ROUTER_PREDICTED_TTL_SECS"] = str(self._predicted_seconds)
+        try:
+            from dynamo.llm import SelectionService
+        except ImportError as error:
+            raise UsageError("KV-aware routing needs ai-dynamo-runtime.", "pip install 'inlay[cluster]'") from error
+        return SelectionService(indexer_threads=1)
 
-    async def add(self, workers: Iterable[EngineAddress]) -> None:
-        """Subscribe to the KV events of workers. A worker that is known at the same address is left alone."""
-        for worker in workers:
+    async def update(self, new: Iterable[EngineAddress], gone: Iterable[str]) -> None:
+        """Subscribe to the KV events of workers, and forget others. One that is known at its address is left alone."""
+        for worker in new:
             if self._workers.get(worker.name) == worker:
                 continue
             await self._service.upsert_worker(
@@ -106,13 +99,9 @@ class Selector:
                 }
             )
             self._workers[worker.name] = worker
-
-    async def remove(self, names: Iterable[str]) -> None:
-        """Forget workers."""
-        for name in names:
-            worker = self._workers.pop(name, None)
-            if worker is not None:
-                await self._service.delete_worker(worker.id)
+        for name in gone:
+            if name in self._workers:
+                await self._service.delete_worker(self._workers.pop(name).id)
 
     async def select(
         self, request: str, tokens: Sequence[int], salt: str, excluded: Collection[str], max_tokens: int

@@ -19,11 +19,9 @@ class TensorRef(Protocol):
     @property
     def origin(self) -> str:
         """A short description: file, tensor, weight map."""
-        ...
 
     def read(self) -> torch.Tensor:
         """Return the tensor, memory-mapped from its file if possible."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,6 @@ class Observer(Protocol):
 
     def observe(self, name: str, value: float) -> None:
         """Record a measurement. Called in the engine's thread, so it must be fast."""
-        ...
 
 
 class Engine:

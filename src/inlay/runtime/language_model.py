@@ -309,17 +309,13 @@ class Stepper(Protocol):
     @property
     def length(self) -> int:
         """Tokens already in the cache."""
-        ...
 
     @property
     def max_seq_len(self) -> int:
         """The most tokens the cache can hold."""
-        ...
 
     def restart(self) -> None:
         """Begin again at length 0, in constant time."""
-        ...
 
     def advance(self, tokens: list[int]) -> torch.Tensor:
         """Append tokens; the logits after the last of them, f32[vocabulary]."""
-        ...

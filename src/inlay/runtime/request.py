@@ -110,8 +110,8 @@ class RequestHandle:
             for piece in batch:
                 yield piece
 
-    async def batches(self) -> AsyncIterator[list[TokenOutput]]:
-        """Yield lists of the outputs that are ready; for an event loop."""
+    async def batches(self, heartbeat: float | None = None) -> AsyncIterator[list[TokenOutput]]:
+        """Yield lists of the outputs that are ready; an empty list after `heartbeat` seconds. For an event loop."""
         self._wake_event = asyncio.Event()
         while True:
             ready, ended = self._take()
@@ -119,7 +119,13 @@ class RequestHandle:
                 yield ready
             if ended:
                 return
-            await self._wake_event.wait()
+            if self.is_finished:  # with an error, behind the outputs
+                continue
+            try:
+                async with asyncio.timeout(heartbeat):
+                    await self._wake_event.wait()
+            except TimeoutError:
+                yield []
             self._wake_event.clear()
 
     def _take(self) -> tuple[list[TokenOutput], bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ from pydantic import ValidationError
 from inlay.errors import ContractError, InlayError, TransformError, UsageError, one_line, suggest
 from inlay.program.graphs import all_nodes, target_text
 from inlay.program.remarks import Remark, RemarkKind
+from inlay.program.symbols import evaluate
 from inlay.program.type_checks import check_types
 from inlay.rewrite.pattern_search import trace_alternatives
 from inlay.rewrite.rule import Rule
@@ -279,32 +278,16 @@ def _nearest_misses_text(step: TransformStep, before: Program, applied: Transfor
     )
 
 
-_OPERATORS: dict[type[Any], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-
 def expected_count(expect: int | str, program: Program) -> int:
     """Return the value of `expect`, which may be an expression of the model's facts."""
     facts = {name: fact.value for name, fact in program.facts.items()}
 
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name) if name in facts:
-                return facts[name]
-            case ast.Name(id=name):
-                raise UsageError(f"expect: {expect!r} uses {name}, which is not a known fact.", suggest(name, facts))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                result: int = _OPERATORS[type(op)](value(left), value(right))
-                return result
-        raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.")
+    def lookup(name: str) -> int:
+        if name not in facts:
+            raise UsageError(f"expect: {expect!r} uses {name}, which is not a known fact.", suggest(name, facts))
+        return facts[name]
 
     try:
-        return value(ast.parse(str(expect), mode="eval").body)
-    except SyntaxError as error:
+        return int(evaluate(str(expect), lookup))
+    except (SyntaxError, KeyError) as error:
         raise UsageError(f"expect: {expect!r} is not a number, an expression of facts, or any.") from error

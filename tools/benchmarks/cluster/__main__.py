@@ -1,4 +1,4 @@
-"""Scenarios: prefixes, kill, update, scale, keys, choices, cost, cpu, limits, trace.
+"""Scenarios: prefixes, kill, update, scale, keys, choices, addresses, cost, cpu, limits, trace.
 
 Each prints JSON. Run them on an idle machine, as root.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections import Counter
@@ -312,6 +313,15 @@ def choices(given: argparse.Namespace) -> Any:
         return {**summary(outcomes, now() - start), "tokens_of_a_request": tokens, **_router_counters(cluster)}
 
 
+def addresses(given: argparse.Namespace) -> Any:
+    """The addresses on which the processes of a cluster listen."""
+    with deployment() as cluster:
+        cluster.up(given.package, replicas=given.replicas)
+        asyncio.run(run(cluster.port, [{"prompt": prompt(9, each), "max_tokens": 5} for each in range(8)], 2))
+        told = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
+        return Counter(line.split()[3].rpartition(":")[0] for line in told.splitlines())
+
+
 def cost(given: argparse.Namespace) -> Any:
     """The first token of a short prompt, one client, one thread: from one server, and through each policy or router."""
 
@@ -425,7 +435,9 @@ def _spans(text: str) -> list[dict[str, Any]]:
     return found
 
 
-SCENARIOS = {each.__name__: each for each in (prefixes, kill, update, scale, keys, choices, cost, cpu, limits, trace)}
+SCENARIOS = {
+    each.__name__: each for each in (prefixes, kill, update, scale, keys, choices, addresses, cost, cpu, limits, trace)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

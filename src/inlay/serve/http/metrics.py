@@ -135,7 +135,3 @@ class Metrics:
         config = GaugeMetricFamily("vllm:cache_config_info", "Blocks of the prefix cache.", labels=["engine", *sizes])
         config.add_metric(["0", *map(str, sizes.values())], 1)
         yield config
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the names of the engine's counters are only known in `collect`."""
-        return iter(())

@@ -13,15 +13,7 @@ from fastapi import Request  # noqa: TC002 - FastAPI reads the annotation
 
 from inlay._version import __version__
 from inlay.serve.http import request_builder
-from inlay.serve.http.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    RenderedRequest,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from inlay.serve.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,31 +28,30 @@ def add_tokenizer_routes(app: FastAPI, context: ServerContext, errors: dict[int 
     """Add the routes that return tokens, and the text of tokens."""
     text, limits = context.engine.text, context.limits
 
-    @app.post("/tokenize", response_model=TokenizeResponse, responses=errors)
-    async def tokenize(asked: TokenizeRequest) -> TokenizeResponse:
+    @app.post("/tokenize", responses=errors)
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
         """Tokenize a text or the messages of a chat, as the generation routes do."""
         context.check_model(asked.model)
         tokens = await request_builder.encode_text(asked, text, limits)
         names = [text.tokenizer.id_to_token(each) or "" for each in tokens] if asked.return_token_strs else None
-        return TokenizeResponse(
-            count=len(tokens), max_model_len=context.engine.max_seq_len, tokens=tokens, token_strs=names
-        )
+        sizes = {"count": len(tokens), "max_model_len": context.engine.max_seq_len}
+        return {**sizes, "tokens": tokens, "token_strs": names}
 
-    @app.post("/detokenize", response_model=DetokenizeResponse, responses=errors)
-    async def detokenize(asked: DetokenizeRequest) -> DetokenizeResponse:
+    @app.post("/detokenize", responses=errors)
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens, special tokens included."""
         context.check_model(asked.model)
         request_builder.check_tokens(asked.tokens, limits, "tokens")
         decoded = await asyncio.to_thread(text.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-        return DetokenizeResponse(prompt=str(decoded))
+        return {"prompt": str(decoded)}
 
-    @app.post("/v1/completions/render", response_model=list[RenderedRequest], responses=errors)
-    async def render(asked: CompletionRequest, request: Request) -> list[RenderedRequest]:
+    @app.post("/v1/completions/render", responses=errors)
+    async def render(asked: CompletionRequest, request: Request) -> list[dict[str, Any]]:
         """Return each prompt of a completion request as tokens, without running it."""
         return await _render(asked, request, context)
 
-    @app.post("/v1/chat/completions/render", response_model=RenderedRequest, responses=errors)
-    async def render_chat(asked: ChatRequest, request: Request) -> RenderedRequest:
+    @app.post("/v1/chat/completions/render", responses=errors)
+    async def render_chat(asked: ChatRequest, request: Request) -> dict[str, Any]:
         """Return the prompt of a chat request as tokens, without running it."""
         (rendered,) = await _render(asked, request, context)
         return rendered
@@ -95,19 +86,19 @@ def add_info_routes(app: FastAPI, context: ServerContext, errors: dict[int | str
 
 async def _render(
     asked: ChatRequest | CompletionRequest, request: Request, context: ServerContext
-) -> list[RenderedRequest]:
+) -> list[dict[str, Any]]:
     context.check_model(asked.model)
     prompts = await request_builder.encode(asked, context.engine.text, context.limits)
     built = request_builder.build_requests(asked.model_copy(update={"n": 1}), prompts, context.limits, "", "")
     kind = "chatcmpl" if isinstance(asked, ChatRequest) else "cmpl"
     return [
-        RenderedRequest(
-            request_id=f"{kind}-{request.scope['state']['record'].id}-{index}",
-            token_ids=list(each.prompt),
-            sampling_params={**asdict(each.sampling), "max_tokens": each.max_tokens, "stop": list(each.stop)},
-            model=asked.model,
-            stream=bool(asked.stream),
-            cache_salt=asked.cache_salt,
-        )
+        {
+            "request_id": f"{kind}-{request.scope['state']['record'].id}-{index}",
+            "token_ids": list(each.prompt),
+            "sampling_params": {**asdict(each.sampling), "max_tokens": each.max_tokens, "stop": list(each.stop)},
+            "model": asked.model,
+            "stream": bool(asked.stream),
+            "cache_salt": asked.cache_salt,
+        }
         for index, each in enumerate(built)
     ]

@@ -214,37 +214,11 @@ class TokenizeRequest(_RequestModel):
     return_token_strs: bool | None = None
 
 
-class TokenizeResponse(BaseModel):
-    """The tokens of a text."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
 class DetokenizeRequest(_RequestModel):
     """`POST /detokenize`"""
 
     model: ValidText | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
-
-
-class DetokenizeResponse(BaseModel):
-    """The text of some tokens."""
-
-    prompt: str
-
-
-class RenderedRequest(BaseModel):
-    """A request as the engine gets it: the part of vLLM's `GenerateRequest` that applies here."""
-
-    request_id: str
-    token_ids: list[int]
-    sampling_params: dict[str, Any]
-    model: str
-    stream: bool
-    cache_salt: str | None
 
 
 class TokenLogprob(BaseModel):

@@ -7,9 +7,8 @@ import errno
 import gc
 import logging
 import socket
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -38,7 +37,7 @@ LAST_SECONDS = 5
 class Server(uvicorn.Server):
     """uvicorn's server with a drain phase: at shutdown new requests get 503 while those in flight finish."""
 
-    def __init__(self, context: ServerContext, drain_seconds: float, ready: Callable[[], None]) -> None:
+    def __init__(self, context: ServerContext, engine: Engine, drain_seconds: float, ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
             create_app(context),
             http=Connection,
@@ -54,7 +53,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         Connection.read_seconds, Connection.max_connections = context.settings.read_seconds, max_connections()
         Connection.log_request = context.log_request
-        self._context, self._seconds, self._ready = context, drain_seconds, ready
+        self._context, self._engine, self._seconds, self._ready = context, engine, drain_seconds, ready
         self._drain_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,7 +81,7 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(self._seconds):
                 await self._context.admission.wait_empty()
         except TimeoutError:
-            await asyncio.to_thread(self._context.engine.close)  # aborts unfinished requests with an error
+            await asyncio.to_thread(self._engine.close)  # aborts unfinished requests with an error
         self._context.shutdown_event.set()
         self.should_exit = True
 
@@ -114,13 +113,8 @@ def serve(
     settings: ServerSettings,
     listener: socket.socket,
     version: str,
-    *,
-    drain_seconds: float = 30.0,
-    kv_events: str | None = None,
-    kv_replay: str | None = None,
-    kv_topic: str = "",
-    kv_encoding: str = "map",
-    ready: Callable[[ServerContext], None] = lambda serving: None,
+    drain_seconds: float,
+    ready: Callable[[ServerContext], None],
 ) -> None:
     """Serve an engine until a shutdown signal."""
     serving = ServerContext(engine, settings, version)
@@ -128,17 +122,7 @@ def serve(
     gc.freeze()  # loaded objects live to the end; scanning them in every collection would pause requests for 0.1 s
     try:
         engine.start(warm=True)
-        with _open_publisher(engine, kv_events, replay=kv_replay, topic=kv_topic, encoding=kv_encoding):
-            Server(serving, drain_seconds, lambda: ready(serving)).run([listener])
-            engine.close()
+        Server(serving, engine, drain_seconds, lambda: ready(serving)).run([listener])
     finally:
         engine.close()
         serving.log_writer.close()
-
-
-def _open_publisher(engine: Engine, events: str | None, **options: Any) -> AbstractContextManager[object]:
-    if events is None:
-        return nullcontext()
-    from inlay.serve.kv_events.publisher import Publisher
-
-    return Publisher(engine.event_log, engine.settings.block_size, bind=events, **options)

@@ -45,9 +45,6 @@ class ServedEngine(Protocol):
     def counts(self) -> dict[str, float]:
         """Return counters and gauges by name."""
 
-    def close(self) -> None:
-        """Cancel unfinished requests."""
-
 
 class ServerContext:
     """The shared state of a server with one engine."""

@@ -52,8 +52,6 @@ class WireEncoder:
                 case UpdatedEvent(level=(_, _)) if known is not None:
                     _add_removed(made, known)
                     self._add_stored(made, self._replica.blocks[event.hash])
-                case _:
-                    pass
         return made
 
     def encode_snapshot(self, blocks: Iterable[StoredEvent] | None = None) -> list[dict[str, Any]]:
