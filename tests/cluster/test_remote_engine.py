@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from inlay.cluster import remote_engine
+from inlay.cluster import engine_replica, remote_engine
 from inlay.cluster.config import ClusterConfig
 from inlay.cluster.engine_replica import EngineReplica
 from inlay.cluster.placement import Fleet
 from inlay.cluster.remote_engine import RemoteEngine, call_error
 from inlay.cluster.selector import EngineAddress
-from inlay.errors import InlayError, ProgramError
+from inlay.errors import InlayError, ProgramError, UsageError
 from inlay.runtime.outputs import collect
 from inlay.runtime.request import EngineClosedError, EngineUnavailableError, QueueFullError, Request
 from inlay.runtime.sampling import Sampling
@@ -329,3 +329,55 @@ def test_over_http(replicas: dict[str, EngineReplica], config: ClusterConfig, mo
             assert 'inlay_placements_total{policy="least_loaded"}' in page
 
     run(main())
+
+
+def test_a_reader_of_a_cancelled_request_does_not_wait(
+    replicas: dict[str, EngineReplica], config: ClusterConfig
+) -> None:
+    """A client may be gone while the server still waits for outputs."""
+
+    async def main() -> None:
+        handle = remote(Network(replicas), config).submit(Request((5, 6, 7), max_tokens=200, ignore_eos=True))
+        async for _ in handle:
+            handle.cancel()
+
+    with pytest.raises(EngineClosedError):
+        run(main())
+
+
+def test_attempts_of_two_processes_have_different_names(
+    replicas: dict[str, EngineReplica], config: ClusterConfig
+) -> None:
+    """They name reservations of a selector that several processes share. The client chooses the id of the request."""
+    names = []
+
+    def record(placement: Placement, message: int) -> None:
+        names.append(placement.request_id)
+
+    for _ in range(2):
+        run(answers(remote(Network(replicas, record), config), [Request((5, 6, 7), max_tokens=1, id="1")]))
+    assert len(set(names)) == 2
+
+
+def test_a_package_of_another_version_is_refused(config: ClusterConfig) -> None:
+    """A replica that starts again must not take what was built into the folder meanwhile."""
+    other = config.model_copy(update={"version": "0" * 64})
+    for start in (lambda: EngineReplica(other, "three", "127.0.0.1"), lambda: remote(Network({}), other)):
+        with pytest.raises(UsageError, match="on this node"):
+            start()
+
+
+def test_a_long_step_is_progress(replicas: dict[str, EngineReplica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model may take longer for a chunk of a prompt than Serve's health checks are apart."""
+    replica, now = replicas["one"], [1000.0]
+    counts = {"steps": 7.0, "prefill_sequences": 1.0, "decode_sequences": 0.0}
+    monkeypatch.setattr(engine_replica, "monotonic", lambda: now[0])
+    monkeypatch.setattr(replica._engine, "counts", lambda: counts)
+    for _ in range(5):
+        replica.check_health()
+        now[0] += 15.0
+    now[0] += engine_replica.STUCK
+    with pytest.raises(ProgramError, match="no progress"):
+        replica.check_health()
+    counts["steps"] = 8.0
+    replica.check_health()

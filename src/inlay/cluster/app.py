@@ -8,14 +8,12 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, DeploymentActorConfig, RequestRouterConfig
 
-from inlay.cluster.config import ClusterConfig
+from inlay.cluster.config import ClusterConfig, read_package
 from inlay.cluster.engine_replica import EngineReplica
 from inlay.cluster.ingress import SELECTOR, Ingress
 from inlay.cluster.replica_port import bind_to_node
 from inlay.cluster.request_router import EngineRouter
 from inlay.cluster.selector import Selector
-from inlay.errors import UsageError
-from inlay.package.loader import read_manifest
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -44,17 +42,14 @@ class EngineDeployment(EngineReplica):
 def build(options: dict[str, Any]) -> Application:
     """Return the application for the `args` of a Serve config."""
     args = ClusterConfig.model_validate(options)
-    manifest, folder = read_manifest(args.package)
-    if args.version not in (None, folder.name):
-        problem = f"{args.package} contains version {folder.name}, and version {args.version} is wanted."
-        raise UsageError(problem, "Copy the package to this node, or deploy again with `inlay cluster up`.")
+    manifest, _ = read_package(args)
     slots = min(args.slots or manifest.states[0].shape[0], manifest.states[0].shape[0])
     engines = serve.deployment(
         EngineDeployment,
         name="Engine",
         ray_actor_options={"num_cpus": args.cpus or args.threads, "runtime_env": _environment(args.threads)},
         max_ongoing_requests=int(slots) + args.queue,
-        max_queued_requests=args.queue * args.most_replicas,
+        max_queued_requests=-1,  # the admission control of the ingress bounds them, and all may come back at once
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter),
         health_check_period_s=5.0,
         health_check_timeout_s=15.0,
@@ -71,7 +66,7 @@ def build(options: dict[str, Any]) -> Application:
         num_replicas=args.ingress_replicas,
         ray_actor_options={"num_cpus": 0, "runtime_env": _environment(1)},
         max_ongoing_requests=(int(slots) + args.queue) * args.most_replicas + MORE_CONNECTIONS,
-        graceful_shutdown_timeout_s=args.drain_seconds,
+        graceful_shutdown_timeout_s=2 * args.drain_seconds + 60,  # it runs again what replicas did not finish
         graceful_shutdown_wait_loop_s=0.5,
         deployment_actors=[selector] if args.ingress_replicas > 1 else [],
     )

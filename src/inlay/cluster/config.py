@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from inlay.errors import UsageError
+from inlay.package.loader import read_manifest
 from inlay.runtime.engine import EngineSettings
 from inlay.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from inlay.package.manifest import Manifest
 
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*[KMGT]?i?B?$")]
@@ -75,6 +79,15 @@ class ClusterConfig(BaseModel):
     def most_replicas(self) -> int:
         """The largest number of replicas."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
+
+
+def read_package(config: ClusterConfig) -> tuple[Manifest, Path]:
+    """Return the manifest and folder of the package on this node, which must have the version of the config."""
+    manifest, folder = read_manifest(config.package)
+    if config.version not in (None, folder.name):
+        problem = f"{config.package} has version {folder.name} on this node, and {config.version} is wanted."
+        raise UsageError(problem, "Copy the package to this node, or deploy again with `inlay cluster up`.")
+    return manifest, folder
 
 
 def engine_settings(config: ClusterConfig) -> EngineSettings:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from inlay.cluster.config import engine_settings, text_fingerprint
+from inlay.cluster.config import engine_settings, read_package, text_fingerprint
 from inlay.cluster.metrics import ReplicaMetrics
 from inlay.cluster.placement import Message, Placement
 from inlay.cluster.selector import EngineAddress
 from inlay.cluster.tracing import span
 from inlay.errors import ProgramError
-from inlay.package.loader import read_manifest
 from inlay.package_cache import model_name
 from inlay.runtime.engine import Engine
 from inlay.serve.http.metrics import Metrics
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 1.0
 """Seconds without a token after which an empty message says that the replica is alive."""
+STUCK = 120.0
+"""Seconds for which a step of a busy engine may take: a chunk of a prompt of a large model takes many."""
 
 
 class EngineReplica:
@@ -32,15 +34,17 @@ class EngineReplica:
 
     def __init__(self, config: ClusterConfig, name: str, address: str) -> None:
         """`name` is unique in the cluster; `address` is where other machines reach this one."""
-        manifest, folder = read_manifest(config.package)
+        manifest, folder = read_package(config)
         self._name, self._package, self._text = name, folder.name, text_fingerprint(manifest)
         self._engine = Engine.open(config.package, engine_settings(config))
+        if read_package(config)[1] != folder:
+            raise ProgramError(f"{config.package} was replaced while it was loaded.", "Serve starts the replica again.")
         self._metrics = Metrics(self._engine, config.name or model_name(config.package), lambda: 0)
         self._engine.add_observer(self._metrics)
         self._engine.start(warm=True)
         bind, size = f"tcp://{address}:0", self._engine.settings.block_size
         self._publisher = Publisher(self._engine.event_log, size, bind=bind, replay=bind)
-        self._steps = -1
+        self._steps, self._step_time = -1, monotonic()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what the request router must know. Serve calls it once."""
@@ -56,12 +60,13 @@ class EngineReplica:
         return {**waiting, "running": running, "slots": counts["slots"]}
 
     def check_health(self) -> None:
-        """Raise an error if the engine has work but made no step since the last check."""
+        """Raise an error if the engine has work but made no step for `STUCK` seconds."""
         counts = self._engine.counts()
         steps, busy = int(counts["steps"]), counts["prefill_sequences"] + counts["decode_sequences"]
-        if not self._engine.is_alive or (busy and steps == self._steps):
+        if steps != self._steps or not busy:
+            self._steps, self._step_time = steps, monotonic()
+        if not self._engine.is_alive or monotonic() > self._step_time + STUCK:
             raise ProgramError("The engine of this replica makes no progress.", "Serve replaces the replica.")
-        self._steps = steps if busy else -1
 
     def metrics(self) -> ReplicaMetrics:
         """Return the metrics of this replica."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.context import _set_request_context
-from ray.serve.exceptions import BackPressureError
 
 from inlay.cluster.metrics import ReplicaMetrics, merge
 from inlay.cluster.placement import Fleet
@@ -22,8 +22,7 @@ from inlay.cluster.replica_port import bind_to_node
 from inlay.cluster.selector import Selector
 from inlay.errors import UsageError
 from inlay.package_cache import model_name
-from inlay.runtime.request import QueueFullError
-from inlay.serve.http.api_keys import read_keys
+from inlay.serve.http.api_keys import Keys, read_keys
 from inlay.serve.http.app import create_app
 from inlay.serve.http.server import fingerprint
 from inlay.serve.http.server_context import ServerContext
@@ -54,7 +53,7 @@ class LocalSelector:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._selector, name)
-        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(*arguments)))
+        return SimpleNamespace(remote=lambda *arguments: asyncio.shield(method(*arguments)))
 
 
 class Ingress:
@@ -62,11 +61,12 @@ class Ingress:
 
     def __init__(self, config: ClusterConfig, engines: DeploymentHandle) -> None:
         bind_to_node()
-        self._engines = engines
+        self._config, self._engines = config, engines
+        self._ingresses = serve.get_deployment_handle("Ingress", _check_exists=False)
         # by gRPC, not through Ray objects: tokens pass four times faster
         self._generate = engines.options(method_name="generate", stream=True, _by_reference=False)
-        is_shared = config.ingress_replicas > 1
-        fleet = Fleet(config.routing, lambda: serve.get_deployment_actor(SELECTOR) if is_shared else LocalSelector())
+        local = LocalSelector() if config.routing == "kv" and config.ingress_replicas == 1 else None
+        fleet = Fleet(config.routing, lambda: local or serve.get_deployment_actor(SELECTOR))
         engine, version = RemoteEngine(self._call, fleet, config), fingerprint(config.package)
         self._context = ServerContext(engine, server_settings(config), version, scrape=self._scrape)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -74,6 +74,11 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> App:
         """Return the ASGI application. Serve calls it once."""
         return create_app(self._context)
+
+    def check_health(self) -> None:
+        """Take over changed API keys. Serve calls it every ten seconds. A file that cannot be read changes nothing."""
+        with suppress(UsageError):
+            self._context.keys = Keys(server_settings(self._config).keys)
 
     def metrics(self) -> ReplicaMetrics:
         """Return the metrics of this process."""
@@ -88,17 +93,18 @@ class Ingress:
             async for message in call:
                 yield message
             is_over = True
-        except BackPressureError as error:
-            raise QueueFullError(error.args[0], 1.0) from error
         except Exception as error:
             raise call_error(getattr(error, "cause", error)) from error  # the cause is what the replica raised
         finally:
             if not is_over:
                 call.cancel()
+                made = call._replica_result_future  # Serve forgets a result that came in this very moment
+                if made.done() and not made.cancelled() and made.exception() is None:
+                    made.result().cancel()
 
     async def _scrape(self) -> bytes:
         """Return the metrics of all replicas of both deployments."""
-        handles = serve.get_deployment_handle("Ingress"), self._engines
+        handles = self._ingresses, self._engines
         found: list[Any] = []
         for made in await asyncio.gather(*map(_broadcast_metrics, handles), return_exceptions=True):
             found += made if isinstance(made, list) else [made]

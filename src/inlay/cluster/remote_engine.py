@@ -16,11 +16,10 @@ from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from inlay.cluster.config import engine_settings, text_fingerprint
+from inlay.cluster.config import engine_settings, read_package, text_fingerprint
 from inlay.cluster.placement import Fleet, Placement
 from inlay.cluster.tracing import span
 from inlay.errors import InlayError, ProgramError, one_line
-from inlay.package.loader import read_manifest
 from inlay.runtime.generation_state import check_length
 from inlay.runtime.outputs import FinishReason
 from inlay.runtime.request import EngineClosedError, EngineUnavailableError, QueueFullError, RequestHandle
@@ -73,6 +72,7 @@ class RemoteHandle(RequestHandle):
         super().cancel()
         if self.task is not None and not self.is_finished:  # a finished call ends by itself
             self.task.cancel()
+            self.put([], EngineClosedError())  # nothing else comes, and somebody may be reading
 
 
 class ReplicaLostError(EngineUnavailableError):
@@ -98,7 +98,7 @@ class RemoteEngine:
         self, call: Callable[[Request, Placement], AsyncGenerator[Message, None]], fleet: Fleet, config: ClusterConfig
     ) -> None:
         """`call` runs `EngineReplica.generate` on a replica. It raises `ReplicaLostError` where another may succeed."""
-        manifest, folder = read_manifest(config.package)
+        manifest, folder = read_package(config)
         slots, _, self.max_seq_len, _ = (int(size) for size in manifest.states[0].shape)
         self.text = TextCodec.load(folder / "tokenizer")
         self.settings = replace(engine_settings(config), max_waiting=config.queue * config.most_replicas)
@@ -107,7 +107,7 @@ class RemoteEngine:
         self._call, self._fingerprint = call, text_fingerprint(manifest)
         self._running: dict[int, RemoteHandle] = {}
         self._observers: list[Observer] = []
-        self._next = 0
+        self._next, self._process = 0, secrets.token_hex(4)
 
     def add_observer(self, observer: Observer) -> None:
         """Add an observer of measurements."""
@@ -127,8 +127,9 @@ class RemoteEngine:
 
     def counts(self) -> dict[str, float]:
         """Return the counters of the fleet, and what is in flight from this ingress."""
-        begun = [each for each in self._running.values() if each.sent]
-        waiting = [each for each in self._running.values() if not each.sent]
+        running = list(self._running.values())  # called in another thread
+        begun = [each for each in running if each.sent]
+        waiting = [each for each in running if not each.sent]
         now = {
             "waiting_requests": len(waiting),
             "waiting_tokens": sum(len(each.request.prompt) for each in waiting),
@@ -148,7 +149,7 @@ class RemoteEngine:
             if attempt:
                 self.fleet.counts["retries"] += 1
                 await asyncio.sleep(RETRY_PAUSE * 2 ** max(0, int(failures) - 1))
-            name = f"{request.id}-{answer.id}-{attempt}"
+            name = f"{self._process}-{request.id}-{answer.id}-{attempt}"
             load = len(request.prompt) + request.max_tokens
             placement = Placement(name, self._fingerprint, package, fleet=self.fleet, avoid=avoid, load=load)
             try:
@@ -229,7 +230,7 @@ async def _next_message(call: AsyncGenerator[Message, None], placement: Placemen
     coming = asyncio.ensure_future(anext(call, None))
     try:
         while not coming.done():
-            if placement.last_sign is None and monotonic() > placement.start_time + WAITING:
+            if placement.accept_time is None and monotonic() > placement.start_time + WAITING:
                 raise EngineUnavailableError(f"No replica took the request within {WAITING:.0f} s.", "Try again later.")
             if placement.last_sign is not None and monotonic() > placement.last_sign + SILENCE:
                 raise ReplicaLostError("silent", f"No sign of life for {SILENCE:.0f} s.")

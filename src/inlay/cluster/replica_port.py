@@ -1,7 +1,7 @@
 """The port on which a replica of Ray Serve takes calls.
 
-Serve opens it on all addresses of the machine, without authentication, and whoever reaches it can execute code. This
-module is the only one that changes private functions of Ray: `add_port_to_grpc_server`, as in 2.60.
+Serve opens it on all addresses of the machine, and unpickles what it gets. It asks for Ray's token only where Ray runs
+with one. This module is the only one that changes private functions of Ray: `add_port_to_grpc_server`, as in 2.60.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.request_router import RequestRouter
 
+from inlay.runtime.request import EngineUnavailableError
+
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
@@ -53,7 +55,13 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         if key not in self._fitting:
             self._fitting[key] = [name for name in self._workers if _fits(self._about[name], placement)]
         if not self._fitting[key]:
-            return []
+            if placement.package is None or not replicas:
+                return []
+            if not pending.future.done():  # waiting would occupy one of Serve's few routing tasks
+                problem = "No replica has the package that began this answer any more."
+                pending.future.set_exception(EngineUnavailableError(problem, "Send the request again."))
+                self._remove_pending_request_from_indices(pending)
+            return [[replicas[0]]]  # Serve drops it, because the future is done, and routes the next request
         name = await placement.fleet.choose(placement, request, self._workers, self._fitting[key])
         return [[self._by_name[name]]] if name in self._by_name else []
 

@@ -64,7 +64,12 @@ class Selector:
 
     def __init__(self, clock: Callable[[], float] = monotonic, predicted_seconds: float = PREDICTED_SECONDS) -> None:
         """`predicted_seconds` 0: only KV events say what is cached."""
-        self._clock, self._predicted_seconds = clock, predicted_seconds
+        os.environ.setdefault("DYN_LOG", "error")  # it logs every selection otherwise
+        try:
+            from dynamo.llm import SelectionService
+        except ImportError as error:
+            raise UsageError("KV-aware routing needs ai-dynamo-runtime.", "pip install 'inlay[cluster]'") from error
+        self._type, self._clock, self._predicted_seconds = SelectionService, clock, predicted_seconds
         self._workers: dict[str, EngineAddress] = {}
         self._reservations: OrderedDict[str, float] = OrderedDict()
         self._placing: set[str] = set()
@@ -73,16 +78,11 @@ class Selector:
     @cached_property
     def _service(self) -> Any:
         """Dynamo's service. It belongs to the event loop in which it is used first."""
-        os.environ.setdefault("DYN_LOG", "error")  # it logs every selection otherwise
         os.environ["DYN_ROUTER_PREFILL_LOAD_SCALE"] = str(PREFILL_SCALE)  # the service has no arguments for these
         os.environ.pop("DYN_ROUTER_PREDICTED_TTL_SECS", None)
         if self._predicted_seconds:
             os.environ["DYN_ROUTER_PREDICTED_TTL_SECS"] = str(self._predicted_seconds)
-        try:
-            from dynamo.llm import SelectionService
-        except ImportError as error:
-            raise UsageError("KV-aware routing needs ai-dynamo-runtime.", "pip install 'inlay[cluster]'") from error
-        return SelectionService(indexer_threads=1)
+        return self._type(indexer_threads=1)
 
     async def update(self, new: Iterable[EngineAddress], gone: Iterable[str]) -> None:
         """Subscribe to the KV events of workers, and forget others. One that is known at its address is left alone."""
@@ -101,7 +101,8 @@ class Selector:
             self._workers[worker.name] = worker
         for name in gone:
             if name in self._workers:
-                await self._service.delete_worker(self._workers.pop(name).id)
+                await _ignore_unknown(self._service.delete_worker(self._workers[name].id))
+                self._workers.pop(name, None)
 
     async def select(
         self, request: str, tokens: Sequence[int], salt: str, excluded: Collection[str], max_tokens: int

@@ -45,7 +45,8 @@ class Deployment:
     def up(self, package: Path, *, tracing: bool = False, **args: Any) -> float:
         """Start or update it; return the seconds until it ran."""
         config = self.folder / "cluster.yaml"
-        options = {"package": str(package), "name": NAME, "cpus": 0.1, **args}
+        has_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"  # it hides who asks
+        options = {"package": str(package), "name": NAME, "cpus": 0.1, "insecure": has_haproxy, **args}
         app = {"name": APPLICATION, "route_prefix": "/", "import_path": "inlay.cluster.app:build", "args": options}
         made: dict[str, Any] = {"http_options": {"host": "127.0.0.1", "port": PORT}, "applications": [app]}
         made |= {"tracing_config": {"enabled": True, "sampling_ratio": 1.0}} if tracing else {}
