@@ -95,7 +95,8 @@ def kill(given: argparse.Namespace) -> Any:
     """Streaming requests while something is killed or stopped every few seconds; every answer is compared."""
     known, answers = _known_answers(given.package, 50, given.tokens)
     with deployment() as cluster:
-        cluster.up(given.package, replicas=given.replicas, queue=32)
+        shared = given.what == "selector"  # with one ingress, the selector is a part of it
+        cluster.up(given.package, replicas=given.replicas, queue=32, ingress_replicas=1 + shared)
         bodies = [known[number % len(known)] for number in range(given.requests)]
         disturb = DISTURBANCES[given.what]
         start = now()
