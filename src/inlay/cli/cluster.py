@@ -121,7 +121,8 @@ def _lifecycle(create_token: bool = False) -> ModuleType:
 
 def _wait(client: RayClient, wanted: ServeConfig, seconds: float) -> None:
     """Wait until the cluster runs; show what is missing."""
-    start = shown = time.monotonic()
+    start, told = time.monotonic(), ""
+    shown = start
     with err.status("deploying …") as spinner:
         while missing := client.missing(wanted.clusters):
             now = time.monotonic()
@@ -131,6 +132,7 @@ def _wait(client: RayClient, wanted: ServeConfig, seconds: float) -> None:
                 )
             spinner.update(f"{now - start:4.0f} s  {escape(missing)}")
             if not err.is_terminal and now - shown > LINES:
-                shown = now
-                err.print(f"{now - start:4.0f} s  {missing}", markup=False, soft_wrap=True)
+                news = missing if missing != told else "no change"
+                err.print(f"{now - start:4.0f} s  {news}", markup=False, soft_wrap=True)
+                shown, told = now, missing
             time.sleep(POLL)
