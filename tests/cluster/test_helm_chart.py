@@ -53,7 +53,7 @@ def test_the_application_is_a_valid_config(options: tuple[str, ...]) -> None:
     assert container["resources"]["requests"]["cpu"] == config.threads + 1
     assert group["rayStartParams"]["num-cpus"] == str(config.threads), "one engine for each worker"
     assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
-    assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > 2 * config.drain_seconds + 60, "an ingress takes as long"
     mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     assert set(mounted.values()) == {each["name"] for each in pod["volumes"]}
     assert Path(config.package).parts[1] == "models"

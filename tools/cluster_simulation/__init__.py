@@ -1,1 +1,1 @@
-"""A simulator of a cluster of serving replicas in virtual time. See docs/dev/simulation_notes.md."""
+"""A simulator of a cluster of serving replicas in virtual time. See docs/dev/simulation.md."""

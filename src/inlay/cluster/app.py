@@ -44,11 +44,13 @@ def build(options: dict[str, Any]) -> Application:
     args = ClusterConfig.model_validate(options)
     manifest, _ = read_package(args)
     slots = min(args.slots or manifest.states[0].shape[0], manifest.states[0].shape[0])
+    # what waits in a replica stays there, so with replicas to come more must wait in the ingress
+    waiting = args.queue if isinstance(args.replicas, int) else min(args.queue, int(slots))
     engines = serve.deployment(
         EngineDeployment,
         name="Engine",
         ray_actor_options={"num_cpus": args.cpus or args.threads, "runtime_env": _environment(args.threads)},
-        max_ongoing_requests=int(slots) + args.queue,
+        max_ongoing_requests=int(slots) + waiting,
         max_queued_requests=-1,  # the admission control of the ingress bounds them, and all may come back at once
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter),
         health_check_period_s=5.0,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HEARTBEAT = 1.0
 """Seconds without a token after which an empty message says that the replica is alive."""
 STUCK = 120.0
-"""Seconds for which a step of a busy engine may take: a chunk of a prompt of a large model takes many."""
+"""Seconds that a step of a busy engine may take: a chunk of a prompt of a large model takes many."""
 
 
 class EngineReplica:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,10 +87,7 @@ class Placement:
 
 
 class SelectorClient:
-    """Asks the selector, and stops asking for a while when it fails, is slow or is behind the caches.
-
-    It is called in two event loops, of the ingress and of Serve's router, and holds nothing that belongs to one.
-    """
+    """Asks the selector, and stops asking for a while when it fails, is slow or is behind the caches."""
 
     def __init__(self, connect: Callable[[], Any], counts: Counter[str]) -> None:
         """`connect` returns a handle of the selector's actor; it is called again after each failure."""
@@ -170,19 +166,17 @@ class Fleet:
         self.selector = SelectorClient(connect, self.counts)
         self._tokens: Counter[str] = Counter()
         """Tokens in flight for each replica, from this ingress."""
-        self._lock = threading.Lock()
         self._suspects: dict[str, float] = {}
 
     def charge(self, placement: Placement, replica: str | None) -> None:
         """Count the load of a request on a replica, and no longer on the one that was chosen before."""
-        with self._lock:
-            if placement.replica is not None:
-                self._tokens[placement.replica] -= placement.load
-                if not self._tokens[placement.replica]:
-                    del self._tokens[placement.replica]
-            placement.replica = None if placement.is_over else replica
-            if placement.replica is not None:
-                self._tokens[placement.replica] += placement.load
+        if placement.replica is not None:
+            self._tokens[placement.replica] -= placement.load
+            if not self._tokens[placement.replica]:
+                del self._tokens[placement.replica]
+        placement.replica = None if placement.is_over else replica
+        if placement.replica is not None:
+            self._tokens[placement.replica] += placement.load
 
     def accept(self, placement: Placement) -> None:
         """Record that the chosen replica accepted a request."""

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +95,12 @@ def kill(given: argparse.Namespace) -> Any:
     """Streaming requests while something is killed or stopped every few seconds; every answer is compared."""
     known, answers = _known_answers(given.package, 50, given.tokens)
     with deployment() as cluster:
-        shared = given.what == "selector"  # with one ingress, the selector is a part of it
+        shared = given.what in ("selector", "events")  # with one ingress, the selector is a part of it
         cluster.up(given.package, replicas=given.replicas, queue=32, ingress_replicas=1 + shared)
         bodies = [known[number % len(known)] for number in range(given.requests)]
-        disturb = DISTURBANCES[given.what]
         start = now()
         outcomes = asyncio.run(
-            run(cluster.port, bodies, given.clients, lambda body: answers[body["prompt"]], disturb(cluster, given))
+            run(cluster.port, bodies, given.clients, lambda body: answers[body["prompt"]], _disturb(cluster, given))
         )
         return {
             "what": given.what,
@@ -114,89 +113,66 @@ def kill(given: argparse.Namespace) -> Any:
 DISTURBED: list[str] = []
 
 
-def _kill_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+def _disturb(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+    """Disturb the cluster every few seconds, without end."""
+
     async def disturb(done: Callable[[], int]) -> None:
         rng = random.Random(1)
         while True:
             await asyncio.sleep(given.every)
-            pids = await asyncio.to_thread(cluster.pids)
-            if pids:
-                name = rng.choice(sorted(pids))
-                os.kill(pids[name], signal.SIGKILL)
-                DISTURBED.append(f"{done()} done: killed {name} of {len(pids)}")
+            DISTURBED.append(f"{done()} done: {await DISTURBANCES[given.what](cluster, given.every, rng)}")
 
     return disturb
 
 
-def _kill_selector(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
-    async def disturb(done: Callable[[], int]) -> None:
-        while True:
-            await asyncio.sleep(given.every)
-            try:
-                os.kill(selector_pid(), signal.SIGKILL)
-                DISTURBED.append(f"{done()} done: killed the selector")
-            except (IndexError, ProcessLookupError):
-                DISTURBED.append(f"{done()} done: there was no selector")
-
-    return disturb
+async def _replica(cluster: Deployment, rng: random.Random) -> tuple[str, int]:
+    """Return the name and the process of a running replica; wait until there is one."""
+    while not (pids := await asyncio.to_thread(cluster.pids)):
+        await asyncio.sleep(0.5)
+    return rng.choice(sorted(pids.items()))
 
 
-def _stop_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
+async def _kill_replica(cluster: Deployment, seconds: float, rng: random.Random) -> str:
+    name, pid = await _replica(cluster, rng)
+    os.kill(pid, signal.SIGKILL)
+    return f"killed {name}"
+
+
+async def _kill_selector(cluster: Deployment, seconds: float, rng: random.Random) -> str:
+    try:
+        os.kill(selector_pid(), signal.SIGKILL)
+    except (IndexError, ProcessLookupError):
+        return "there was no selector"
+    return "killed the selector"
+
+
+async def _stop_replica(cluster: Deployment, seconds: float, rng: random.Random) -> str:
     """A replica that is stopped keeps its connections and answers nothing, as one behind a network that is cut."""
-
-    async def disturb(done: Callable[[], int]) -> None:
-        rng = random.Random(1)
-        while True:
-            await asyncio.sleep(given.every)
-            pids = await asyncio.to_thread(cluster.pids)
-            if not pids:
-                continue
-            name = rng.choice(sorted(pids))
-            os.kill(pids[name], signal.SIGSTOP)
-            DISTURBED.append(f"{done()} done: stopped {name} of {len(pids)}")
-            await asyncio.sleep(given.every)
-            try:
-                os.kill(pids[name], signal.SIGCONT)
-            except ProcessLookupError:
-                DISTURBED.append(f"{name} was replaced")
-
-    return disturb
+    name, pid = await _replica(cluster, rng)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(seconds)
+    with suppress(ProcessLookupError):  # it was replaced
+        os.kill(pid, signal.SIGCONT)
+    return f"stopped {name}"
 
 
-def _cut_off_replicas(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
-    """A replica whose packets are dropped for a time, as behind a network that is partitioned."""
-
-    async def disturb(done: Callable[[], int]) -> None:
-        rng = random.Random(1)
-        while True:
-            await asyncio.sleep(given.every)
-            pids = await asyncio.to_thread(cluster.pids)
-            if pids:
-                name = rng.choice(sorted(pids))
-                ports = await asyncio.to_thread(cut_off, pids[name], given.every)
-                DISTURBED.append(f"{done()} done: {name} of {len(pids)} was cut off, {ports} ports")
-
-    return disturb
+async def _cut_off_replica(cluster: Deployment, seconds: float, rng: random.Random) -> str:
+    """Drop the packets of a replica for a time, as behind a network that is partitioned."""
+    name, pid = await _replica(cluster, rng)
+    return f"cut off {name}, {await asyncio.to_thread(cut_off, pid, seconds)} ports"
 
 
-def _lose_events(cluster: Deployment, given: argparse.Namespace) -> Disturbance:
-    """The selector gets no KV events for a time, and those of this time are lost."""
-
-    async def disturb(done: Callable[[], int]) -> None:
-        while True:
-            await asyncio.sleep(given.every)
-            engines = set((await asyncio.to_thread(cluster.pids)).values())
-            lost = await asyncio.to_thread(lose_events, selector_pid(), engines, given.every)
-            DISTURBED.append(f"{done()} done: lost the events of {lost} connections in {given.every:.0f} s")
-
-    return disturb
+async def _lose_events(cluster: Deployment, seconds: float, rng: random.Random) -> str:
+    """Let the selector get no KV events for a time; those of this time are lost."""
+    engines = set((await asyncio.to_thread(cluster.pids)).values())
+    return f"lost the events of {await asyncio.to_thread(lose_events, selector_pid(), engines, seconds)} connections"
 
 
 DISTURBANCES = {
-    "replica": _kill_replicas,
+    "replica": _kill_replica,
     "selector": _kill_selector,
-    "stop": _stop_replicas,
-    "cut": _cut_off_replicas,
+    "stop": _stop_replica,
+    "cut": _cut_off_replica,
     "events": _lose_events,
 }
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from inlay.cluster.lifecycle import RayClient, authenticate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,8 +65,14 @@ class Deployment:
 
     def pids(self, deployment: str = "Engine") -> dict[str, int]:
         """Return the process of each running replica."""
-        found = json.loads(self._inlay("status", "--json").stdout)[APPLICATION]["deployments"][deployment]["replicas"]
+        found = self._client.status()[APPLICATION]["deployments"][deployment]["replicas"]
         return {each["replica_id"]: each["pid"] for each in found if each["state"] == "RUNNING"}
+
+    @cached_property
+    def _client(self) -> RayClient:
+        """The client of `inlay cluster status`. A command of its own for each question would take most of a core."""
+        authenticate(create=False)
+        return RayClient()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics, summed over replicas; names are prefixed with the deployment."""
