@@ -128,12 +128,13 @@ def config_folder(folder: Path, **changes: Any) -> Path:
 
 
 def random_model(config: dict[str, Any], seed: int = 0) -> Any:
-    """A stock model with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A stock model with random weights; a whole multimodal model if its configuration has a part for text."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(seed)
     fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields)).eval()
+    cls = AutoModelForMultimodalLM if "text_config" in config else AutoModelForCausalLM
+    return cls.from_config(AutoConfig.for_model(config["model_type"], **fields)).eval()
 
 
 def llama_folder(folder: Path, **changes: Any) -> Path:

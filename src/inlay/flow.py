@@ -21,7 +21,7 @@ from inlay.frontend import Example, SourceModel, capture, open_model
 from inlay.frontend.huggingface.causal_lm import HFOptions
 from inlay.frontend.tokenizer import save_tokenizer
 from inlay.lowering.lower import LoweredProgram, compile_lowered, lower
-from inlay.lowering.state.buffers import lift_mutated_buffers
+from inlay.lowering.state.buffers import drop_overwritten_buffers, lift_mutated_buffers
 from inlay.lowering.state.declared_aliases import declare_aliases
 from inlay.lowering.state.in_place_writes import copy_remarks
 from inlay.lowering.state.state_copies import find_compiled_copies
@@ -98,6 +98,8 @@ class BuildResult:
     records: tuple[TransformRecord, ...]
     seconds: Mapping[str, float]
     """Stage → how long it took."""
+    left_out: tuple[str, ...] = ()
+    """Modules that are not part of the package, such as the vision part of a multimodal model."""
     cache: Lookup = field(default_factory=Lookup, repr=False)
     """What was found in the cache, and why not more."""
 
@@ -129,7 +131,7 @@ def build(
             contents = partial(_contents, source, _name(model), prepared)
             restored = restore_build(lookup, path, prepared.captured, contents, on_step)
         if restored:
-            return BuildResult(path, *restored, stage.seconds, lookup)
+            return BuildResult(path, *restored, stage.seconds, prepared.captured.facts.left_out, lookup)
         with stage("transform"):
             program, records = transform(prepared, options, on_step)
         with stage("lower"):
@@ -137,7 +139,7 @@ def build(
         with stage("pack"):
             manifest = pack(lowered, path, contents(records), on_step, options.kernels)
         store_build(lookup, path, manifest, records, stage.total("transform", "lower", "pack"))
-    return BuildResult(path, manifest, records, stage.seconds, lookup)
+    return BuildResult(path, manifest, records, stage.seconds, prepared.captured.facts.left_out, lookup)
 
 
 def compile_model(model: Model, backend: str = "inductor", options: BuildOptions | None = None) -> Executable:
@@ -150,7 +152,7 @@ def compile_model(model: Model, backend: str = "inductor", options: BuildOptions
 def prepare(captured: Program, options: BuildOptions) -> Prepared:
     """Declare and lift the state of a captured program, and resolve the configuration of its transforms."""
     program = declare_aliases(captured, options.alias) if options.alias else captured
-    program = lift_mutated_buffers(program)
+    program = lift_mutated_buffers(drop_overwritten_buffers(program))
     settings = [*_decoder_settings(program, options), *_weight_settings(program, options), *options.settings]
     config = resolve_config(
         architecture=program.facts.architecture, model=program.name, files=options.config, settings=settings
@@ -164,7 +166,7 @@ def transform(
     """Run the configured transforms. A decoder without state of its own gets a cache."""
     on_step("transforming")
     instruments: list[Instrument] = [*dump_instruments(options.dump), *trace_instruments()]
-    program, records = run(prepared.program, configure(prepared.config), instruments)
+    program, records = run(prepared.program, configure(prepared.config), instruments, optional_matches=True)
     if is_stateless_decoder(prepared.program.bindings) and not has_kv_cache(program.bindings):
         _refuse_without_state(program, records)
     return program, (*records, *_copied_state(program))
@@ -235,7 +237,8 @@ def _decoder_settings(program: Program, options: BuildOptions) -> list[str]:
         return []
     most = program.facts.max_length.value if program.facts.max_length else options.max_length
     room = min(options.max_length, most)
-    return [*DECODER, f"insert_kv_cache.max_length={room}", f"insert_kv_cache.max_batch={options.max_batch}"]
+    lengths = [f"{name}.max_length={room}" for name in ("fold_length_comparisons", "insert_kv_cache")]
+    return [*DECODER, *lengths, f"insert_kv_cache.max_batch={options.max_batch}"]
 
 
 def _weight_settings(program: Program, options: BuildOptions) -> list[str]:

@@ -156,17 +156,27 @@ class Drawing:
     def shifted(self, node: fx.Node, chance: float = 0.5) -> fx.Node:
         """Constants added up, the length added and taken off, doubled."""
         while self.rng.random() < chance:
-            way = self.rng.randrange(8)
+            way = self.rng.randrange(9)
             if way < 5:
                 node = self.call(self.rng.choice((aten.add.Tensor, aten.sub.Tensor)), node, self.constant())
+            elif way == 8:
+                node = self.call(aten.add.Tensor, node, self.divided(self.exact(self.rng.choice((0, 1)))))
             elif way == 5:
                 one, two = self.rng.sample((aten.add.Tensor, aten.sub.Tensor), 2)
                 node = self.call(two, self.call(one, node, self.drawn.size), self.drawn.size)
             elif way == 6:
                 node = self.call(aten.sub.Tensor, self.call(aten.mul.Tensor, node, 2), node)
-            else:
+            elif way == 7:
                 node = self.call(aten.neg.default, self.call(aten.rsub.Scalar, node, self.constant()))
         return node
+
+    def divided(self, node: fx.Node) -> fx.Node:
+        """Divided by more than it can be, which is 0; now and then by less."""
+        few = self.rng.random() < 0.1
+        self.drawn.plain &= not few
+        if few:
+            self.drawn.constants.append(self.rng.randint(1, self.largest))
+        return self.call(aten.floor_divide.Scalar, node, self.drawn.constants[-1] if few else 2**30)
 
     def comparison(self) -> fx.Node:
         """Any comparison of positions, constants, the length."""
@@ -179,6 +189,8 @@ class Drawing:
         if way == 1:
             return self.boolean(getattr(aten, name).Scalar, self.number(aten.sub.Tensor, left, self.drawn.size), 0)
         right = self.positions(rng.choice((0, 1)))
+        if rng.random() < 0.1:
+            right = self.extreme(rng.choice((1, -1)), right)
         if way == 2:
             left = self.number(rng.choice((aten.add.Tensor, aten.sub.Tensor)), left, right)
             return self.boolean(getattr(aten, name).Scalar, self.shifted(left), self.constant())
@@ -252,6 +264,10 @@ class Drawing:
                 lambda: self.boolean(aten.ge.Scalar, self.call(aten.add.Tensor, row, column), 0),
                 lambda: self.boolean(aten.gt.Tensor, self.call(aten.add.Tensor, row, length), column),
                 lambda: self.call(aten.ones.default, [1, length], dtype=torch.bool),
+                *(
+                    lambda: self.boolean(aten.le.Tensor, column, self.extreme(1)),
+                    lambda: self.boolean(aten.ge.Tensor, row, self.extreme(-1)),
+                )[: 2 * self.in_shapes],
             )
         )
         implied = rng.choice(
@@ -271,6 +287,14 @@ class Drawing:
                 lambda: self.moved(mask),
             )
         )()
+
+    def extreme(self, sign: int, node: fx.Node | None = None) -> fx.Node:
+        """The largest or smallest position, or of what else is given."""
+        node = node or self.call(aten.mul.Tensor, self.exact(self.rng.choice((0, 1))), self.rng.choice((1, 2)))
+        if not self.in_shapes:
+            return node
+        largest, smallest = (aten.max.default, aten.amax.default), (aten.min.default, aten.amin.default)
+        return self.call(self.rng.choice(largest if sign > 0 else smallest), node)
 
     def moved(self, mask: fx.Node) -> fx.Node:
         """The same mask through its indexes."""

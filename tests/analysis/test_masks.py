@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,11 @@ UNDERSTOOD: dict[str, tuple[MaskKind, Callable[[Tensor, Tensor], Tensor]]] = {
     "masked fill": (MaskKind(True), lambda r, c: torch.zeros(r.shape[0], r.shape[0]).masked_fill(c > r, INF)),
     "packed": (MaskKind(True), _packed),
     "everything": (MaskKind(False), lambda r, c: r + c >= 0),
+    "one block": (MaskKind(True), lambda r, c: (c <= r) & (r // 2**40 == c // 2**40)),
+    "below 0": (MaskKind(True), lambda r, c: (c <= r) & ((r - c.shape[1]) // 2**40 == -1)),
+    "the largest": (MaskKind(True), lambda r, c: (c <= r) & (c <= r.max())),
+    "the smallest": (MaskKind(True), lambda r, c: (c <= r) & (c >= (-c).amax())),
+    "of both": (MaskKind(True), lambda r, c: (c <= r) & (r - c >= (c - r).min())),
 }
 _ALONE = "and not on row - column alone"
 REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
@@ -105,7 +111,12 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
         lambda r, c: (c <= r) & ((r - c < 2) | (c <= r - 5)),
     ),
     "later only": ("shows row - column < 0", lambda r, c: c > r),
-    "blocks": ("aten.floor_divide", lambda r, c: (c <= r) & (r // 8 == c // 8)),
+    "blocks": (
+        "row // 8 differs between positions, and sizes may be larger than 8",
+        lambda r, c: (c <= r) & (r // 8 == c // 8),
+    ),
+    "truncated": ("not a floor division", lambda r, c: torch.div(r - c, 9, rounding_mode="trunc") * 0 <= r - c),
+    "divided by less than 0": ("not a floor division", lambda r, c: (r // -8) * 0 <= r - c),
     "a number that its dtype does not hold": (
         "float32 cannot represent 1e-50 exactly",
         lambda r, c: torch.full((r.shape[0], r.shape[0]), 1e-50).bool(),
@@ -228,6 +239,21 @@ def test_windows_of_a_cache(window: int, kept: int) -> None:
     assert applied.sites == 1, applied.misses
     (call,) = [node for node in applied.program.graph.nodes if "cached_attention" in str(node.target)]
     assert dict(normalize_args(call))["window"] == kept
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("room", "is_causal"), [(8, True), (9, False)])
+def test_blocks_of_a_program_that_takes_no_more(room: int, is_causal: bool) -> None:
+    """Chunked attention is causal attention if the program accepts no more positions than a chunk has."""
+
+    def attend(x: Tensor) -> tuple[Tensor]:
+        rows, columns = _row_and_column(x)
+        return (_attend(x, (columns <= rows) & (rows // 8 == columns // 8)),)
+
+    program = _captured(attend)
+    symbols = {raw: replace(each, high=room) for raw, each in program.symbols.items()}
+    applied = find_transform("match_attention")().apply(replace(program, symbols=symbols))
+    assert [dict(normalize_args(call))["causal"] for call in _attention(applied.program)] == [is_causal]
 
 
 @pytest.mark.fast

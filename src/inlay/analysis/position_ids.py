@@ -131,6 +131,45 @@ def _evaluate(node: fx.Node, sizes: Mapping[str, int]) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
+@dataclass(frozen=True)
+class SharedPositions:
+    """Values of shape [length], the same for all sequences: pointwise functions of the positions."""
+
+    pointwise: tuple[fx.Node, ...]
+    """The calls that compute them, in order."""
+    ends: tuple[fx.Node, ...]
+    """The calls that add an axis for the sequences, of size 1."""
+
+
+def follow_shared_positions(source: fx.Node) -> SharedPositions | fx.Node:
+    """Return the readers of positions of shape [length], or one that reads them in another way.
+
+    Each of the pointwise calls has one operand that is a tensor, so it could compute [1, length] just as well.
+    """
+    pointwise, ends = [source], list[fx.Node]()
+    for node in pointwise:
+        for user in node.users:
+            if _adds_sequence_axis(user):
+                ends.append(user)
+            elif torch.Tag.pointwise in getattr(user.target, "tags", ()) or user.target is aten._to_copy.default:
+                if user.all_input_nodes != [node] or user.meta["val"].dim() != 1:
+                    return user
+                pointwise.append(user)
+            else:
+                return user
+    return SharedPositions(tuple(pointwise[1:]), tuple(ends))
+
+
+def _adds_sequence_axis(node: fx.Node) -> bool:
+    """Whether a call makes [1, length] or [1, length, 1, …] of [length]."""
+    if node.target is aten.unsqueeze.default:
+        return node.args[1] in (0, -2)
+    if node.target not in (aten.view.default, aten.reshape.default):
+        return False
+    (length,), (first, *rest) = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    return str(first) == "1" and [str(size) for size in rest] == [str(length), *["1"] * (len(rest) - 1)]
+
+
 def check_symbolic_shapes(node: fx.Node) -> None:
     """Compute a call's shape with sizes that no constant of a model equals.
 

@@ -164,7 +164,13 @@ def _check_size_use(node: fx.Node, axis: SequenceAxis) -> str | None:
         return None
     if node.target in _VIEWS and any(_axes(each, axis.symbol) for each in node.all_input_nodes):
         return None
-    return axis.size_message
+    given: dict[str, Any] = dict(normalize_args(node)) if node.target in _SHAPE_ONLY else {}
+    is_shape = given and not depends_on_symbol(_value(given.get("fill_value")), axis.symbol)
+    return None if is_shape and _shape_rule(node, [], axis.symbol) else axis.size_message
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 def _picks_last(node: fx.Node, length: str) -> bool:
@@ -197,7 +203,8 @@ class AxisTracker:
         if node.target in _VIEWS and carrying:
             inner = self._inner_size_after_view(node, carrying[0])
         else:
-            inner = self.inner_size(carrying[0]) if carrying else _default_inner_size(node, self.axis)
+            follows = carrying and node.target not in _SHAPE_ONLY
+            inner = self.inner_size(carrying[0]) if follows else _default_inner_size(node, self.axis)
         self._inner_sizes[node] = 1 if inner is None else inner
 
     def inner_size(self, node: fx.Node) -> Any:
@@ -330,27 +337,45 @@ def _index_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     return len(indices) <= axis or indices[axis] is None
 
 
+def _repeat_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+    repeats: Any = node.args[1]
+    return bool(repeats[_negative_axis(carrying[0], length)] == 1)
+
+
+def _shape_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+    """New tensors whose entries are all equal, or not set yet: the size of the axis is the number of entries."""
+    value: Any = node.meta["val"]
+    return all(str(value.shape[axis]) == length for axis in axes_with_symbol(value, length))
+
+
 def _embedding(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     return carrying == [node.args[1]]
 
 
+_SHAPE_ONLY = (
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     **dict.fromkeys(
         (
             *(aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default),
             *(aten.clone.default, aten.alias.default, aten.detach.default, operator.getitem),
+            *(aten.view_as_complex.default, aten.view_as_real.default),  # they split or merge the last axis, of size 2
         ),
         _any_axis_rule,
     ),
     **dict.fromkeys((aten._to_copy.default, canonical.swiglu.default, canonical.geglu.default), _pointwise_rule),
-    canonical.clamped_swiglu.default: _pointwise_rule,
+    **dict.fromkeys((canonical.clamped_swiglu.default, aten.copy.default, aten.polar.default), _pointwise_rule),
+    **dict.fromkeys((aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _pointwise_rule),
+    **dict.fromkeys(_SHAPE_ONLY, _shape_rule),
     **dict.fromkeys(
         (
             *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
             *(aten.softmax.int, aten._softmax.default, aten.sum.dim_IntList, aten.mean.dim, aten.topk.default),
             *(aten.repeat_interleave.self_int, aten.amax.default, aten.argmax.default, aten.cumsum.default),
-            aten.squeeze.dim,
+            *(aten.squeeze.dim, aten.slice_scatter.default),
         ),
         _dim_rule("dim"),
     ),
@@ -360,6 +385,7 @@ _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _matmul),
     aten.embedding.default: _embedding,
     aten.index.Tensor: _index_rule,
+    aten.repeat.default: _repeat_rule,
     **dict.fromkeys(
         (
             *(canonical.rms_norm.default, canonical.add_rms_norm.default),

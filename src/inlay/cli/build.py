@@ -106,6 +106,7 @@ def _as_json(made: BuildResult) -> dict[str, Any]:
         "package": str(made.path),
         "model": manifest.model,
         "kind": manifest.kind,
+        "left_out": list(made.left_out),
         "transforms": [record.to_json() for record in made.records],
         "pieces": [
             {
@@ -132,6 +133,8 @@ def _print(made: BuildResult) -> None:
     out.print(table)
     for remark in (each for record in made.records for each in record.notes):
         out.print(remark.reason, markup=False, highlight=False)
+    if made.left_out:
+        out.print(f"Left out: {', '.join(made.left_out)}.", markup=False, highlight=False)
     out.print()
     print_pieces(manifest)
     total = sum(made.seconds.values())

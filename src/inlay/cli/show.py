@@ -96,6 +96,7 @@ def describe(program: Program, folds: Folds) -> dict[str, Any]:
         "architecture": program.facts.architecture,
         "nodes": len(program),
         "facts": {name: {"value": fact.value, "from": fact.origin} for name, fact in program.facts.items()},
+        "left_out": list(program.facts.left_out),
         "symbols": {symbol.name: [symbol.low, symbol.high] for symbol in program.symbols.values()},
         "folds": [
             {"times": len(kind), "nodes": kind.size, "first_node": kind.occurrences[0].nodes[0].name}
@@ -132,6 +133,8 @@ def _print_summary(program: Program, folds: Folds) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
+    if program.facts.left_out:
+        table.add_row("left out", ", ".join(program.facts.left_out))
     for kind in folds.kinds:
         table.add_row("fold", f"{kind.size} nodes [bold]× {len(kind)}[/], {len(kind.output_positions)} output value(s)")
     for each in folds.deviations:

@@ -14,6 +14,7 @@ from inlay.frontend.call_deduplication import make_functional
 from inlay.frontend.guards import collect_guards, narrow_ranges
 from inlay.frontend.model_spec import open_model
 from inlay.frontend.source_model import Example, SourceModel
+from inlay.program.bindings import Role
 from inlay.program.exported_program import from_exported, source_line
 from inlay.program.facts import Facts, reconcile
 from inlay.program.fold import fold
@@ -51,8 +52,22 @@ def find_facts(program: Program, model: SourceModel) -> Program:
         graph["vocabulary"] = outs[0].shape[-1]
     config = model.config_facts
     names = sorted({*config, *graph})
-    facts = Facts(model.architecture, **{name: reconcile(config.get(name), graph.get(name)) for name in names})
-    return replace(program, facts=facts)
+    numbers: Any = {name: reconcile(config.get(name), graph.get(name)) for name in names}
+    return replace(program, facts=Facts(model.architecture, **numbers, left_out=_unused_modules(program, model)))
+
+
+def _unused_modules(program: Program, model: SourceModel) -> tuple[str, ...]:
+    """Return the largest modules with parameters, all of which the program leaves out."""
+    if not program.bindings.with_role(Role.PARAMETER):
+        return ()
+    used = {row.target for row in program.bindings}
+    names = {id(value): name for name, value in model.example.module.named_parameters() if name in used}
+    found: list[str] = []
+    for path, module in model.example.module.named_modules():
+        held = {id(each) for each in module.parameters()}
+        if path and held and names.keys().isdisjoint(held) and not path.startswith(tuple(f"{each}." for each in found)):
+            found.append(path)
+    return tuple(found)
 
 
 def capture(

@@ -35,6 +35,13 @@ ALWAYS_DECOMPOSED: frozenset[Any] = frozenset(
 composite operator that could be preserved (tests/program/test_decomposition.py)."""
 
 
+def _type_as(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return value.to(other.dtype) if value.device == other.device else value.to(other)
+
+
+SYNONYMS: dict[Any, Any] = {_ATEN.type_as.default: _type_as}
+"""Composite operators that torch may preserve, although another one means the same; and their decompositions."""
+
 _EXPECTED_PARAMETERS = {"ep", "cia_to_decomp", "python_decomp_table", "joint_loss_index", "decompose_custom_triton_ops"}
 """Expected parameters of `_decompose_exported_program`."""
 
@@ -44,13 +51,13 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
     called = {node.target for node in all_nodes(exported.graph) if node.op == "call_function"}
     tables = _load_torch_internals()
     if tables is None or not all(map(_is_known, called)):
-        whole: ExportedProgram = exported.run_decompositions({})
+        whole: ExportedProgram = exported.run_decompositions(dict(SYNONYMS))
         return whole
     preserve, decomposed = tables
     made: ExportedProgram = decomposed(
         exported,
-        cia_to_decomp=dict.fromkeys(filter(_is_preserved, called), preserve),
-        python_decomp_table={},
+        cia_to_decomp=dict.fromkeys(filter(_is_preserved, called - SYNONYMS.keys()), preserve),
+        python_decomp_table=dict(SYNONYMS),
         joint_loss_index=None,
         decompose_custom_triton_ops=False,
     )

@@ -29,6 +29,8 @@ class Facts:
     hidden_size: Fact | None = None
     vocabulary: Fact | None = None
     max_length: Fact | None = None
+    left_out: tuple[str, ...] = ()
+    """Modules of which the program computes nothing, such as the vision part of a multimodal model."""
 
     def items(self) -> Iterator[tuple[str, Fact]]:
         """Yield the known facts by name.

@@ -120,6 +120,18 @@ def find_write_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     return None
 
 
+def is_copy_observable(node: fx.Node) -> bool:
+    """Whether a copy differs from its source for a caller: it or a view of it is returned, or a write follows."""
+    return is_returned(node) or find_write_between(node, node.graph.output_node()) is not None
+
+
+def has_same_type(one: fx.Node, two: fx.Node) -> bool:
+    """Whether two values have the same dtype, sizes and layout: kernels round differently in another layout."""
+    first, second = one.meta["val"], two.meta["val"]
+    same_layout = [str(step) for step in first.stride()] == [str(step) for step in second.stride()]
+    return first.dtype == second.dtype and sizes(first) == sizes(second) and same_layout
+
+
 def reachable(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Return these nodes and all that repeated steps reach from them."""
     found: set[fx.Node] = set()

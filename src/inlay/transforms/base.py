@@ -100,6 +100,8 @@ class Transform(ABC):
     numerics: ClassVar[Numerics]
     anchors: ClassVar[tuple[str, ...]] = ()
     """Operators that indicate sites. If a program has one of them and no site matched, the contract fails."""
+    is_required: ClassVar[bool] = False
+    """Whether a build fails if anchors are present and no site matched. Otherwise the build is only slower."""
     adds_inputs: ClassVar[bool] = False
     """Whether the result has inputs that the program did not have. Generic tests cannot call both and compare results,
     so such a transform needs a separate comparison test."""

@@ -12,7 +12,12 @@ import torch
 
 from inlay.errors import UsageError
 from inlay.frontend import Example, capture, with_static_cache
-from inlay.lowering.state.buffers import inline_lifted_buffers, lift_mutated_buffers, zero_state
+from inlay.lowering.state.buffers import (
+    drop_overwritten_buffers,
+    inline_lifted_buffers,
+    lift_mutated_buffers,
+    zero_state,
+)
 from inlay.program.bindings import Role
 from tests.greedy_tokens import START, stock_model, without_cache
 
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
     from inlay.program import Program
 
+LENGTHS = {"input_ids": {0: "batch", 1: "length"}}
 BEFORE, AFTER = 7, 25
 """Tokens streamed before and after saving: the window of 16 is crossed in the other process."""
 
@@ -100,3 +106,52 @@ def test_a_program_owns_what_it_was_given() -> None:
         inline_lifted_buffers(program, {"key_9": caches["key_0"]})
     with pytest.raises(UsageError, match=r"count_0 must be i64\[\]; got f32\[2\]."):
         inline_lifted_buffers(program, {"count_0": torch.ones(2)})
+
+
+class _Overwriting(torch.nn.Module):
+    """A causal decoder with a buffer that each call overwrites, as rotary embeddings keep their frequencies."""
+
+    frequencies: torch.Tensor
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.ones(4))
+        self.reads = reads
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.nn.functional.one_hot(input_ids, 8).float().view(*input_ids.shape, 2, 4).transpose(1, 2)
+        if self.reads:
+            hidden = hidden * self.frequencies
+        self.frequencies.copy_(torch.arange(4).float() + 1)
+        hidden = hidden * self.frequencies
+        return {"logits": torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_each_call_overwrites_is_no_state_of_a_decoder(reads: bool) -> None:
+    example = Example(_Overwriting(reads=reads), (), {"input_ids": torch.ones(2, 5, dtype=torch.int64)}, LENGTHS)
+    program = capture(example)
+    assert {row.role for row in program.bindings.state} == {Role.BUFFER}
+    kept = drop_overwritten_buffers(program)
+    assert [row.target for row in kept.bindings.state] == ["frequencies"] * reads
+    ids = torch.randint(0, 8, (3, 9))
+    assert torch.equal(kept.module()(input_ids=ids)["logits"], program.module()(input_ids=ids)["logits"])
+    assert len(program.bindings.state) == 1, "the given program is unchanged"
+
+
+class Counting(torch.nn.Module):
+    last: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.copy_(x)
+        return x * 2
+
+
+def test_an_overwritten_buffer_of_another_module_stays() -> None:
+    """Its owner may read what the last call left."""
+    program = capture(Example(Counting(), (torch.ones(3),)))
+    assert drop_overwritten_buffers(program) is program

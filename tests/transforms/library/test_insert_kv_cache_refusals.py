@@ -49,6 +49,29 @@ def _squares(h: Tensor) -> Tensor:
     return torch.bmm(h.reshape(-1, 1, 8), h.reshape(-1, 8, 1)).view(batch, length, 1)
 
 
+def _filled_in_part(h: Tensor, w: Tensor) -> Tensor:
+    """As transformers' MLA writes queries: an empty tensor whose parts are filled along the last axis."""
+    made = h.new_empty(h.shape[0], h.shape[1], 8)
+    made[..., :3] = h[..., 5:]
+    made[..., 3:] = h[..., :5]
+    return made
+
+
+def _as_complex(h: Tensor, w: Tensor) -> Tensor:
+    """As Llama 4 rotates: pairs of values are complex numbers."""
+    angles = _places(h)[..., None].float() * w[0, :4].abs()
+    turned = torch.view_as_complex(h.float().reshape(*h.shape[:2], 4, 2).contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.view_as_real(turned).flatten(2)
+
+
+def _shared_positions(h: Tensor, w: Tensor) -> Tensor:
+    """As Llama 4 scales queries: numbers of the positions without an axis of sequences."""
+    scales = torch.log1p(torch.floor((torch.arange(h.shape[1]).float() + 1.0) / 4)) * 0.1 + 1.0
+    return h * scales.view(1, -1, 1) + torch.arange(h.shape[1]).unsqueeze(0).unsqueeze(2) * 0.01
+
+
 APART: dict[str, Any] = {
     "pointwise": lambda h, w: torch.tanh(h * 0.5 + 1),
     "linear": functional.linear,
@@ -77,6 +100,16 @@ APART: dict[str, Any] = {
     "a row of sequences": lambda h, w: (h.reshape(h.shape[0], -1) * 2).view(h.shape),
     "tokens against themselves": lambda h, w: h * _squares(h),
     "a product a sequence": lambda h, w: h @ w[:, 0].diag().expand(h.shape[0], 8, 8),
+    "repeated": lambda h, w: h.repeat(1, 1, 2)[..., 4:12],
+    "where, by a number": lambda h, w: torch.where(h > 0, h, -1.0),
+    "type_as": lambda h, w: h.double().type_as(h),
+    "new zeros": lambda h, w: torch.cat([h.new_zeros(h.shape[0], h.shape[1], 2), h[..., 2:]], -1),
+    "new full": lambda h, w: h + h.new_full((h.shape[0], h.shape[1], 1), 0.5),
+    "full like": lambda h, w: h + torch.full_like(h, 0.5),
+    "filled in part": _filled_in_part,
+    "complex numbers": _as_complex,
+    "shared positions": lambda h, w: h + torch.cos(torch.arange(h.shape[1]).to(h.dtype) / 3)[None, :, None],
+    "shared positions, twice": _shared_positions,
 }
 """Keeps positions and sequences apart: a cache may be inserted."""
 
@@ -124,6 +157,7 @@ MIXING: dict[str, tuple[str, Any]] = {
     "view [8, batch, length]": (f"aten.view.default {_ALONG}", _scrambled(2, 0, 1)),
     "cat": (f"aten.cat.default {_ALONG}", lambda h, w: torch.cat([h, h], 1)[:, ::2]),
     "slice": (f"aten.slice.Tensor {_ALONG}", lambda h, w: torch.cat([h[:, 1:], h[:, :1]], 1)),
+    "repeated": (f"aten.repeat.default {_ALONG}", lambda h, w: h.repeat(1, 2, 1)[:, ::2]),
     "first": (_NO_AXIS, lambda h, w: h + h[:, 0].unsqueeze(1)),
     "index": (_NO_AXIS, lambda h, w: h + h[:, torch.tensor([0])]),
     "rows of a table": (f"aten.index.Tensor {_ALONG}", lambda h, w: h + w[(h[..., 0] > 0).long()]),
@@ -139,6 +173,13 @@ MIXING: dict[str, tuple[str, Any]] = {
     "the last to the length": (_AS_A_NUMBER, lambda h, w: h[:, -1].abs().pow(h.shape[1])),
     "the last rolled by the length": (_AS_A_NUMBER, lambda h, w: h[:, -1].roll(h.shape[1], 1)),
     "filled with the length": (_AS_A_NUMBER, lambda h, w: h + torch.full((8,), h.shape[1], dtype=h.dtype)),
+    "new, filled with the length": (_AS_A_NUMBER, lambda h, w: h + h.new_full((8,), h.shape[1])),
+    "like, filled with the length": (_AS_A_NUMBER, lambda h, w: h + torch.full_like(h, h.shape[1])),
+    "new, twice as long": (_AS_A_NUMBER, lambda h, w: h + h.new_ones(2 * h.shape[1]).sum()),
+    "chosen by the length": (
+        "it chooses by the length, after rows were cached",
+        lambda h, w: h * torch.where(_places(h).max() + 1 > 9, w[0], w[1]),
+    ),
     "a column of the length": (_OF_SIZES, lambda h, w: h + torch.full((h.shape[1], 1), h.shape[1], dtype=h.dtype)),
     "from the length on": (_AS_A_NUMBER, lambda h, w: h + torch.arange(h.shape[1], h.shape[1] + 8)),
     "beginning of a table": (_AS_A_NUMBER, lambda h, w: h + w.repeat(4, 1)[: h.shape[1]]),
@@ -464,7 +505,9 @@ def _grown(seed: int, mixing: bool) -> tuple[list[str], Any]:
     chain.insert(rng.randrange(len(chain) + 1), ("attention", attend))
     if mixing:
         name = rng.choice(list(MIXING))
-        chain.insert(rng.randrange(len(chain) + 1), (name, MIXING[name][1]))
+        place, operation = rng.randrange(len(chain) + 1), MIXING[name][1]
+        is_whole = operation(torch.ones(2, 16, 8), torch.ones(8, 8)).ndim == 3
+        chain.insert(place if is_whole else len(chain), (name, operation))
 
     def decoder(x: Tensor, w: Tensor) -> Tensor:
         for _, operation in chain:

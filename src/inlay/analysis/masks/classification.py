@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -33,6 +33,11 @@ from inlay.analysis.masks.inequalities import (
 )
 from inlay.program.graphs import sizes
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from inlay.program.program import Symbol
+
 _ROW, _COLUMN = AffineExpr.from_variable(-2), AffineExpr.from_variable(-1)
 _DISTANCE = _ROW - _COLUMN
 
@@ -52,10 +57,10 @@ class MaskKind:
 
 
 class MaskAnalysis:
-    """Classifies the masks of a graph."""
+    """Classifies the masks of a graph, for all sizes that `symbols` allow."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._index_analysis = IndexAnalysis(graph)
+    def __init__(self, graph: fx.Graph, symbols: Mapping[str, Symbol] | None = None) -> None:
+        self._index_analysis = IndexAnalysis(graph, symbols)
         self._kinds: dict[fx.Node, MaskKind] = {}
 
     def classify(self, mask: fx.Node, reader: fx.Node) -> MaskKind:

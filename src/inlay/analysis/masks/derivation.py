@@ -25,16 +25,18 @@ from inlay.analysis.masks.operators import OPERATORS, SHAPE_ONLY
 from inlay.program.graphs import is_mutation, reachable, subgraphs, target_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from inlay.program.program import Symbol
 
 aten = torch.ops.aten
 
 
 class IndexAnalysis:
-    """The index functions of the tensors of a graph, each derived once."""
+    """The index functions of the tensors of a graph, each derived once. `symbols` state the largest sizes."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, symbols: Mapping[str, Symbol] | None = None) -> None:
+        self._most = {raw: each.high or MAX_SIZE for raw, each in (symbols or {}).items()}
         self._results: dict[fx.Node, IndexFunction | str] = {}
         self._writes = _writes(graph)
         self._sizes = _size_names(graph)
@@ -112,7 +114,8 @@ class IndexAnalysis:
         for variable, factor in total.terms:
             if variable not in self._sizes:
                 return sign * math.inf
-            value += factor * MAX_SIZE if factor * sign > 0 else 0
+            most = min(MAX_SIZE, self._most.get(str(variable), MAX_SIZE))
+            value += factor * most if factor * sign > 0 else 0
         return value
 
 

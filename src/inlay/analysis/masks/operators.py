@@ -70,7 +70,7 @@ def _identity(call: OperatorCall) -> IndexFunction:
 def _unsqueeze(call: OperatorCall) -> IndexFunction:
     form, new = call.tensor("self"), call.args["dim"]
     axes: dict[Variable, AffineExpr] = {}
-    for axis in range(-len(form.shape), 0):
+    for axis in _axes(form):
         axes[axis] = AffineExpr.from_variable(axis if axis > new else axis - 1)
     return call.reindex(form, axes)
 
@@ -86,7 +86,7 @@ def _reshape(call: OperatorCall) -> IndexFunction:
 
 def _permute(call: OperatorCall) -> IndexFunction:
     form = call.tensor("self")
-    order: list[int] = list(range(-len(form.shape), 0))
+    order: list[int] = list(_axes(form))
     if "dims" in call.args:
         order = call.args["dims"]
     else:
@@ -208,6 +208,31 @@ def _cumsum(call: OperatorCall) -> IndexFunction:
     return call.build([(TRUE, (AffineExpr.from_variable(axis) + 1) * reached[0].constant)])
 
 
+def _extreme(sign: int) -> Callable[[OperatorCall], IndexFunction]:
+    """Support the largest (`sign` 1) or smallest value of a whole tensor that is one sum of indices."""
+
+    def extreme(call: OperatorCall) -> IndexFunction:
+        form = call.tensor("self")
+        numbers = [number for _, number in form.cases if isinstance(number, AffineExpr)]
+        if len(numbers) != 1 or len(form.cases) != 1:
+            raise UnknownIndexFunctionError("it is the largest or smallest of values that are not one sum")
+        if call.shape:
+            raise UnknownIndexFunctionError("it is the largest or smallest value along an axis")
+        (number,) = numbers
+        factors = dict(number.terms)
+        last = {axis: form.shape[axis] - 1 for axis in _axes(form)}
+        ends: dict[Variable, AffineExpr] = {
+            axis: last[axis] if factors.get(axis, 0) * sign > 0 else ZERO for axis in last
+        }
+        return call.build([(TRUE, number.substitute(ends))])
+
+    return extreme
+
+
+def _axes(form: IndexFunction) -> range:
+    return range(-len(form.shape), 0)
+
+
 def _sum(one: Number, two: Number, factor: int = 1) -> Number:
     if isinstance(one, AffineExpr) and isinstance(two, AffineExpr):
         return one + two * factor
@@ -250,6 +275,24 @@ def _mul(call: OperatorCall) -> IndexFunction:
 
 def _neg(call: OperatorCall) -> IndexFunction:
     return call.combine(lambda each: _product(each, -ONE), call.cast(call.tensor("self"), call.dtype))
+
+
+def _floor_divide(call: OperatorCall) -> IndexFunction:
+    """Support quotients that are the same number at every index and size."""
+    one, divisor = call.operand("self"), to_integer(call.args["other"])
+    if call.args.get("rounding_mode", "floor") != "floor" or divisor.terms or divisor.constant <= 0:
+        raise UnknownIndexFunctionError("it is not a floor division by a positive constant")
+    call.check_exact(divisor, call.dtype, ())
+    cases: list[ValueCase] = []
+    for where, number in call.cast(one, call.dtype):
+        if not isinstance(number, AffineExpr):
+            raise UnknownIndexFunctionError(f"{number} is divided")
+        low, high = (each // divisor.constant for each in call.analysis.bounds(number, one.shape))
+        if low != high:
+            limit = f", and sizes may be larger than {divisor}"
+            raise UnknownIndexFunctionError(f"{number} // {divisor} differs between positions{limit}")
+        cases.append((where, AffineExpr((), int(low))))
+    return call.build(cases)
 
 
 _COMPARISONS: dict[str, Callable[[AffineExpr], Formula]] = {
@@ -366,11 +409,15 @@ OPERATORS: dict[Any, Callable[[OperatorCall], IndexFunction]] = {
     aten.cat.default: _cat,
     aten.diff.default: _diff,
     aten.cumsum.default: _cumsum,
+    **dict.fromkeys((aten.max.default, aten.amax.default), _extreme(1)),
+    **dict.fromkeys((aten.min.default, aten.amin.default), _extreme(-1)),
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add(1, "self", "other")),
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _add(-1, "self", "other")),
     **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), _add(-1, "other", "self")),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _mul),
     aten.neg.default: _neg,
+    **dict.fromkeys((aten.floor_divide.default, aten.floor_divide.Scalar), _floor_divide),
+    aten.div.Tensor_mode: _floor_divide,
     **{
         getattr(getattr(aten, name), overload): _compare(name)
         for name in _COMPARISONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -150,15 +151,13 @@ def _load_tokenizer(folder: Path, name: str, **arguments: Any) -> Any:
 
 
 def _build_module(config: Any, name: str, options: HFOptions) -> Any:
-    transformers = _import_transformers()
     _refuse_encoder_decoder(config, name)
-    config.use_cache = False
+    for each in (config, config.get_text_config()):  # of a multimodal model, the text part decides
+        each.use_cache = False
     dtype = {"dtype": options.dtype} if options.dtype is not None else {}
     try:
         with tracing_lock(), fake_parameters():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=options.trust_remote_code, **dtype
-            )
+            model = _auto_class(config).from_config(config, trust_remote_code=options.trust_remote_code, **dtype)
         model.tie_weights()
     except ModelError:
         raise
@@ -171,6 +170,21 @@ def _build_module(config: Any, name: str, options: HFOptions) -> Any:
     _check_class(model, name)
     _refuse_recurrent(model, name)
     return model.eval()
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the auto class that builds the model of a checkpoint.
+
+    A multimodal model is built whole if its checkpoint says so, or if it has no class for text alone. Capture leaves
+    out what tokens do not reach.
+    """
+    transformers = _import_transformers()
+    multimodal = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if type(config) in multimodal and config.get_text_config() is not config:
+        is_stated = multimodal[type(config)].__name__ in (config.architectures or ())
+        if is_stated or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
 
 
 def _refuse_encoder_decoder(config: Any, name: str) -> None:
@@ -233,7 +247,11 @@ def _build_source_model(
 def read_config_facts(model: Any) -> tuple[dict[str, int], str]:
     """Return the facts that the configuration of a stock model states, by name, and its architecture."""
     config = model.config.get_text_config()
-    facts = {fact: value for fact, key in _CONFIG_FACTS.items() if isinstance(value := getattr(config, key, None), int)}
+    facts: dict[str, int] = {}
+    for fact, key in _CONFIG_FACTS.items():
+        with suppress(RuntimeError):  # the layers differ in it
+            value = getattr(config, key, None)
+            facts |= {fact: value} if isinstance(value, int) else {}
     return facts, _architecture(model.config)
 
 

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from inlay.errors import UsageError, suggest
 from inlay.program.bindings import Binding, Bindings, Role, tensor_text
+from inlay.program.decoder import is_stateless_decoder
+from inlay.program.graphs import is_mutation
 from inlay.program.weights import InMemoryTensor
 
 if TYPE_CHECKING:
@@ -34,6 +36,28 @@ def lift_mutated_buffers(program: Program) -> Program:
     lifted = {row.name: replace(row, role=Role.INPUT) for row in written}
     ins = [row for row in program.bindings.ins if row.name not in lifted]
     return _rebind(program, [*ins, *lifted.values()], lambda kwargs: kwargs | arguments)
+
+
+def drop_overwritten_buffers(program: Program) -> Program:
+    """Drop the buffers of a decoder that every call overwrites before it reads them.
+
+    Their old values decide nothing, so they are no state: the rotary frequencies of LongRoPE, for example. Other
+    programs keep them, because their owner may read the new values.
+    """
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    gone = {row.name for row in program.bindings.state if row.role is Role.BUFFER and row.name not in read}
+    outs = [row for row in program.bindings.outs if row.alias is None or row.alias.binding not in gone]
+    kept = Bindings((*(row for row in program.bindings.ins if row.name not in gone), *outs))
+    if not gone or not is_stateless_decoder(kept):
+        return program
+    made = program.copy()
+    output = made.graph.output_node()
+    returned: Any = output.args[0]
+    output.args = (tuple(each for each, row in zip(returned, program.bindings.outs, strict=True) if row in outs),)
+    for node in reversed(made.graph.nodes):
+        if node.name in gone or (node.op == "call_function" and not node.users and not is_mutation(node)):
+            made.graph.erase_node(node)
+    return replace(made, bindings=kept, tensors={key: ref for key, ref in made.tensors.items() if key not in gone})
 
 
 def inline_lifted_buffers(program: Program, values: Mapping[str, torch.Tensor] | None = None) -> Program:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from inlay.program.call_arguments import normalize_args
-from inlay.program.graphs import find_write_between, is_returned, is_view, sizes
+from inlay.program.graphs import has_same_type, is_copy_observable, is_view
 from inlay.rewrite import Match
 from inlay.transforms.base import Case, LocalTransform, Numerics, Stage, transform
 
@@ -61,7 +61,7 @@ class CleanNoops(LocalTransform):
 
     def match(self, node: fx.Node) -> Match | None:
         source = _passthrough_operand(node)
-        if source is None or not _has_same_type(node, source) or _is_observable(node, source):
+        if source is None or not has_same_type(node, source) or _is_observable(node, source):
             return None
         return Match.at(node, source=source)
 
@@ -105,16 +105,9 @@ def _is_identity_arithmetic(node: fx.Node, given: dict[str, Any]) -> bool:
     return number == 1 or not value.is_floating_point() or minus_zero == (node.target is aten.add.Tensor)
 
 
-def _has_same_type(node: fx.Node, source: fx.Node) -> bool:
-    before, after = source.meta["val"], node.meta["val"]
-    same_layout = [str(step) for step in before.stride()] == [str(step) for step in after.stride()]
-    same_shape = sizes(before) == sizes(after)
-    return before.dtype == after.dtype and same_shape and same_layout  # kernels round differently in another layout
-
-
 def _is_observable(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether removing a call can be observed. A copy is kept if it or a view of it is returned, or if a write
-    in place follows. A full view is kept if removing it would make an input an output."""
+    """Return whether removing a call can be observed. A full view is kept if removing it would make an input an
+    output."""
     if is_view(node):
         return source.op == "placeholder" and any(user.op == "output" for user in node.users)
-    return is_returned(node) or find_write_between(node, node.graph.output_node()) is not None
+    return is_copy_observable(node)

@@ -14,8 +14,15 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_structure
 
 import inlay.ops  # noqa: F401 - registers the operators
+from inlay.analysis.length_choices import find_length_choices
 from inlay.analysis.masks.classification import MaskAnalysis
-from inlay.analysis.position_ids import PositionIds, check_symbolic_shapes, find_position_sources
+from inlay.analysis.position_ids import (
+    PositionIds,
+    SharedPositions,
+    check_symbolic_shapes,
+    find_position_sources,
+    follow_shared_positions,
+)
 from inlay.analysis.sequence_axis import (
     AxisTracker,
     MixingCall,
@@ -49,6 +56,7 @@ SLOTS, LENGTHS = SIGNATURE.slots, SIGNATURE.lengths
 class InsertKVCache(ProgramTransform):
     """Run causal attention over a KV cache that is written in place; slots and lengths become inputs."""
 
+    is_required = True
     adds_inputs = True
     is_atomic = True
 
@@ -164,21 +172,24 @@ def _examine(program: Program, calls: list[fx.Node], options: Any) -> _DecoderAx
     for call in calls:
         given: dict[str, Any] = dict(normalize_args(call))
         if given["mask"] is not None:
-            reason = MaskAnalysis(program.graph).classify(given["mask"], call).reason
+            reason = MaskAnalysis(program.graph, program.symbols).classify(given["mask"], call).reason
             return MixingCall(call, f"its mask is not known to be causal: {reason or 'match_attention has not run'}")
         if not given["causal"]:
             return MixingCall(call, "it is not causal: it has no mask and reads later positions")
         if any(_shape(call, name)[::2] != [batch, length] for name in ("query", "key", "value")):
             return MixingCall(call, "its batch or length differs from that of the first attention")
+    choice = next((each for each in find_length_choices(program) if each.always is None), None)
+    if choice is not None:
+        return MixingCall(choice.node, f"it chooses by the length, after rows were cached. {choice.reason}")
     sources = find_position_sources(program.graph, batch, length)
     if isinstance(sources, MixingCall):
         return sources
     for source in sources.position_ids:
         axes = [str(size) for size in source.node.meta["val"].shape]
         if axes == [length]:
-            for user in source.node.users:
-                if user.target is not aten.unsqueeze.default or user.args[1] not in (0, -2):
-                    return MixingCall(user, "it reads positions as if they were equal in all sequences")
+            readers = follow_shared_positions(source.node)
+            if isinstance(readers, fx.Node):
+                return MixingCall(readers, "it reads positions as if they were equal in all sequences")
         elif axes not in ([batch, length], ["1", length]):
             return MixingCall(source.node, "the shape of its positions is not [length] or [batch, length]")
     for axis in (position_axis(length), *([batch_axis(batch)] if batch in program.symbols else [])):
@@ -266,6 +277,8 @@ class _CacheInsertion:
         """Replace positions that start at 0 by the positions of this call."""
         here, moved = source.node, self.positions
         dtype = here.meta["val"].dtype
+        if here.meta["val"].dim() == 1:
+            self._add_sequence_axis(rewriter, here)
         after = here if here > self.row else self.last
         with rewriter.inserting_before(after.next):
             if source.offset:
@@ -277,6 +290,26 @@ class _CacheInsertion:
         for old in list(here.users) if here.meta["val"].dim() == 1 else [here]:
             rewriter.replace_retyped(old, moved)
         return moved
+
+    def _add_sequence_axis(self, rewriter: Rewriter, source: fx.Node) -> None:
+        """Compute functions of the positions as [1, length] instead of [length], so that sequences may differ."""
+        readers = follow_shared_positions(source)
+        assert isinstance(readers, SharedPositions)
+        if not readers.pointwise:
+            return
+        with rewriter.inserting_before(source.next, source):
+            made = {source: rewriter.call(aten.unsqueeze.default, (source, 0))}
+        for node in readers.pointwise:
+            with rewriter.inserting_before(node, node):
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+                made[node] = rewriter.call(node.target, args, kwargs)
+        for end in readers.ends:
+            now = made[end.args[0]]  # type: ignore[index]
+            with rewriter.inserting_before(end, end):
+                for _ in range(end.meta["val"].dim() - 2):
+                    now = rewriter.call(aten.unsqueeze.default, (now, -1))
+            rewriter.replace(end, now)
+        rewriter.erase_unused(*readers.ends, *reversed(readers.pointwise))
 
     def _retype(self, rewriter: Rewriter, changed: set[fx.Node]) -> None:
         """Retype values that are computed from positions, which now have a batch axis."""

@@ -38,6 +38,8 @@ _CANONICAL = torch.ops.inlay.attention.default
 class MatchAttention(ProgramTransform):
     """Replace attention by one operator with grouped heads, and a causal or window mask by arguments."""
 
+    is_required = True
+
     @classmethod
     def positive_cases(cls) -> list[Case]:
         query, key, added = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 5)
@@ -102,7 +104,7 @@ class MatchAttention(ProgramTransform):
 
     def plan(self, program: Program) -> Iterator[Match | Refusal]:
         for _, graph in all_graphs(program.graph):
-            masks = MaskAnalysis(graph)
+            masks = MaskAnalysis(graph, program.symbols)
             for node in graph.nodes:
                 if node.target in (_SDPA, _CANONICAL):
                     found = _refusal(node) or _arguments(node, masks)

@@ -44,8 +44,15 @@ class MatchSoftmaxAttention(PatternTransform):
             hidden = torch.where(torch.arange(5) == 2, float("-inf"), 0.0)
             return rule.pattern(q, q, q, m + hidden[:, None], 0.3)
 
+        def scaled_by_sinks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            return rule.pattern_scaled_by_sinks(q, k, v, m, 0.3, s)
+
         return [
             Case("added mask", lambda q, k, v, m: rule.pattern(q, k, v, m, 0.3), (q, q, q, mask)),
+            Case("divided", lambda q, k, v, m: rule.pattern_divided(q, k, v, m, 3.0), (q, q, q, mask)),
+            Case("divided, bfloat16", lambda q, k, v, m: rule.pattern_divided(q, k, v, m, 3.0), tuple(half)),
+            Case("scaled by sinks", scaled_by_sinks, (q, q, q, mask, torch.randn(4))),
+            Case("scaled by sinks, bfloat16", scaled_by_sinks, (*half, half[0][0, :, 0, 0])),
             Case("soft-capped", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), (q, q, q, mask)),
             Case("a row that sees nothing", blind, (q, mask)),
             Case("bfloat16", lambda q, k, v, m: rule.pattern_softcap(q, k, v, m, 0.3, 50.0), tuple(half)),
@@ -88,6 +95,22 @@ class MatchSoftmaxAttention(PatternTransform):
             scores = scores - scores.max(-1, keepdim=True).values
             return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]), q)
 
+        def scaled_rows(q: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            scores = torch.matmul(q, q.transpose(2, 3)) * 0.3 + m
+            share = (torch.logsumexp(scores, -1) - s.view(1, 1, -1)).to(torch.float32).sigmoid()
+            weights = _no_dropout(torch.softmax(scores, -1, dtype=torch.float32))
+            return torch.matmul(weights, q) * share.unsqueeze(-1)
+
+        def other_scores(q: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            scores = torch.matmul(q, q.transpose(2, 3)) * 0.3
+            share = (torch.logsumexp(scores, -1) - s.view(1, -1, 1)).to(torch.float32).sigmoid()
+            weights = _no_dropout(torch.softmax(scores + m, -1, dtype=torch.float32))
+            return torch.matmul(weights, q) * share.unsqueeze(-1)
+
+        def divided_after_the_mask(q: Tensor, m: Tensor) -> Tensor:
+            scores = (torch.matmul(q, q.transpose(2, 3)) + m) / 3.0
+            return torch.matmul(_no_dropout(torch.softmax(scores, -1)), q)
+
         def three_axes(q: Tensor, m: Tensor) -> Tensor:
             scores = torch.matmul(q, q.transpose(1, 2)) * 0.3 + m
             return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=torch.float32)), q)
@@ -111,6 +134,10 @@ class MatchSoftmaxAttention(PatternTransform):
             Case("a computed scale", lambda q, m: rule.pattern(q, q, q, m, m.mean()), (q, mask)),
             Case("the wrong score dropped", drops_first, (q, q, q, mask, torch.randn(4))),
             Case("a sink a row", sink_a_row, (torch.randn(2, 5, 5, 8), mask, torch.randn(5))),
+            Case("scaled, a sink a row", scaled_rows, (torch.randn(2, 5, 5, 8), mask, torch.randn(5))),
+            Case("scaled by other scores", other_scores, (q, mask, torch.randn(4))),
+            Case("divided after the mask", divided_after_the_mask, (q, mask)),
+            Case("divided by a computed number", lambda q, m: rule.pattern_divided(q, q, q, m, m.mean()), (q, mask)),
             Case("a mask with more rows", lambda q, m: rule.pattern(q[:, :, :1], q, q, m, 0.3), (q, mask)),
             Case("three axes", three_axes, (torch.randn(4, 8, 8), torch.randn(8, 8))),
             Case("rows cut in two", cut_rows, (rows, torch.randn(2, 1, 1, 1), torch.randn(8, 1, 1))),
@@ -128,13 +155,17 @@ class MatchSoftmaxAttention(PatternTransform):
         columns = torch.ones(3, 13, 5, 11, dtype=dtype).transpose(1, 2)
         return {
             **{"q": rows, "k": columns, "v": columns.clone(), "mask": torch.ones(3, 1, 7, 13, dtype=dtype)},
-            **{"scale": 0.3125, "softcap": 37.0},
+            **{"scale": 0.3125, "divisor": 3.25, "softcap": 37.0},
             **{"sinks": torch.ones(5, dtype=dtype), "bias": torch.ones(15, 1, 13, dtype=dtype)},
         }
 
     def pattern(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
         return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)), v)
+
+    def pattern_divided(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, divisor: float) -> Tensor:
+        scores = torch.matmul(q.to(torch.float32), k.to(torch.float32).transpose(-1, -2)) / divisor + mask
+        return torch.matmul(_no_dropout(torch.softmax(scores, -1).to(v.dtype)), v)
 
     def pattern_softcap(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
@@ -147,6 +178,15 @@ class MatchSoftmaxAttention(PatternTransform):
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], -1)
         scores = scores - scores.max(-1, keepdim=True).values
         return torch.matmul(_no_dropout(torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]), v)
+
+    def pattern_scaled_by_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor
+    ) -> Tensor:
+        """The result is scaled by the share that one more score per head would leave to the others."""
+        scores = torch.matmul(q, k.transpose(2, 3)) * scale + mask
+        share = (torch.logsumexp(scores, -1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+        weights = _no_dropout(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype))
+        return torch.matmul(weights, v) * share.unsqueeze(-1).to(q.dtype)
 
     def pattern_bias(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor) -> Tensor:
         """Batch and heads are one axis, and a bias is added to the product."""
@@ -173,9 +213,10 @@ class MatchSoftmaxAttention(PatternTransform):
             self._check_bias(match)
 
     def _check_sinks(self, match: Match) -> None:
-        heads = str(match.value("q").shape[1])
+        is_scaled = any(node.target is torch.ops.aten.logsumexp.default for node in match.nodes)
+        expected = ["1", str(match.value("q").shape[1]), "1", *([] if is_scaled else ["1"])]
         for node, shape in _views(match):
-            match.require(shape == ["1", heads, "1", "1"], Reason.AXIS, "the sinks are not one per head", node)
+            match.require(shape == expected, Reason.AXIS, "the sinks are not one per head", node)
 
     def _check_bias(self, match: Match) -> None:
         """Check that views merge batch and heads and split them again. A view's last size follows from the others."""
@@ -197,7 +238,8 @@ class MatchSoftmaxAttention(PatternTransform):
         k: Tensor,
         v: Tensor,
         mask: Tensor,
-        scale: float,
+        scale: float = 1.0,
+        divisor: float = 1.0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
@@ -205,7 +247,7 @@ class MatchSoftmaxAttention(PatternTransform):
         if bias is not None:
             mask = bias.reshape(q.shape[0], q.shape[1], *bias.shape[1:]) + mask
         options = {"sinks": sinks, "zero_rows": bool(softcap) or sinks is not None}
-        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale, False, 0, softcap, **options)
+        result: Tensor = torch.ops.inlay.attention(q, k, v, mask, scale / divisor, False, 0, softcap, **options)
         return result
 
 
