@@ -238,20 +238,6 @@ def test_rotary_factors_of_a_gguf_file(tmp_path: Path) -> None:
     assert said.startswith("two.gguf contains rope_freqs.weight, which the model")
 
 
-def test_split_gguf(tmp_path: Path) -> None:
-    first = tmp_path / "m-00001-of-00003.gguf"
-    tiny_gguf(first, more=lambda writer: writer.add_uint16("split.count", 3))
-    whole = (
-        "m-00001-of-00003.gguf is one of the 3 parts of a split GGUF model, m-00001-of-00003.gguf to "
-        "m-00003-of-00003.gguf. Split models are not supported yet. "
-        "Merge the parts: llama-gguf-split --merge m-00001-of-00003.gguf m.gguf"
-    )
-    assert _refusal(str(first)) == whole
-    assert _refusal(str(tmp_path)) == whole, "given the folder"
-    renamed = first.rename(tmp_path / "model.gguf")
-    assert "is one of the 3 parts" in _refusal(str(renamed))
-
-
 WHISPER = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16}
 MAMBA2 = {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

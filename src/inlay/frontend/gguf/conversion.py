@@ -16,13 +16,13 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as hf
 
 from inlay.errors import ModelError, one_line
-from inlay.frontend.gguf.reader import GGUFFile, GGUFTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
+    from inlay.frontend.gguf.reader import GGUFFile, GGUFTensor
     from inlay.program.weights import QuantizedBlocks, TensorRef
 
 
@@ -104,14 +104,14 @@ def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], lis
     for name, target in names.items():
         if name not in header.tensors:
             continue
-        stored = GGUFTensor(header, header.tensors[name])
+        stored = header.tensors[name]
         refs[target] = stored if plain else ReorderedTensor(stored, processor, names)
     return refs, [name for name in header.tensors if name not in names and not _is_unit_rope_factor(header, name)]
 
 
 def _is_unit_rope_factor(header: GGUFFile, name: str) -> bool:
     """Whether a tensor contains rotary frequency factors that are all 1; transformers does not read them."""
-    return name == "rope_freqs.weight" and bool((GGUFTensor(header, header.tensors[name]).read() == 1).all())
+    return name == "rope_freqs.weight" and bool((header.tensors[name].read() == 1).all())
 
 
 def _map_names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
@@ -200,6 +200,6 @@ class ReorderedTensor:
 
     def _process(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         result = self.processor.process(
-            weights=values, name=self.tensor.info.name, tensor_key_mapping=self.names, parsed_parameters={"tensors": {}}
+            weights=values, name=self.tensor.name, tensor_key_mapping=self.names, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights)
