@@ -13,7 +13,7 @@ from inlay.errors import ModelError
 from inlay.frontend import open_model
 from inlay.frontend.model_spec import identify
 from inlay.package_cache import compute_key, model_name
-from tests.models import tiny_gguf
+from tests.models import copy_metadata, finish_gguf, tiny_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,21 +30,15 @@ def _split(whole: Path, count: int, **changes: Any) -> list[Path]:
         writer = gguf.GGUFWriter(path, "llama")
         if number:
             writer.kv_data[0].pop("general.architecture")
-        for field in () if number else reader.fields.values():
-            if field.name.startswith("GGUF.") or field.name == "general.architecture":
-                continue
-            kinds = [*field.types, None]
-            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
+        else:
+            copy_metadata(reader, writer)
         stated = {"no": number, "count": count, "tensors": len(reader.tensors), **changes}
         writer.add_uint16("split.no", stated["no"])
         writer.add_uint16("split.count", stated["count"])
         writer.add_int32("split.tensors.count", stated["tensors"])
         for tensor in reader.tensors[number * share : (number + 1) * share]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish_gguf(writer)
     return paths
 
 

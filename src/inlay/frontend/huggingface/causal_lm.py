@@ -79,13 +79,14 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
 def open_gguf(path: Path, options: HFOptions) -> SourceModel:
     """Open a GGUF file; the weight references give access to its quantized blocks."""
     header, config = _load_gguf_config(path)
-    from inlay.frontend.gguf.conversion import map_tensors
+    from inlay.frontend.gguf.conversion import find_dtype, map_tensors
     from inlay.frontend.gguf.reader import check_storage_types
 
     check_storage_types(path.name, header)
-
     model = _build_module(config, path.name, HFOptions(options.dtype or torch.float32))
     refs, leftover = map_tensors(header, model)
+    if options.dtype is None and (dtype := find_dtype(refs)) is not torch.float32:
+        model = _build_module(config, path.name, HFOptions(dtype))
     tensors = _bind_weights(model, path.name, refs)
     _check_unexpected_weights(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
     tokenizer = partial(_load_tokenizer, path.parent, path.name, gguf_file=path.name)
