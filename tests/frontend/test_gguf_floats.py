@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MATRICES = ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+FLOAT32: Any = dict.fromkeys(
+    ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), "F32"
+)
 NORM = "blk.0.attn_norm.weight"
 
 
 def _file(folder: Path, kind: str, change: Callable[[str, Any], Any] = lambda name, values: values) -> Path:
     """A Llama whose matrices are stored as `kind`, and its norms in F32; `change` makes the values."""
     path = folder / f"{kind}.gguf"
-    reader = gguf.GGUFReader(tiny_gguf(folder / "float32.gguf", **dict.fromkeys(MATRICES, "F32")))
+    reader = gguf.GGUFReader(tiny_gguf(folder / "float32.gguf", **FLOAT32))
     wanted = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "llama")
     copy_metadata(reader, writer)

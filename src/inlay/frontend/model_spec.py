@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,10 +164,26 @@ def _check_folder(path: Path, text: str) -> None:
             f"{text} is a compiled package; this command needs the model it was built from.",
             f"Run `inlay inspect {text}` to describe it.",
         )
+    _refuse_adapter(path, text)
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         hint = f"Pass one of its GGUF files, such as {files[0]}." if files else MODEL_FORMS
         raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
+
+
+def _refuse_adapter(path: Path, text: str) -> None:
+    """Reject a folder that contains an adapter and no model."""
+    weights = {file.name for file in path.glob("*.safetensors")} - {"adapter_model.safetensors"}
+    if not (path / "adapter_config.json").exists() or weights:
+        return
+    kind, base = "LoRA", None
+    with suppress(OSError, ValueError, AttributeError):
+        stated = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        kind, base = str(stated.get("peft_type") or "LoRA"), stated.get("base_model_name_or_path")
+    raise ModelError(
+        f"{text} is a {kind} adapter{f' of {base}' if base else ''}, not a whole model.",
+        "Merge it into its model: `merge_and_unload()` of peft, then `save_pretrained()`, and pass that folder.",
+    )
 
 
 def _find_path(text: str) -> Path:
@@ -242,6 +260,7 @@ def _open_id(text: str, options: HFOptions | None) -> SourceModel:
             f"{text} is not a local file or folder, and downloading it as a Hugging Face id failed: {one_line(error)}.",
             "Check the spelling and the network, or pass a local folder.",
         ) from error
+    _refuse_adapter(folder, text)
     return open_folder(folder, _commit_name(repo, folder), _default_options(options))
 
 

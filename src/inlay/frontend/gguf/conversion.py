@@ -125,13 +125,13 @@ def find_dtype(refs: Mapping[str, GGUFTensor | ReorderedTensor]) -> torch.dtype:
 def _is_bfloat16(ref: GGUFTensor | ReorderedTensor) -> bool:
     """Whether bfloat16 represents all values of a tensor exactly."""
     if isinstance(ref, ReorderedTensor) and ref.row_order() is None:
-        parts = [ref.read()]
+        parts: tuple[torch.Tensor, ...] = (ref.read(),)
     else:
         tensor = ref.tensor if isinstance(ref, ReorderedTensor) else ref
         if tensor.type_name == "BF16":
             return True
         stored = torch.from_numpy(tensor.stored_bytes())
-        parts = stored.view(torch.float16 if tensor.type_name == "F16" else torch.float32).split(256)
+        parts = torch.split(stored.view(torch.float16 if tensor.type_name == "F16" else torch.float32), 256)
     return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)
 
 
