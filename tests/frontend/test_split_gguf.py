@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.fast
 
 
-def _split(whole: Path, count: int, **changes: Any) -> list[Path]:
+def split_gguf(whole: Path, count: int, **changes: Any) -> list[Path]:
     """Split a file as llama-gguf-split does: part 1 has the metadata, and every part states its number."""
     reader = gguf.GGUFReader(whole)
     share = -(-len(reader.tensors) // count)
@@ -50,7 +50,7 @@ def _refusal(path: Path) -> str:
 
 def test_any_part_or_the_folder_is_the_whole_model(tmp_path: Path) -> None:
     whole = tiny_gguf(tmp_path / "m.gguf")
-    parts = _split(whole, 3)
+    parts = split_gguf(whole, 3)
     wanted = open_model(str(whole))
     whole.unlink()
     for path in (*parts, tmp_path):
@@ -64,12 +64,12 @@ def test_any_part_or_the_folder_is_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_one_part(tmp_path: Path) -> None:
-    (path,) = _split(tiny_gguf(tmp_path / "m.gguf"), 1)
+    (path,) = split_gguf(tiny_gguf(tmp_path / "m.gguf"), 1)
     assert open_model(str(path)).tensors
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    parts = _split(tiny_gguf(tmp_path / "m.gguf"), 3)
+    parts = split_gguf(tiny_gguf(tmp_path / "m.gguf"), 3)
     (tmp_path / "m.gguf").unlink()
     parts[1].unlink()
     said = (
@@ -82,26 +82,26 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 
 def test_a_foreign_part_is_named(tmp_path: Path) -> None:
-    parts = _split(tiny_gguf(tmp_path / "m.gguf"), 3)
+    parts = split_gguf(tiny_gguf(tmp_path / "m.gguf"), 3)
     shutil.copy(parts[1], parts[2])
     said = _refusal(parts[0])
     assert said.startswith("m-00003-of-00003.gguf is not a part of the same model as m-00001-of-00003.gguf")
     other = tmp_path / "other"
     other.mkdir()
-    shutil.copy(_split(tiny_gguf(other / "m.gguf", layers=1), 3)[2], parts[2])
+    shutil.copy(split_gguf(tiny_gguf(other / "m.gguf", layers=1), 3)[2], parts[2])
     assert _refusal(parts[0]) == said
 
 
 def test_names_that_contradict_the_metadata(tmp_path: Path) -> None:
-    parts = _split(tiny_gguf(tmp_path / "m.gguf"), 3)
+    parts = split_gguf(tiny_gguf(tmp_path / "m.gguf"), 3)
     renamed = parts[0].rename(tmp_path / "model.gguf")
     assert "states that it is part 0 (from 0) of 3 of a split GGUF model" in _refusal(renamed)
-    _split(tmp_path / "m.gguf", 3, tensors=7)
+    split_gguf(tmp_path / "m.gguf", 3, tensors=7)
     assert "The 3 parts of m-00001-of-00003.gguf have 20 tensors, but 7 are stated." in _refusal(parts[0])
 
 
 def test_the_package_cache_sees_every_part(tmp_path: Path) -> None:
-    parts = _split(tiny_gguf(tmp_path / "m.gguf"), 3)
+    parts = split_gguf(tiny_gguf(tmp_path / "m.gguf"), 3)
     before = compute_key(str(parts[0]), {})["files"]
     assert compute_key(str(parts[0]), {})["files"] == before
     parts[2].write_bytes(parts[2].read_bytes() + bytes(32))

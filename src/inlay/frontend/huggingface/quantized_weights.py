@@ -28,7 +28,7 @@ _BLOCK = 32
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of each of eight consecutive columns."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PACKED_FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}
+_PACKED_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 """Formats of compressed-tensors that are read."""
 _FLOATS = ("F16", "BF16", "F32")
 _ACTIVATION_SCALES = (".input_scale", ".activation_scale")
@@ -131,9 +131,10 @@ class Quantization:
         bits = stated.get("bits", stated.get("w_bit"))
         if method == "gptq":
             layout = "marlin" if stated.get("is_marlin_format") else stated.get("checkpoint_format", "gptq")
-            varied = any(not str(pattern).startswith("-") for pattern in stated.get("dynamic") or ())
+            rules = stated.get("dynamic") or {}
+            varied = not isinstance(rules, dict) or any(not str(pattern).startswith("-") for pattern in rules)
             found = [
-                *([] if bits in (2, 4, 8) else [f"{bits} bits"]),
+                *([] if _is_positive(bits) and bits in (2, 4, 8) else [f"{bits} bits"]),
                 *([] if layout in ("gptq", "gptq_v2") else [f"the layout {layout}"]),
                 *(["different settings for some layers"] if varied else []),
                 *self._unsupported_group(),
@@ -147,9 +148,9 @@ class Quantization:
                 *self._unsupported_group(),
             ]
         elif method == "compressed-tensors":
-            formats = {stated.get("format"), *(group.get("format") for group in self._groups())} - {None}
+            formats = [stated.get("format"), *(group.get("format") for group in self._groups())]
             found = [key for key in ("sparsity_config", "transform_config") if _is_stated(stated.get(key))]
-            found += sorted(f"the format {each}" for each in formats if each not in _PACKED_FORMATS)
+            found += sorted({f"the format {each}" for each in formats if each not in _PACKED_FORMATS})
             found += self._unsupported_block()
         else:
             return None if method == "mxfp4" or (method == "fp8" and not self._unsupported_block()) else ""
