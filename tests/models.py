@@ -196,11 +196,23 @@ def tiny_gguf(
         add(f"{prefix}.ffn_up.weight", inner, hidden, kind=q4)
         add(f"{prefix}.ffn_down.weight", hidden, inner, kind=q4)
     more(writer)
+    finish_gguf(writer)
+    return path
+
+
+def copy_metadata(reader: Any, writer: Any) -> None:
+    """Add the metadata of a GGUF file to a writer of the same architecture."""
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), *field.types[:2])
+
+
+def finish_gguf(writer: Any) -> None:
+    """Write what was added to a writer."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def random_k_blocks(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay import machine
 from inlay.errors import MachineError, PackageError, one_line
+from inlay.frontend.gguf.reader import split_parts, split_stem
 from inlay.package import store
 from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_file, sha256, stamp, unlock
 
@@ -134,7 +135,7 @@ def model_name(text: str) -> str:
     """
     path = Path(_location(text))
     if path.suffix == ".gguf":
-        return path.stem
+        return split_stem(path)
     return path.name if os.path.isdir(path) else text.partition("@")[0]
 
 
@@ -150,6 +151,9 @@ def _entry_name(model: str, options: Mapping[str, Any]) -> str:
 def _location(model: str) -> str:
     with suppress(OSError, RuntimeError, ValueError):
         path = Path(model).expanduser()
+        if len(split_parts(path)) > 1:  # a link to one part leads away from the others
+            path = path.parent.resolve() / path.name
+            return str(path) if path.exists() else model
         return str(path.resolve()) if path.exists() else model
     return model
 
@@ -186,7 +190,9 @@ def _model_files(model: str) -> str | None:
     if path is None:
         return None
     with suppress(PermissionError):  # opening the model reports it
-        return _digest(path, [path] if is_file else [file for file in path.rglob("*") if file.is_file()])
+        if is_file:
+            return _digest(path.parent, split_parts(path))
+        return _digest(path, [file for file in path.rglob("*") if file.is_file()])
     return None
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import ModelError, UsageError, one_line, suggest
-from inlay.frontend.gguf.reader import is_split_file, split_error
+from inlay.frontend.gguf.reader import split_parts
 from inlay.frontend.safetensors_files import index_folder
 from inlay.frontend.source_model import Example, SourceModel
 
@@ -37,7 +39,7 @@ def open_model(text: str, options: HFOptions | None = None) -> SourceModel:
 (org/name or org/name@revision), a GGUF file, a .pt2 file of torch.export.save, or package.module:factory.
     """
     try:
-        path = Path(text).expanduser()
+        path = _find_path(text)
         if path.is_file():
             return _open_file(path, options)
         if path.is_dir():
@@ -70,7 +72,7 @@ def identify(text: str, options: HFOptions | None = None) -> Identity:
     Identity(name='package.module:factory', architecture='')
     """
     try:
-        path = Path(text).expanduser()
+        path = _find_path(text)
         if path.is_file():
             if path.suffix == ".pt2":
                 return Identity(path.stem)
@@ -162,13 +164,37 @@ def _check_folder(path: Path, text: str) -> None:
             f"{text} is a compiled package; this command needs the model it was built from.",
             f"Run `inlay inspect {text}` to describe it.",
         )
+    _refuse_adapter(path, text)
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
-        whole = [file for file in files if not is_split_file(file)]
-        if files and not whole:
-            raise split_error(files[0])
-        hint = f"Pass one of its GGUF files, such as {whole[0]}." if whole else MODEL_FORMS
+        hint = f"Pass one of its GGUF files, such as {files[0]}." if files else MODEL_FORMS
         raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
+
+
+def _refuse_adapter(path: Path, text: str) -> None:
+    """Reject a folder that contains an adapter and no model."""
+    weights = {file.name for file in path.glob("*.safetensors")} - {"adapter_model.safetensors"}
+    if not (path / "adapter_config.json").exists() or weights:
+        return
+    kind, base = "LoRA", None
+    with suppress(OSError, ValueError, AttributeError):
+        stated = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        kind, base = str(stated.get("peft_type") or "LoRA"), stated.get("base_model_name_or_path")
+    raise ModelError(
+        f"{text} is a {kind} adapter{f' of {base}' if base else ''}, not a whole model.",
+        "Merge it into its model: `merge_and_unload()` of peft, then `save_pretrained()`, and pass that folder.",
+    )
+
+
+def _find_path(text: str) -> Path:
+    """Return the file or folder of MODEL. For a split GGUF model, or a folder that is one, it is the first part."""
+    path = Path(text).expanduser()
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        parts = split_parts(files[0]) if files else []
+        return files[0] if len(parts) > 1 and set(files) <= set(parts) else path
+    first = split_parts(path)[0]
+    return first if first.is_file() else path
 
 
 def _open_factory(text: str) -> SourceModel:
@@ -234,6 +260,7 @@ def _open_id(text: str, options: HFOptions | None) -> SourceModel:
             f"{text} is not a local file or folder, and downloading it as a Hugging Face id failed: {one_line(error)}.",
             "Check the spelling and the network, or pass a local folder.",
         ) from error
+    _refuse_adapter(folder, text)
     return open_folder(folder, _commit_name(repo, folder), _default_options(options))
 
 

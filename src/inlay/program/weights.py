@@ -92,6 +92,8 @@ class QuantizedBlocks:
     """The storage format, such as `Q4_1`."""
     read: Callable[[], torch.Tensor]
     """Returns the bytes, `[rows, bytes per row]`, in the row order of the parameter."""
+    is_exact: bool = True
+    """Whether the blocks have the values of the tensor; otherwise their scales or minima are rounded."""
 
 
 def quantized_blocks(ref: TensorRef) -> QuantizedBlocks | None:

@@ -16,14 +16,14 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as hf
 
 from inlay.errors import ModelError, one_line
-from inlay.frontend.gguf.reader import GGUFFile, GGUFTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from inlay.program.weights import QuantizedBlocks, TensorRef
+    from inlay.frontend.gguf.reader import GGUFFile, GGUFTensor
+    from inlay.program.weights import QuantizedBlocks
 
 
 def read_config(header: GGUFFile) -> Any:
@@ -88,7 +88,7 @@ def _is_non_config_list(value: Any) -> bool:
     )
 
 
-def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], list[str]]:
+def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, GGUFTensor | ReorderedTensor], list[str]]:
     """Map qualified parameter names to tensors of the file, undoing the row order and offsets of GGUF.
 
     Also return the names of tensors that belong to no parameter.
@@ -100,18 +100,44 @@ def map_tensors(header: GGUFFile, model: Any) -> tuple[dict[str, TensorRef], lis
     except NotImplementedError as error:
         raise ModelError(f"{header.path.name}: {one_line(error)}.", "Upgrade the gguf package.") from error
     plain = processor_class is hf.TensorProcessor
-    refs: dict[str, TensorRef] = {}
+    refs: dict[str, GGUFTensor | ReorderedTensor] = {}
     for name, target in names.items():
         if name not in header.tensors:
             continue
-        stored = GGUFTensor(header, header.tensors[name])
+        stored = header.tensors[name]
         refs[target] = stored if plain else ReorderedTensor(stored, processor, names)
     return refs, [name for name in header.tensors if name not in names and not _is_unit_rope_factor(header, name)]
 
 
+def find_dtype(refs: Mapping[str, GGUFTensor | ReorderedTensor]) -> torch.dtype:
+    """Return bfloat16 for a file of 16-bit floats if it represents every value exactly, otherwise float32.
+
+    F16 files are mostly converted from bfloat16 checkpoints, whose values F16 rounds to fewer bits, never to more.
+    """
+    tensors = [ref.tensor if isinstance(ref, ReorderedTensor) else ref for ref in refs.values()]
+    kinds = {tensor.type_name for tensor in tensors}
+    matrices = {tensor.type_name for tensor in tensors if len(tensor.shape) > 1}
+    if not kinds <= {"F32", "F16", "BF16"} or matrices <= {"F32"}:
+        return torch.float32
+    return torch.bfloat16 if all(map(_is_bfloat16, refs.values())) else torch.float32
+
+
+def _is_bfloat16(ref: GGUFTensor | ReorderedTensor) -> bool:
+    """Whether bfloat16 represents all values of a tensor exactly."""
+    if isinstance(ref, ReorderedTensor) and ref.row_order() is None:
+        parts: tuple[torch.Tensor, ...] = (ref.read(),)
+    else:
+        tensor = ref.tensor if isinstance(ref, ReorderedTensor) else ref
+        if tensor.type_name == "BF16":
+            return True
+        stored = torch.from_numpy(tensor.stored_bytes())
+        parts = torch.split(stored.view(torch.float16 if tensor.type_name == "F16" else torch.float32), 256)
+    return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)
+
+
 def _is_unit_rope_factor(header: GGUFFile, name: str) -> bool:
     """Whether a tensor contains rotary frequency factors that are all 1; transformers does not read them."""
-    return name == "rope_freqs.weight" and bool((GGUFTensor(header, header.tensors[name]).read() == 1).all())
+    return name == "rope_freqs.weight" and bool((header.tensors[name].read() == 1).all())
 
 
 def _map_names(header: GGUFFile, model: Any, processor: Any) -> dict[str, str]:
@@ -200,6 +226,6 @@ class ReorderedTensor:
 
     def _process(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         result = self.processor.process(
-            weights=values, name=self.tensor.info.name, tensor_key_mapping=self.names, parsed_parameters={"tensors": {}}
+            weights=values, name=self.tensor.name, tensor_key_mapping=self.names, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights)

@@ -46,28 +46,25 @@ _SIZE_KEYS = (
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """One row of the file's tensor table. `shape` is in torch's order, rows first."""
+class MappedFile:
+    """A file that is mapped into memory on first use."""
 
-    name: str
-    ggml_type: int
-    shape: tuple[int, ...]
-    offset: int
-    size: int
+    path: Path
+
+    @cached_property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The whole file; copy-on-write, because torch has no read-only tensors."""
+        return np.memmap(self.path, dtype=np.uint8, mode="c")
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The checked header of a GGUF file."""
+    """The checked header of a GGUF model, which is one file or the parts of a split one."""
 
     path: Path
+    """The file with the metadata: the first part of a split model."""
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
-
-    @cached_property
-    def data(self) -> npt.NDArray[np.uint8]:
-        """The whole file, memory-mapped; copy-on-write, because torch has no read-only tensors."""
-        return np.memmap(self.path, dtype=np.uint8, mode="c")
+    tensors: Mapping[str, GGUFTensor]
 
     @property
     def architecture(self) -> str:
@@ -77,31 +74,31 @@ class GGUFFile:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF file; `stored_bytes` are its bytes as stored, `read` dequantizes them to float32."""
+    """A row of a file's tensor table. `stored_bytes` are its bytes as stored, `read` dequantizes them to float32."""
 
-    file: GGUFFile
-    info: TensorInfo
+    file: MappedFile
+    name: str
+    ggml_type: int
+    shape: tuple[int, ...]
+    """The shape after dequantization in torch's order, rows first."""
+    offset: int
+    size: int
 
     @property
     def origin(self) -> str:
-        return f"{self.file.path.name}#{self.info.name} ({self.type_name})"
+        return f"{self.file.path.name}#{self.name} ({self.type_name})"
 
     @property
     def type_name(self) -> str:
         """The storage format, such as `Q4_1`."""
         from gguf import GGMLQuantizationType
 
-        return str(GGMLQuantizationType(self.info.ggml_type).name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape after dequantization."""
-        return self.info.shape
+        return str(GGMLQuantizationType(self.ggml_type).name)
 
     def stored_bytes(self) -> npt.NDArray[np.uint8]:
         """The stored bytes, one row of the tensor per row, mapped from the file."""
-        rows = prod(self.info.shape[:-1])
-        return self.file.data[self.info.offset : self.info.offset + self.info.size].reshape(rows, -1)
+        rows = prod(self.shape[:-1])
+        return self.file.data[self.offset : self.offset + self.size].reshape(rows, -1)
 
     @property
     def quantized_blocks(self) -> QuantizedBlocks | None:
@@ -118,7 +115,7 @@ class GGUFTensor:
 
         return (
             QuantizedBlocks(self.type_name, read)
-            if GGML_QUANT_SIZES[GGMLQuantizationType(self.info.ggml_type)][0] > 1
+            if GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
             else None
         )
 
@@ -126,8 +123,8 @@ class GGUFTensor:
         import torch
         from gguf import GGMLQuantizationType, dequantize
 
-        values = dequantize(self.stored_bytes(), GGMLQuantizationType(self.info.ggml_type))
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(self.info.shape)
+        values = dequantize(self.stored_bytes(), GGMLQuantizationType(self.ggml_type))
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(self.shape)
 
 
 def check_storage_types(name: str, header: GGUFFile) -> None:
@@ -149,13 +146,10 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
 
-    def make_error(self, what: str) -> ModelError:
-        return ModelError(f"{self.path.name} is damaged: {what}.", "Download it again.")
-
     def read_bytes(self, count: int, what: str) -> bytes:
         if count < 0 or self.position + count > len(self.data):
-            raise self.make_error(
-                f"{what} at byte {self.position} extends past the end of the file ({len(self.data)} bytes)"
+            raise _damage_error(
+                self.path, f"{what} at byte {self.position} extends past the end of the file ({len(self.data)} bytes)"
             )
         self.position += count
         return self.data[self.position - count : self.position]
@@ -168,7 +162,7 @@ class _Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.make_error(f"{what} at byte {self.position} is not UTF-8") from error
+            raise _damage_error(self.path, f"{what} at byte {self.position} is not UTF-8") from error
 
     def read_value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
@@ -176,18 +170,26 @@ class _Cursor:
         if kind == _STRING:
             return self.read_string(key)
         if kind != _ARRAY:
-            raise self.make_error(f"{key} has the unknown type {kind}")
+            raise _damage_error(self.path, f"{key} has the unknown type {kind}")
         item, count = self.read_number("I", key), self.read_number("Q", key)
         if item in _SCALARS:
             width = struct.calcsize(_SCALARS[item])
             return list(struct.unpack(f"<{count}{_SCALARS[item]}", self.read_bytes(count * width, key)))
         if count * 8 > len(self.data):
-            raise self.make_error(f"{key} declares {count} items, more than the file can contain")
+            raise _damage_error(self.path, f"{key} declares {count} items, more than the file can contain")
         return [self.read_value(item, key) for _ in range(count)]
 
 
 def read_header(path: Path) -> GGUFFile:
-    """Read and check a GGUF file, except for the bytes of its tensors."""
+    """Read and check a GGUF model, except for the bytes of its tensors. Any part of a split model stands for all."""
+    header = _read_file(path)
+    if "split.count" in header.metadata and header.metadata["split.count"] != 1:
+        header = _join_parts(header)
+    _check_sizes(header)
+    return header
+
+
+def _read_file(path: Path) -> GGUFFile:
     if path.stat().st_size < 24:
         raise ModelError(f"{path.name} is too short to be a GGUF file.", "Download it again.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -196,51 +198,92 @@ def read_header(path: Path) -> GGUFFile:
             raise ModelError(f"{path.name} is not a GGUF file: it does not start with GGUF.", "Check the file name.")
         version = cursor.read_number("I", "the version")
         if version not in (2, 3):
-            raise cursor.make_error(f"its version is {version}, but little-endian files have version 2 or 3")
+            raise _damage_error(path, f"its version is {version}, but little-endian files have version 2 or 3")
         tensor_count, kv_count = cursor.read_number("Q", "the tensor count"), cursor.read_number("Q", "the key count")
         metadata: dict[str, Any] = {}
         for _ in range(kv_count):
             key = cursor.read_string("a key")
             if key in metadata:
-                raise cursor.make_error(f"the key {key} appears twice")
+                raise _damage_error(path, f"the key {key} appears twice")
             metadata[key] = cursor.read_value(cursor.read_number("I", key), key)
-        count = metadata.get("split.count")
-        if isinstance(count, int) and count > 1:
-            raise split_error(path, count)
-        tensors = _read_tensor_table(cursor, tensor_count, metadata)
-    header = GGUFFile(path, metadata, tensors)
-    _check_sizes(cursor, header)
-    return header
+        return GGUFFile(path, metadata, _read_tensor_table(cursor, tensor_count, metadata))
 
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 # The file names that llama-gguf-split gives to parts.
 
 
-def is_split_file(path: Path) -> bool:
-    """Whether a file name is that of a part of a split model.
+def split_parts(path: Path) -> list[Path]:
+    """Return the parts of the split model that a file belongs to by its name, in order; else the file alone.
 
     >>> from pathlib import Path
-    >>> is_split_file(Path("m-00001-of-00003.gguf")), is_split_file(Path("m.gguf"))
-    (True, False)
+    >>> [part.name for part in split_parts(Path("m-00002-of-00002.gguf"))], len(split_parts(Path("m.gguf")))
+    (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], 1)
     """
     part = _SPLIT_NAME.match(path.name)
-    return part is not None and int(part["count"]) > 1
+    numbers = range(1, int(part["count"]) + 1) if part else ()
+    names = [f"{part['stem']}-{number:05}-of-{part['count']}.gguf" for number in numbers] if part else []
+    return [path.with_name(name) for name in names] if path.name in names else [path]
 
 
-def split_error(path: Path, count: int | None = None) -> ModelError:
-    """Return the error for a part of a split model."""
+def split_stem(path: Path) -> str:
+    """Return the name of a GGUF model: of the file, without the number of a part.
+
+    >>> from pathlib import Path
+    >>> split_stem(Path("m-00002-of-00002.gguf")), split_stem(Path("m.gguf"))
+    ('m', 'm')
+    """
     part = _SPLIT_NAME.match(path.name)
-    stem, count = part["stem"] if part else path.stem, count or int(part["count"] if part else 0)
-    first, last = (f"{stem}-{number:05}-of-{count:05}.gguf" for number in (1, count))
+    return part["stem"] if part else path.stem
+
+
+def _join_parts(given: GGUFFile) -> GGUFFile:
+    """Return the whole of a split model; only the first part has the metadata of the model."""
+    number, count = (given.metadata.get(key) for key in ("split.no", "split.count"))
+    paths = split_parts(given.path)
+    if not isinstance(number, int) or len(paths) != count or paths[number % len(paths)] != given.path:
+        raise ModelError(
+            f"{given.path.name} states that it is part {number} (from 0) of {count} of a split GGUF model, which its"
+            " name contradicts.",
+            "Give the parts the names that llama-gguf-split gives: NAME-00001-of-00003.gguf and so on.",
+        )
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise ModelError(
+            f"{given.path.name} is one of the {count} parts of a split GGUF model, of which {missing[0]}{more}"
+            " missing.",
+            "Put all parts into one folder.",
+        )
+    parts = [given if path == given.path else _read_file(path) for path in paths]
+    tensors: dict[str, GGUFTensor] = {}
+    total = parts[0].metadata.get("split.tensors.count")
+    for place, part in enumerate(parts):
+        stated = tuple(part.metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count"))
+        if stated != (place, count, total) or part.tensors.keys() & tensors.keys():
+            raise _foreign_error(part.path, paths[0])
+        tensors |= part.tensors
+    if len(tensors) != total:
+        raise ModelError(
+            f"The {count} parts of {paths[0].name} have {len(tensors)} tensors, but {total} are stated.",
+            "Download all parts again, from the same place.",
+        )
+    return GGUFFile(paths[0], parts[0].metadata, tensors)
+
+
+def _foreign_error(path: Path, first: Path) -> ModelError:
     return ModelError(
-        f"{path.name} is one of the {count} parts of a split GGUF model, {first} to {last}. Split models are not"
-        " supported yet.",
-        f"Merge the parts: llama-gguf-split --merge {first} {stem}.gguf",
+        f"{path.name} is not a part of the same model as {first.name}: its number, the number of parts or tensors, or"
+        " the name of a tensor contradicts the parts before it.",
+        "Download all parts again, from the same place.",
     )
 
 
-def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def _damage_error(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path.name} is damaged: {what}.", "Download it again.")
+
+
+def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any]) -> dict[str, GGUFTensor]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     rows: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -248,33 +291,34 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
         name = cursor.read_string("a tensor name")
         rank = cursor.read_number("I", name)
         if not 1 <= rank <= 4:
-            raise cursor.make_error(f"{name} has {rank} dimensions")
+            raise _damage_error(cursor.path, f"{name} has {rank} dimensions")
         shape = tuple(reversed([cursor.read_number("Q", name) for _ in range(rank)]))
         rows.append((name, shape, cursor.read_number("I", name), cursor.read_number("Q", name)))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment > 1 << 20:
-        raise cursor.make_error(f"the alignment is {alignment!r}")
+        raise _damage_error(cursor.path, f"the alignment is {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
+    file = MappedFile(cursor.path)
+    tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in rows:
         if kind not in {int(each) for each in GGMLQuantizationType}:
-            raise cursor.make_error(f"{name} has the unknown storage type {kind}")
+            raise _damage_error(cursor.path, f"{name} has the unknown storage type {kind}")
         block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not all(shape) or shape[-1] % block:
-            raise cursor.make_error(f"{name} has shape {list(shape)}, which is invalid for its storage type")
+            raise _damage_error(cursor.path, f"{name} has shape {list(shape)}, which is invalid for its storage type")
         size = prod(shape) // block * width
         if offset % alignment or start + offset + size > len(cursor.data):
-            raise cursor.make_error(f"{name} ({size} bytes at {start + offset}) does not fit into the file")
+            raise _damage_error(cursor.path, f"{name} ({size} bytes at {start + offset}) does not fit into the file")
         if name in tensors:
-            raise cursor.make_error(f"the tensor {name} appears twice")
-        tensors[name] = TensorInfo(name, kind, shape, start + offset, size)
+            raise _damage_error(cursor.path, f"the tensor {name} appears twice")
+        tensors[name] = GGUFTensor(file, name, kind, shape, start + offset, size)
     return tensors
 
 
-def _check_sizes(cursor: _Cursor, header: GGUFFile) -> None:
+def _check_sizes(header: GGUFFile) -> None:
     """Reject sizes that contradict the tensors; else a model of absurd size would be built before anything fails."""
     if not header.architecture:
-        raise cursor.make_error("its metadata has no general.architecture")
+        raise _damage_error(header.path, "its metadata has no general.architecture")
     largest = max((max(info.shape) for info in header.tensors.values()), default=0)
     for key in _SIZE_KEYS:
         name = f"{header.architecture}.{key}"
@@ -283,4 +327,6 @@ def _check_sizes(cursor: _Cursor, header: GGUFFile) -> None:
         values = value if isinstance(value, list) else [value]
         for each in values:
             if not isinstance(each, int) or not 0 <= each <= limit:
-                raise cursor.make_error(f"{name} is {each!r}, which contradicts its {len(header.tensors)} tensors")
+                raise _damage_error(
+                    header.path, f"{name} is {each!r}, which contradicts its {len(header.tensors)} tensors"
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ import torch
 from inlay.errors import ModelError, one_line
 from inlay.frontend.fake_tensors import check_buffers, fake_parameters
 from inlay.frontend.huggingface.quantization_checks import (
+    find_quantization,
     refuse_quantization_tensors,
-    refuse_quantized_config,
     refuse_quantized_dtype,
     summarize_names,
 )
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.frontend.gguf.reader import GGUFFile
+    from inlay.frontend.huggingface.quantized_weights import QuantizedTensor
     from inlay.program.weights import TensorRef
 
 _CONFIG_FACTS = {
@@ -53,20 +54,24 @@ class HFOptions:
 def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     """Open a model folder with a `config.json` and, usually, safetensors files."""
     config = _load_config(folder, name, options)
-    refuse_quantized_config(folder, name)
-    stored = index_folder(folder)
+    quantization = find_quantization(folder, name)
+    stored: Mapping[str, SafetensorsTensor | QuantizedTensor] = index_folder(folder)
     if not stored and any(folder.glob("*.bin")):
         raise ModelError(
             f"{name} stores its weights in pickled .bin files, which can run code when they are loaded.",
             "Convert them to safetensors, for example with save_pretrained of transformers.",
         )
     model = _build_module(config, name, options)
+    if quantization is not None:
+        stored = quantization.decode(index_folder(folder))
+        if options.dtype is None and _has_float16(model):  # no kernel takes packed weights with float16
+            model = _build_module(config, name, replace(options, dtype=torch.float32))
     leftover: list[str] = []
     if stored:
         from inlay.frontend.huggingface.weight_conversion import map_tensors, unexpected_keys
 
         refs = map_tensors(stored, model)
-        leftover = unexpected_keys(refs, model)
+        leftover = [key for key in unexpected_keys(refs, model) if quantization is None or not _is_zero_bias(refs, key)]
         refuse_quantization_tensors(name, leftover)
     else:
         refs = {key: MissingTensor(key) for key in model.state_dict()}
@@ -79,17 +84,27 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
 def open_gguf(path: Path, options: HFOptions) -> SourceModel:
     """Open a GGUF file; the weight references give access to its quantized blocks."""
     header, config = _load_gguf_config(path)
-    from inlay.frontend.gguf.conversion import map_tensors
+    from inlay.frontend.gguf.conversion import find_dtype, map_tensors
     from inlay.frontend.gguf.reader import check_storage_types
 
     check_storage_types(path.name, header)
-
     model = _build_module(config, path.name, HFOptions(options.dtype or torch.float32))
     refs, leftover = map_tensors(header, model)
+    if options.dtype is None and (dtype := find_dtype(refs)) is not torch.float32:
+        model = _build_module(config, path.name, HFOptions(dtype))
     tensors = _bind_weights(model, path.name, refs)
     _check_unexpected_weights(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
     tokenizer = partial(_load_tokenizer, path.parent, path.name, gguf_file=path.name)
     return _build_source_model(model, path.name, "gguf", tensors, tokenizer)
+
+
+def _has_float16(model: Any) -> bool:
+    return any(value.dtype is torch.float16 for value in model.parameters())
+
+
+def _is_zero_bias(refs: Mapping[str, TensorRef], name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which quantizers add to layers that have none."""
+    return name.endswith(".bias") and not bool(refs[name].read().any())
 
 
 def _check_unexpected_weights(name: str, leftover: list[str], remedy: str) -> None:
@@ -154,6 +169,7 @@ def _build_module(config: Any, name: str, options: HFOptions) -> Any:
     _refuse_encoder_decoder(config, name)
     for each in (config, config.get_text_config()):  # of a multimodal model, the text part decides
         each.use_cache = False
+        each.__dict__.pop("quantization_config", None)  # weights are decoded when they are read
     dtype = {"dtype": options.dtype} if options.dtype is not None else {}
     try:
         with tracing_lock(), fake_parameters():

@@ -20,6 +20,7 @@ from inlay.errors import ModelError, one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from inlay.frontend.huggingface.quantized_weights import QuantizedTensor
     from inlay.frontend.safetensors_files import SafetensorsTensor
     from inlay.program.weights import TensorRef
 
@@ -29,7 +30,7 @@ class ConvertedTensor:
     """A parameter that the checkpoint stores differently: several tensors merged, one split, an axis swapped."""
 
     target: str
-    sources: tuple[tuple[str, SafetensorsTensor], ...]
+    sources: tuple[tuple[str, SafetensorsTensor | QuantizedTensor], ...]
     converter: Any
     model: Any
 
@@ -67,7 +68,7 @@ class ConvertedTensor:
         return result
 
 
-def map_tensors(stored: Mapping[str, SafetensorsTensor], model: Any) -> dict[str, TensorRef]:
+def map_tensors(stored: Mapping[str, SafetensorsTensor | QuantizedTensor], model: Any) -> dict[str, TensorRef]:
     """Map qualified parameter names to tensors of the checkpoint."""
     rules = get_model_conversion_mapping(model)
     renames = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -75,7 +76,7 @@ def map_tensors(stored: Mapping[str, SafetensorsTensor], model: Any) -> dict[str
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     expected = model.state_dict()
     refs: dict[str, TensorRef] = {}
-    parts: dict[str, list[tuple[str, SafetensorsTensor]]] = {}
+    parts: dict[str, list[tuple[str, SafetensorsTensor | QuantizedTensor]]] = {}
     for key in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(key, renames, converters, model.base_model_prefix, expected)
         if target not in expected and key in expected:

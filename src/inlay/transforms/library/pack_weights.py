@@ -175,9 +175,12 @@ def _is_included(name: str, only: Sequence[str], skip: Sequence[str]) -> bool:
 def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str:
     """Describe how the weights of a kind were packed, and the error."""
     what = f"{kind} × {len(made)}: {wanted.name}"
-    if wanted.is_exact:
+    if wanted.is_exact and not any(map(_has_rounded_blocks, made)):
         return f"{what}, kept as stored"
-    to = f"{what} → int8 in groups of 32" if wanted.is_block_format else what
+    if wanted.is_exact:
+        to = f"{what}, integers kept as stored, minima rounded to float16"
+    else:
+        to = f"{what} → int8 in groups of 32" if wanted.is_block_format else what
     measured = [made[place] for place in sorted({0, len(made) // 2, len(made) - 1})]
     try:
         errors = [_measure_error(wanted, each) for each in measured]
@@ -187,10 +190,20 @@ def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str
     return f"{to}, {worst.text}{'' if len(measured) == len(made) else f' (measured on {len(measured)})'}"
 
 
+def _has_rounded_blocks(made: DerivedTensor) -> bool:
+    return any((blocks := quantized_blocks(ref)) and not blocks.is_exact for ref in made.sources.values())
+
+
 def _measure_error(wanted: PackedFormat, made: DerivedTensor) -> ErrorStats:
     """Return the error of one weight, whose rows are read for it and freed."""
     with torch.no_grad():
-        return wanted.measure_error(torch.cat([read() for read in made.readers()]))
+        rows = torch.cat([read() for read in made.readers()])
+        if not wanted.is_exact:
+            return wanted.measure_error(rows)
+        values = torch.cat([ref.read() for ref in made.sources.values()]).double()
+        gap = wanted.to_values(rows) - values  # packing keeps what the blocks have
+        rms, most = values.square().mean().sqrt(), values.abs().max()
+        return ErrorStats(float(gap.square().mean().sqrt() / rms), float(gap.abs().max() / most))
 
 
 def _packed_reader(rewriter: Rewriter, user: fx.Node, weight: fx.Node, features: int, packing: Packing) -> fx.Node:
