@@ -21,6 +21,15 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+COMPRESSED: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+"""Multi-head latent attention: keys and values are computed from one short vector."""
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -33,6 +42,8 @@ class Architecture:
     folds: tuple[int, ...] = (4,)
     without_attention: int = 0
     """How many layers have none."""
+    deviations: int = 0
+    """How many layers are not exactly like the others of their kind."""
 
     def full_config(self) -> dict[str, Any]:
         return SMALL | self.config
@@ -75,12 +86,7 @@ ARCHITECTURES = (
             "topk_group": 1,
             "first_k_dense_replace": 2,
             "num_hidden_layers": 5,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
+            **COMPRESSED,
         },
         folds=(2, 3),
     ),
@@ -90,6 +96,27 @@ ARCHITECTURES = (
         folds=(4, 2),
         without_attention=4,
     ),
+    Architecture("apertus"),
+    Architecture("arcee"),
+    Architecture("biogpt"),
+    Architecture("bitnet"),
+    Architecture("cohere2", {"head_dim": 16, "sliding_window": 16}, folds=(3,), deviations=1),
+    Architecture("cwm", {"head_dim": 16, "sliding_window": 16}, folds=(3,), deviations=1),
+    Architecture("ernie4_5", {"head_dim": 16}),
+    Architecture("exaone4", {"head_dim": 16, "sliding_window": 16}, folds=(3,), deviations=1),
+    Architecture("glm", {"head_dim": 16}),
+    Architecture("gpt_bigcode", {"n_embd": 64, "n_inner": 96}),
+    Architecture("granite_swa", {"sliding_window": 16, "attention_multiplier": 0.25}, folds=(3,), deviations=1),
+    Architecture("helium", {"head_dim": 16}),
+    Architecture("hunyuan_v1_dense", {"head_dim": 16}),
+    Architecture("hyperclovax"),
+    Architecture("minicpm3", COMPRESSED),
+    Architecture("ministral3", {"head_dim": 16, "sliding_window": 16}),
+    Architecture("nemotron", {"head_dim": 16}),
+    Architecture("olmo"),
+    Architecture("olmo3", {"sliding_window": 16}),
+    Architecture("seed_oss", {"head_dim": 16}),
+    Architecture("vaultgemma", {"head_dim": 16, "sliding_window": 16}),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def tiny_gguf(
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32) -> None:
         values = rng.standard_normal(shape, dtype=np.float32) * 0.1
         kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], kind.name)]
-        raw = _q6_k(values, rng) if kind.name == "Q6_K" else gguf.quantize(values, kind)
+        raw = random_k_blocks(values.shape, kind.name, rng) if kind.name[-2:] == "_K" else gguf.quantize(values, kind)
         writer.add_tensor(name, raw, raw_shape=raw.shape, raw_dtype=kind)
 
     q4, q8 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
@@ -214,9 +215,16 @@ def finish_gguf(writer: Any) -> None:
     writer.close()
 
 
-def _q6_k(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Random blocks: the gguf package reads this format and does not write it."""
-    blocks = rng.integers(0, 256, (values.size // 256, 210), dtype=np.uint8)
-    blocks[:, 192:208] = rng.integers(1, 8, (len(blocks), 16), dtype=np.uint8)
-    blocks[:, 208:] = np.full((len(blocks), 1), 1e-3, np.float16).view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+def random_k_blocks(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Random blocks of Q4_K, Q5_K or Q6_K, with values up to 0.3: the gguf package only reads these formats."""
+    size = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
+    blocks = rng.integers(0, 256, (math.prod(shape) // 256, size), dtype=np.uint8)
+    scale = rng.uniform(0.5, 1.5, (len(blocks), 1)) * 1e-3
+    if kind == "Q6_K":
+        blocks[:, 192:208] = rng.integers(-8, 8, (len(blocks), 16), dtype=np.int8).view(np.uint8)
+        blocks[:, 208:] = scale.astype(np.float16).view(np.uint8)
+    else:  # minima of half the range, with other factors
+        steps = {"Q4_K": 16, "Q5_K": 32}[kind]
+        factors = np.hstack([scale * 4 / steps, scale * 2]).astype(np.float16)
+        blocks[:, :4] = factors.view(np.uint8)
+    return blocks.reshape(shape[0], -1)

@@ -54,6 +54,14 @@ def eager_greedy(model: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
     return tokens[:, prompts.shape[1] :]
 
 
+def assert_greedy(model: Any, prompts: torch.Tensor, found: torch.Tensor, bound: float = 0.02) -> None:
+    """Each token is the likeliest of a stock model after those before it, unless others are nearly as likely."""
+    with torch.no_grad():
+        scores = model(torch.cat([prompts, found], 1), use_cache=False).logits[:, prompts.shape[1] - 1 : -1]
+    gaps = scores.amax(-1) - scores.gather(-1, found.unsqueeze(-1)).squeeze(-1)
+    assert bool((gaps <= bound * (scores.amax(-1) - scores.amin(-1))).all())
+
+
 def in_new_process(code: str, *args: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own."""
     command = [sys.executable, "-c", code, *map(str, args)]

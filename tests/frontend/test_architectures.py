@@ -46,7 +46,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
     program = capture(str(tmp_path))
     folds = fold(program)
     assert tuple(len(kind) for kind in folds.kinds) == architecture.folds
-    assert len(folds.deviations) == 0
+    assert len(folds.deviations) == architecture.deviations
     layers = program.facts.layers
     assert layers is not None
     assert layers.value == eager.config.num_hidden_layers

@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gemma3, multimodal": {
         "model_type": "gemma3",
+        "image_token_id": 255,
         "text_config": {**SMALL, "sliding_window": 16, "num_hidden_layers": 6, **HEADS},
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     },

@@ -104,9 +104,9 @@ WeightsOption = Annotated[
     typer.Option(
         "--weights",
         metavar="FORMAT",
-        help="Number format of the weights; by default that of the checkpoint. stored: blocks of a GGUF file (Q4_0,"
-        " Q4_1, Q8_0 unchanged, others as int8), or of a GPTQ or AWQ checkpoint. int4, int4-g64, int4-g128, int8:"
-        " quantized. float32, bfloat16, float16: cast.",
+        help="Number format of the weights; by default that of the checkpoint. stored: blocks of a GGUF file (Q4_0 to"
+        " Q8_0 and Q4_K to Q6_K unchanged, others as int8) or of a GPTQ or AWQ checkpoint. int4, int4-g64, int4-g128,"
+        " int8: quantized. float32, bfloat16, float16: cast.",
     ),
 ]
 

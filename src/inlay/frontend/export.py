@@ -61,11 +61,12 @@ def _unused_modules(program: Program, model: SourceModel) -> tuple[str, ...]:
     if not program.bindings.with_role(Role.PARAMETER):
         return ()
     used = {row.target for row in program.bindings}
-    names = {id(value): name for name, value in model.example.module.named_parameters() if name in used}
+    parameters = model.example.module.named_parameters(remove_duplicate=False)
+    reached = {id(value) for name, value in parameters if name in used}
     found: list[str] = []
     for path, module in model.example.module.named_modules():
         held = {id(each) for each in module.parameters()}
-        if path and held and names.keys().isdisjoint(held) and not path.startswith(tuple(f"{each}." for each in found)):
+        if path and held and reached.isdisjoint(held) and not path.startswith(tuple(f"{each}." for each in found)):
             found.append(path)
     return tuple(found)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inlay.ops.weight_layout import LANES, Packing
+from inlay.ops.weight_layout import LANES, SUPER_GROUP, Packing
 from inlay.program.weights import WEIGHT_MAPS, WeightMap
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _EXTRA_STEPS = (0.0, -1.0, 0.5, 1.0, 1.5, 2.0)
 """Added to the 15 steps of a group when scales are tried. Clipping values at the ends may reduce the total error."""
 
 _REQUANTIZED_FORMATS = (
-    *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+    *("Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
 """Stored formats that no kernel reads; their values are requantized to int8."""
@@ -65,7 +65,8 @@ class PackedFormat:
 
     name: str
     packing: Packing
-    to_integers: Callable[[Tensor], tuple[Tensor, ...]]
+    to_integers: Callable[[Tensor], tuple[Any, ...]]
+    """Returns the operands of `Packing.pack`."""
     to_values: Callable[[Tensor], Tensor]
     """Returns the values of rows."""
     is_block_format: bool = False
@@ -122,8 +123,53 @@ def _unpack_q8_0(rows: Tensor) -> tuple[Tensor, ...]:
     return (blocks[:, :, 2:] ^ 128).reshape(len(rows), -1), _unpack_halves(blocks[:, :, :2])[0]
 
 
+def _unpack_q5_0(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 22)
+    return _unpack_five_bits(blocks[:, :, 2:]), _unpack_halves(blocks[:, :, :2])[0]
+
+
+def _unpack_q5_1(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 24)
+    return _unpack_five_bits(blocks[:, :, 4:]), *_unpack_halves(blocks[:, :, :4])
+
+
+def _unpack_q4_k(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 144)
+    return _unpack_nibbles(blocks[:, :, 16:].reshape(len(rows), -1, 4, 32)), *_unpack_k_scales(blocks)
+
+
+def _unpack_q5_k(rows: Tensor) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 176)
+    low = _unpack_nibbles(blocks[:, :, 48:].reshape(len(rows), -1, 4, 32))
+    high = blocks[:, :, 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).view(-1, 1) & 1
+    return low | high.reshape(low.shape) << 4, *_unpack_k_scales(blocks)
+
+
+def _unpack_q6_k(rows: Tensor) -> tuple[Tensor | None, ...]:
+    blocks = rows.view(len(rows), -1, 210)
+    low = _unpack_nibbles(blocks[:, :, :128].reshape(len(rows), -1, 2, 64))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(-1, 1)
+    high = blocks[:, :, 128:192].reshape(len(rows), -1, 2, 1, 32) >> shifts & 3
+    factors = blocks[:, :, 192:208].reshape(len(rows), -1)
+    return low | high.reshape(low.shape) << 4, _unpack_halves(blocks[:, :, 208:])[0], None, factors
+
+
+def _unpack_k_scales(blocks: Tensor) -> tuple[Tensor, ...]:
+    """Return the scale and minimum of each block, and their eight factors of six bits, as in `q * scale + minimum`."""
+    scale, minimum = _unpack_halves(blocks[:, :, :4])
+    first, second, rest = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    factors = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=2)
+    minimum_factors = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=2)
+    return scale, -minimum, factors.reshape(len(blocks), -1), minimum_factors.reshape(len(blocks), -1)
+
+
+def _unpack_five_bits(stored: Tensor) -> Tensor:
+    high = stored[:, :, :4].unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
+    return _unpack_nibbles(stored[:, :, 4:]) | high.reshape(len(stored), -1) << 4
+
+
 def _unpack_nibbles(stored: Tensor) -> Tensor:
-    return torch.cat([stored & 15, stored >> 4], dim=2).reshape(len(stored), -1)
+    return torch.cat([stored & 15, stored >> 4], dim=-1).reshape(len(stored), -1)
 
 
 def _unpack_halves(stored: Tensor) -> tuple[Tensor, ...]:
@@ -186,10 +232,15 @@ def _dequantize(name: str, rows: Tensor) -> Tensor:
 
 
 def _build_formats() -> Iterator[PackedFormat]:
-    kept = {
+    kept: dict[str, tuple[Packing, Callable[[Tensor], tuple[Any, ...]]]] = {
         "Q4_0": (Packing(4, 8), _unpack_q4_0),
         "Q4_1": (Packing(4, -1), _unpack_q4_1),
+        "Q5_0": (Packing(5, 16), _unpack_q5_0),
+        "Q5_1": (Packing(5, -1), _unpack_q5_1),
         "Q8_0": (Packing(8, 128), _unpack_q8_0),
+        "Q4_K": (Packing(4, -1, SUPER_GROUP), _unpack_q4_k),
+        "Q5_K": (Packing(5, -1, SUPER_GROUP), _unpack_q5_k),
+        "Q6_K": (Packing(6, 32, SUPER_GROUP), _unpack_q6_k),
     }
     for name, (packing, integers) in kept.items():
         yield PackedFormat(name, packing, integers, partial(_dequantize, name), is_block_format=True, is_exact=True)

@@ -94,10 +94,12 @@ inline void compare(const std::vector<Exact>& wanted, const Numbers& found, doub
 struct Format {
   int32_t bits, zero;
   int64_t group;
-  std::string text() const { return std::to_string(bits) + " bits, zero " + std::to_string(zero); }
+  std::string text() const {
+    return std::to_string(bits) + " bits, zero " + std::to_string(zero) + ", groups of " + std::to_string(group);
+  }
 };
-constexpr Format kFormats[] = {{4, 8, 32},  {4, -1, 32}, {4, -1, 64}, {8, 128, 32},
-                               {8, -1, 64}, {16, 0, 32}, {32, 0, 32}};
+constexpr Format kFormats[] = {{4, 8, 32},  {4, -1, 32},  {4, -1, 64},  {5, 16, 32},  {5, -1, 32}, {8, 128, 32},
+                               {8, -1, 64}, {4, -1, 256}, {5, -1, 256}, {6, 32, 256}, {16, 0, 32}, {32, 0, 32}};
 constexpr int32_t kWays[] = {inlay::kDot, inlay::kTiles8, inlay::kTiles16, inlay::kPortable};
 
 // A packed weight, and what it stands for.
@@ -116,9 +118,10 @@ struct Weight {
       }
     } else {
       for (int64_t at = 0; at < bytes.size; ++at) bytes[at] = static_cast<uint8_t>(random());
+      const float scale = l.factor_bytes() ? 1e-4f / 64 : 1e-4f;  // factors have up to eight bits
       for (int64_t group = 0; group < l.blocks() * l.groups(); ++group)
-        for (int64_t at = l.numbers(); at < l.group_bytes(); at += 2)
-          put16(group * l.group_bytes() + at, inlay::to_half(static_cast<float>(random() % 1000) * 1e-4f - 0.05f));
+        for (int64_t at = l.numbers() + l.factor_bytes(); at < l.group_bytes(); at += 2)
+          put16(group * l.group_bytes() + at, inlay::to_half((static_cast<float>(random() % 1000) - 500) * scale));
     }
   }
   void put16(int64_t at, uint16_t value) { std::memcpy(bytes.data + at, &value, 2); }

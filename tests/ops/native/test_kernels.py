@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128)]
+FORMATS += [Packing(5, 16), Packing(5, -1), Packing(4, -1, 256), Packing(5, -1, 256), Packing(6, 32, 256)]
 FORMATS += [Packing(16, 0), Packing(32, 0)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = {"dot": 1, "tiles of bytes": 2, "tiles of bfloat16": 3, "portable": 4}
@@ -43,7 +44,14 @@ def made(packing: Packing, features: int, depth: int) -> torch.Tensor:
     q = torch.randint(0, 2**packing.bits, (features, depth))
     scale = torch.rand(features, depth // packing.group_size) * 0.1
     minimum = -torch.rand_like(scale) * 0.1 * 2 ** (packing.bits - 1) if packing.zero_point < 0 else None
-    return packing.pack(q, scale, minimum)
+    factors: list[torch.Tensor] = []
+    if packing.factors:
+        scale, shape = scale / 32, (features, depth // packing.group_size * packing.factors)
+        factors = [torch.randint(-128 if minimum is None else 0, 128 if minimum is None else 64, shape).char()]
+        if minimum is not None:
+            minimum = minimum / 32
+            factors.append(torch.randint(0, 64, shape).char())
+    return packing.pack(q, scale, minimum, *factors)
 
 
 def linear(
@@ -69,7 +77,7 @@ def linear(
 @pytest.mark.parametrize("dtype", TYPES)
 def test_linear(kernels: ctypes.CDLL, packing: Packing, way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for rows, features, depth in (
+    for rows, features, columns in (
         (1, 52, 384),
         (2, 16, 128),
         (5, 40, 256),
@@ -77,6 +85,7 @@ def test_linear(kernels: ctypes.CDLL, packing: Packing, way: str, dtype: torch.d
         (17, 48, 384),
         (70, 80, 128),
     ):
+        depth = columns * 2 if packing.factors else columns  # whole groups of 256
         weight, x, bias = (
             made(packing, features, depth),
             torch.randn(rows, depth).to(dtype),
@@ -93,9 +102,9 @@ def test_linear(kernels: ctypes.CDLL, packing: Packing, way: str, dtype: torch.d
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
 def test_bytes_that_are_exact(kernels: ctypes.CDLL, packing: Packing) -> None:
     """Where x is small whole numbers with a 127 in each 32, turning it into bytes loses nothing."""
-    x = torch.randint(-20, 21, (3, 128)).float()
+    x = torch.randint(-20, 21, (3, 256)).float()
     x[:, ::32] = 127
-    weight = made(packing, 24, 128)
+    weight = made(packing, 24, 256)
     wanted = x @ packing.unpack(weight, 24).T
     found = linear(kernels, x, weight, None, 24, packing, WAYS["dot"])
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-3)
@@ -104,7 +113,7 @@ def test_bytes_that_are_exact(kernels: ctypes.CDLL, packing: Packing) -> None:
 def test_a_row_of_zeros(kernels: ctypes.CDLL) -> None:
     for packing in FORMATS:
         for way in WAYS.values():
-            assert (linear(kernels, torch.zeros(2, 128), made(packing, 20, 128), None, 20, packing, way) == 0).all()
+            assert (linear(kernels, torch.zeros(2, 256), made(packing, 20, 256), None, 20, packing, way) == 0).all()
 
 
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
@@ -135,10 +144,10 @@ def test_embedding(kernels: ctypes.CDLL, packing: Packing) -> None:
 def test_what_is_not_finite_goes_through(kernels: ctypes.CDLL, packing: Packing, way: str) -> None:
     """A row of x with one such number gives a row without finite ones; no other row changes."""
     torch.manual_seed(0)
-    weight = made(packing, 32, 128)
+    weight = made(packing, 32, 256)
     for rows in (1, 3, 17, 40):
         for strange in (float("nan"), float("inf"), -float("inf")):
-            x = torch.randn(rows, 128)
+            x = torch.randn(rows, 256)
             plain = linear(kernels, x, weight, None, 32, packing, WAYS[way])
             x[rows // 2, 77] = strange
             found = linear(kernels, x, weight, None, 32, packing, WAYS[way])

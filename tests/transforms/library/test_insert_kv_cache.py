@@ -31,7 +31,7 @@ REFUSED = {
 """Tokens that are sorted by expert, a convolution over positions: what is refused, and what for."""
 OTHERS = [each.model_type for each in ARCHITECTURES if each.model_type not in (*CHOSEN, *REFUSED)]
 LAYERS = {"smollm3": 4, "deepseek_v3": 3, "lfm2": 6}
-ROOM, SLOTS, WINDOW, TOKENS = 96, 4, 16, 24
+ROOM, SLOTS, WINDOW, TOKENS = 96, 4, 16, 64
 
 
 def _with_cache(folder: Path, model_type: str) -> tuple[Any, Parts]:
@@ -58,17 +58,19 @@ def _prompt(*shape: int) -> Tensor:
 
 
 def _check_tokens(model: Any, parts: Parts) -> None:
-    """Two sequences at once, beyond the window where there is one."""
-    prompt = _prompt(2, 5)
-    tokens, logits = without_cache(model, prompt, TOKENS)
-    assert len(set(tokens[0].tolist())) > 3, "the stream says the same thing again and again, and proves little"
-    assert prompt.shape[1] + TOKENS > WINDOW
-    given, made = prompt, []
-    for _ in range(TOKENS):
-        made.append(parts([3, 1], input_ids=given).logits[:, -1])
-        given = made[-1].argmax(-1, keepdim=True)
-    _close(torch.stack(made, 1), logits)
-    assert torch.equal(torch.stack(made, 1).argmax(-1), tokens)
+    """One sequence, then four at once, beyond the window where there is one."""
+    for slots in ([2], [3, 1, 0, 2]):
+        parts.forget()
+        prompt = _prompt(len(slots), 5)
+        tokens, logits = without_cache(model, prompt, TOKENS)
+        assert len(set(tokens[0].tolist())) > 3, "the stream says the same thing again and again, and proves little"
+        assert prompt.shape[1] + TOKENS > WINDOW
+        given, made = prompt, []
+        for _ in range(TOKENS):
+            made.append(parts(slots, input_ids=given).logits[:, -1])
+            given = made[-1].argmax(-1, keepdim=True)
+        _close(torch.stack(made, 1), logits)
+        assert torch.equal(torch.stack(made, 1).argmax(-1), tokens)
 
 
 def _check_ragged(model: Any, parts: Parts) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -24,15 +25,15 @@ from inlay.program.weights import DerivedTensor, quantized_blocks
 from inlay.rewrite.rule import Refusal
 from inlay.testing import program_of
 from inlay.transforms.library.pack_weights import PackWeights
-from tests.models import llama_folder, random_model, tiny_gguf
-from tests.small_packages import ROOM, eager_greedy, greedy
+from tests.models import llama_folder, random_k_blocks, random_model, tiny_gguf
+from tests.small_packages import ROOM, assert_greedy, eager_greedy, greedy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inlay.program.program import Program
 
-KINDS: dict[str, Any] = {"attn_v": "Q4_0", "attn_output": "Q4_0", "ffn_down": "Q6_K"}
+KINDS: dict[str, Any] = {"attn_v": "Q4_0", "attn_output": "MXFP4", "ffn_down": "Q6_K"}
 """Beside Q4_1 and a tied Q8_0 embedding; queries and keys are Q4_1, so values are not fused with them."""
 TIED = {
     "model_type": "llama",
@@ -87,7 +88,7 @@ def _captured(path: Path) -> Program:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_stored_blocks_are_kept_exactly(name: str) -> None:
     values = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).numpy()
     kind = gguf.GGMLQuantizationType[name]
@@ -96,6 +97,44 @@ def test_stored_blocks_are_kept_exactly(name: str) -> None:
     unpacked = found.packing.unpack(found.pack(torch.from_numpy(blocks)), 40)
     assert torch.equal(unpacked, torch.from_numpy(gguf.dequantize(blocks, kind)))
     assert found.measure_error(torch.from_numpy(blocks)).rms == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows", [1, 17, 48])
+@pytest.mark.parametrize("columns", [256, 768])
+@pytest.mark.parametrize(
+    ("name", "halves"), [("Q5_0", [0]), ("Q5_1", [0, 2]), ("Q4_K", [0, 2]), ("Q5_K", [0, 2]), ("Q6_K", [208])]
+)
+def test_any_stored_blocks_are_kept_exactly(name: str, halves: list[int], rows: int, columns: int) -> None:
+    """All bits are drawn at random, except that scales are finite."""
+    kind, rng = gguf.GGMLQuantizationType[name], np.random.default_rng(rows + columns)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    stored = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at in halves:
+        stored[:, :, at : at + 2] = rng.standard_normal((*stored.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    stored = stored.reshape(rows, -1)
+    packed, packing = FORMATS[name].pack(torch.from_numpy(stored)), FORMATS[name].packing
+    assert packed.shape == packing.shape(rows, columns)
+    assert packed[0].numel() <= 1.03 * 16 * stored.shape[1]
+    assert torch.equal(packing.unpack(packed, rows), torch.from_numpy(gguf.dequantize(stored, kind)))
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", ["Q5_0", "Q4_K", "Q6_K"])
+def test_scales_that_are_not_finite(name: str) -> None:
+    """Their values are not finite, as those of the file, and the others are as before."""
+    rng, kind = np.random.default_rng(0), gguf.GGMLQuantizationType[name]
+    shape = 20, 512
+    is_k = name.endswith("_K")
+    stored = random_k_blocks(shape, name, rng) if is_k else gguf.quantize(np.ones(shape, np.float32), kind)
+    at = 208 if name == "Q6_K" else 0
+    for strange in (np.inf, -np.inf, np.nan):
+        stored[3, at : at + 2] = np.array([strange], np.float16).view(np.uint8)
+        unpacked = FORMATS[name].packing.unpack(FORMATS[name].pack(torch.from_numpy(stored)), 20)
+        wanted = torch.from_numpy(gguf.dequantize(stored, kind))
+        assert not wanted[3, :32].isfinite().all()
+        assert torch.equal(unpacked.nan_to_num(7), wanted.nan_to_num(7))
 
 
 @pytest.mark.fast
@@ -163,12 +202,13 @@ class TestGGUF:
         assert maps["model.layers.0.self_attn.q_proj_k_proj.weight"] == "concat+pack:Q4_1"
         assert maps["model.layers.0.self_attn.v_proj.weight"] == "pack:Q4_0"
         assert maps["model.layers.1.mlp.down_proj.weight"] == "pack:Q6_K"
+        assert maps["model.layers.1.self_attn.o_proj.weight"] == "pack:MXFP4"
         assert sum("pack:Q8_0" in each for each in maps.values()) == 1
         assert program.op_counts()["inlay.packed_embedding.default"] == 1
         kept = [note for note in notes if note.endswith("kept as stored")]
         (converted,) = (note for note in notes if note not in kept)
         assert len(kept) == 5
-        assert "model.layers.*.mlp.down_proj.weight × 2: Q6_K → int8 in groups of 32, error 0." in converted
+        assert "model.layers.*.self_attn.o_proj.weight × 2: MXFP4 → int8 in groups of 32, error 0." in converted
 
     def test_the_stated_error_is_the_error(self, file: Path) -> None:
         _, notes, _ = packed(file, "stored")
@@ -176,26 +216,24 @@ class TestGGUF:
         tensors = open_model(str(file)).tensors
         errors = []
         for layer in range(2):
-            ref = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+            ref = tensors[f"model.layers.{layer}.self_attn.o_proj.weight"]
             blocks, original = quantized_blocks(ref), ref.read()
             assert blocks is not None
-            made = FORMATS["Q6_K"].packing.unpack(FORMATS["Q6_K"].pack(blocks.read()), 64)
+            made = FORMATS["MXFP4"].packing.unpack(FORMATS["MXFP4"].pack(blocks.read()), 64)
             errors.append(100 * float((made - original).norm() / original.norm()))
         assert stated == pytest.approx(max(errors), rel=1e-2)
 
     def test_same_tokens_as_the_dequantised_model(self, file: Path, package: Path) -> None:
         program, _, _ = packed(file, "stored")
         eager = dequantised(program, TIED)
-        assert torch.equal(greedy(load_package(package), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24))
+        assert_greedy(eager, PROMPTS, greedy(load_package(package), PROMPTS, 24))
 
     def test_refit(self, package: Path, tmp_path: Path) -> None:
         other = tiny_gguf(tmp_path / "other.gguf", seed=5, inner=256, **KINDS)
         before = load_package(package).manifest
         made = refit(package, str(other), output=tmp_path / "package")
         eager = dequantised(packed(other, "stored")[0], TIED)
-        assert torch.equal(
-            greedy(load_package(tmp_path / "package", verify=True), PROMPTS, 24), eager_greedy(eager, PROMPTS, 24)
-        )
+        assert_greedy(eager, PROMPTS, greedy(load_package(tmp_path / "package", verify=True), PROMPTS, 24))
         code = {name: row for name, row in before.files.items() if name.endswith((".so", ".cpp"))}
         assert {name: made.files[name] for name in code} == code
 

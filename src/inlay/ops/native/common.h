@@ -41,8 +41,9 @@ inline int omp_get_thread_num() { return 0; }
 
 namespace inlay {
 
-constexpr int64_t kLanes = 16;  // features that are adjacent in a packed weight
-constexpr int64_t kStep = 32;   // columns that are packed together
+constexpr int64_t kLanes = 16;        // features that are adjacent in a packed weight
+constexpr int64_t kStep = 32;         // columns that are packed together
+constexpr int64_t kSuperGroup = 256;  // columns of groups whose scales have integer factors
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 

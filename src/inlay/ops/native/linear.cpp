@@ -4,7 +4,7 @@
 namespace inlay {
 namespace {
 
-thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, narrow_x, wide_x;
+thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, halves_of_x, narrow_x, wide_x;
 thread_local Scratch wide_weight;
 
 // Converts a row to bfloat16; for tiles, 16 rows of 32 columns are contiguous.
@@ -35,16 +35,10 @@ int32_t possible(int32_t way, int32_t bits) {
   return way;
 }
 
-#define INLAY_BY_FORMAT(call)                    \
-  if (l.bits == 8)                               \
-    l.zero < 0 ? call(8, true) : call(8, false); \
-  else if (l.bits == 4)                          \
-    l.zero < 0 ? call(4, true) : call(4, false);
-
 void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
   for (int64_t n = 0; n < kLanes && block * kLanes + n < l.features; ++n) {
     float bias = l.bias ? element(l.bias, l.x_type, block * kLanes + n) : 0.0f;
-    put(l.y, l.y_type, row * l.features + block * kLanes + n, y[n] + bias);
+    put(l.y, l.y_type, row * l.stride() + block * kLanes + n, y[n] + bias);
   }
 }
 
@@ -52,11 +46,9 @@ void with_bytes(const Linear& l, Way way) {
   // Tiles read whole groups of 16 rows.
   int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
   Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps),
-          sums_of_x.get<float>(rows * steps)};
-  for (int64_t step = 0; step < steps && rows > l.rows; ++step) {
-    std::fill(x.scale + step * rows + l.rows, x.scale + (step + 1) * rows, 0.0f);
-    std::fill(x.sum + step * rows + l.rows, x.sum + (step + 1) * rows, 0.0f);
-  }
+          sums_of_x.get<float>(rows * steps), l.span() < kStep ? halves_of_x.get<float>(2 * rows * steps) : nullptr};
+  for (int64_t step = 0; step < steps; ++step)
+    for (int64_t row = l.rows; row < rows; ++row) x.put(step, rows, row, 0.0f, 0, 0);
   bool shared = l.rows > 4;  // with few rows, synchronization costs more than the work
   if (!shared)
     for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, rows, x);
@@ -76,18 +68,10 @@ void with_bytes(const Linear& l, Way way) {
           put_row(l, block, row, y);
         }
 #ifdef __AVX512BW__
-    if (way == kDot) {
-#define INLAY_CALL(bits, minimum) dot<bits, minimum>(l, x, rows, part)
-      INLAY_BY_FORMAT(INLAY_CALL)
-#undef INLAY_CALL
-    }
+    if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, rows, part); });
 #endif
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (way == kTiles8) {
-#define INLAY_CALL(bits, minimum) tiles8<bits, minimum>(l, x, rows, part)
-      INLAY_BY_FORMAT(INLAY_CALL)
-#undef INLAY_CALL
-    }
+    if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, rows, part); });
 #endif
   }
 }
@@ -110,12 +94,10 @@ void with_bfloat16(const Linear& l, Way way) {
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
     if (way == kTiles16) {
       uint8_t* wide = widened + omp_get_thread_num() * room;
-#define INLAY_CALL(bits, minimum) tiles16<bits, minimum>(l, x, part, wide)
       if (l.bits == 16)
-        INLAY_CALL(16, false);
+        tiles16<Format<16, false, false>>(l, x, part, wide);
       else
-        INLAY_BY_FORMAT(INLAY_CALL)
-#undef INLAY_CALL
+        by_format(l, [&](auto format) { tiles16<decltype(format)>(l, x, part, wide); });
     }
 #endif
 #ifdef __AVX512BF16__
@@ -158,11 +140,10 @@ void embed(const Linear& l, int64_t token, int64_t at) {
       std::memcpy(&stored, step + (column / 2 * kLanes + lane) * 4 + column % 2 * 2, 2);
       value = from_bf16(stored);
     } else {
-      uint8_t byte = step[(l.bits == 4 ? quad % 4 : quad) * 64 + lane * 4 + column % 4];
-      float q = static_cast<float>(l.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4);
-      float d = half(numbers + l.numbers() + 2 * lane);
-      value =
-          l.zero < 0 ? q * d + half(numbers + l.numbers() + 2 * (kLanes + lane)) : (q - static_cast<float>(l.zero)) * d;
+      const int64_t part = k % l.group / l.span();
+      const float q = static_cast<float>(number(step, l.bits, quad, lane * 4 + column % 4));
+      const float d = scale_of(l, numbers, part, lane);
+      value = l.zero < 0 ? q * d + scale_of(l, numbers, part, lane, true) : (q - static_cast<float>(l.zero)) * d;
     }
     put(l.y, l.y_type, at * l.depth + k, value);
   }

@@ -19,11 +19,17 @@ struct Linear {
   int32_t x_type, y_type;
   int64_t rows, features, depth, group;
   int32_t bits, zero;
+  int64_t y_stride = 0;  // between rows of y; 0 if they are adjacent
 
+  int64_t stride() const { return y_stride ? y_stride : features; }
   int64_t groups() const { return depth / group; }
   int64_t blocks() const { return up(features, kLanes) / kLanes; }
   int64_t numbers() const { return group * kLanes * bits / 8; }
-  int64_t group_bytes() const { return bits >= 16 ? numbers() : numbers() + 2 * kLanes * (zero < 0 ? 2 : 1); }
+  int64_t scales() const { return bits >= 16 ? 0 : zero < 0 ? 2 : 1; }
+  // Columns that share a scale: a group, or the part of a group that has a factor of its own.
+  int64_t span() const { return group != kSuperGroup ? group : bits == 6 ? kStep / 2 : kStep; }
+  int64_t factor_bytes() const { return group != kSuperGroup ? 0 : group / span() * kLanes * scales(); }
+  int64_t group_bytes() const { return numbers() + factor_bytes() + 2 * kLanes * scales(); }
   int64_t block_bytes() const { return groups() * group_bytes(); }
 };
 
@@ -31,17 +37,56 @@ inline void check(const Linear& l, const char* what) {
   const auto holds = [&](bool right, const char* wanted) {
     if (!right) throw std::invalid_argument(std::string(what) + " wants " + wanted);
   };
-  holds(l.bits == 4 || l.bits == 8 || l.bits == 16 || l.bits == 32, "4, 8, 16 or 32 bits");
+  holds(l.bits == 4 || l.bits == 5 || l.bits == 6 || l.bits == 8 || l.bits == 16 || l.bits == 32,
+        "4, 5, 6, 8, 16 or 32 bits");
+  if (l.group == kSuperGroup)
+    holds(l.bits == 6 ? l.zero >= 0 : l.bits < 6 && l.zero < 0, "minima in groups of 256 of 4 or 5 bits, none with 6");
+  else
+    holds(l.bits != 6, "groups of 256 with 6 bits");
   holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
   holds(l.group > 0 && l.group % kStep == 0 && l.depth % l.group == 0, "whole groups of columns, of 32 or a multiple");
 }
 
-// x as int8: one scale per 32 columns, and the sum of the dequantized values. If a value is not finite, the scale is
+// A number format at compile time. With `kFactors`, groups have integer factors of their scales and minima.
+template <int kBits_, bool kMinimum_, bool kFactors_>
+struct Format {
+  static constexpr int kBits = kBits_;
+  static constexpr bool kMinimum = kMinimum_, kFactors = kFactors_, kHalves = kBits == 6;
+};
+
+// Calls a function with the format of bytes of a weight.
+template <typename Call>
+inline void by_format(const Linear& l, const Call& call) {
+  const bool minimum = l.zero < 0, factors = l.group == kSuperGroup;
+  if (l.bits == 8)
+    minimum ? call(Format<8, true, false>{}) : call(Format<8, false, false>{});
+  else if (l.bits == 6)
+    call(Format<6, false, true>{});
+  else if (l.bits == 5)
+    factors   ? call(Format<5, true, true>{})
+    : minimum ? call(Format<5, true, false>{})
+              : call(Format<5, false, false>{});
+  else
+    factors   ? call(Format<4, true, true>{})
+    : minimum ? call(Format<4, true, false>{})
+              : call(Format<4, false, false>{});
+}
+
+// x as int8: one scale per 32 columns, and the sums of the dequantized values. If a value is not finite, the scale is
 // NaN. Then all features of the row are NaN; those of the reference are NaN or infinite.
 struct Bytes {
   int8_t* q;     // [rows, depth]
   float* scale;  // [depth / 32, rows]
   float* sum;    // [depth / 32, rows]
+  float* half;   // [depth / 16, rows], the sums of 16 columns; null if no format needs them
+
+  void put(int64_t step, int64_t stride, int64_t row, float factor, int32_t low, int32_t high) const {
+    scale[step * stride + row] = factor;
+    sum[step * stride + row] = factor * (static_cast<float>(low) + static_cast<float>(high));  // exact
+    if (!half) return;
+    half[2 * step * stride + row] = factor * static_cast<float>(low);
+    half[(2 * step + 1) * stride + row] = factor * static_cast<float>(high);
+  }
 };
 
 // The factor that turns a value into int8. It would overflow below 127 / FLT_MAX, so such values become 0.
@@ -57,18 +102,17 @@ inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_
   }
   if (!finite) {
     std::memset(out.q + row * l.depth + step * kStep, 0, kStep);
-    out.scale[step * stride + row] = out.sum[step * stride + row] = std::numeric_limits<float>::quiet_NaN();
+    out.put(step, stride, row, std::numeric_limits<float>::quiet_NaN(), 0, 0);
     return;
   }
   const float inverse = inverse_of(most);
-  int32_t sum = 0;
+  int32_t sums[2] = {0, 0};
   for (int64_t k = 0; k < kStep; ++k) {
     int32_t q = static_cast<int32_t>(std::nearbyint(values[k] * inverse));
     out.q[row * l.depth + step * kStep + k] = static_cast<int8_t>(q);
-    sum += q;
+    sums[k / 16] += q;
   }
-  out.scale[step * stride + row] = most / 127.0f;
-  out.sum[step * stride + row] = most / 127.0f * static_cast<float>(sum);
+  out.put(step, stride, row, most / 127.0f, sums[0], sums[1]);
 }
 
 inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
@@ -83,8 +127,10 @@ inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride,
   __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at), _mm512_cvtepi32_epi8(a));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at + 16), _mm512_cvtepi32_epi8(b));
-  out.scale[step * stride + row] = most / 127.0f;
-  out.sum[step * stride + row] = most / 127.0f * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, b)));
+  if (out.half)
+    out.put(step, stride, row, most / 127.0f, _mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b));
+  else
+    out.put(step, stride, row, most / 127.0f, _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)), 0);
 #else
   to_bytes_portable(l, row, step, stride, out);
 #endif
@@ -96,62 +142,101 @@ inline float half(const uint8_t* data) {
   return from_half(bits);
 }
 
+// An integer of a step of 32 columns: byte `at` of the 64 bytes of four columns.
+inline int32_t number(const uint8_t* step, int32_t bits, int64_t quad, int64_t at) {
+  if (bits == 8) return step[quad * 64 + at];
+  const int32_t both = step[quad % 4 * 64 + at], low = quad < 4 ? both & 15 : both >> 4;
+  if (bits == 4) return low;
+  const int64_t more = bits - 4, per = 8 / more;
+  return low | ((step[256 + quad / per * 64 + at] >> more * (quad % per)) & ((1 << more) - 1)) << 4;
+}
+
+// The scale of one feature in a part of a group, and its minimum if the format has minima.
+inline float scale_of(const Linear& l, const uint8_t* group, int64_t part, int64_t lane, bool minimum = false) {
+  const uint8_t* factors = group + l.numbers();
+  const float scale = half(factors + l.factor_bytes() + 2 * (minimum * kLanes + lane));
+  if (l.group != kSuperGroup) return scale;
+  return scale *
+         static_cast<float>(static_cast<int8_t>(factors[(minimum * l.group / l.span() + part) * kLanes + lane]));
+}
+
 // The portable variant, which tests compare the others with. It uses AVX2 where available.
 #ifdef __AVX2__
 inline __m256i four_by_eight(__m256i w, __m256i x, int32_t bits) {  // 4 columns of 8 features times 4 values
-  if (bits == 4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+  if (bits < 8) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
   // Sums of two products of 8-bit values do not fit in 16 bits.
   const __m256i even = _mm256_set1_epi16(0xff);
   __m256i low = _mm256_madd_epi16(_mm256_and_si256(w, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
   __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
   return _mm256_add_epi32(low, high);
 }
+
+inline __m256i numbers_of(const uint8_t* step, int32_t bits, int64_t quad, int64_t at) {  // 32 of them
+  const auto load = [&](int64_t line) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(step + line * 64 + at));
+  };
+  if (bits == 8) return load(quad);
+  const __m256i both = load(quad % 4);
+  const __m256i low = _mm256_and_si256(quad < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  if (bits == 4) return low;
+  const int more = bits - 4, per = 8 / more;
+  const __m128i shift = _mm_cvtsi32_si128(more * static_cast<int>(quad % per));
+  const __m256i mask = _mm256_set1_epi8(static_cast<char>((1 << more) - 1));
+  const __m256i high = _mm256_and_si256(_mm256_srl_epi16(load(4 + quad / per), shift), mask);
+  return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
+}
 #endif
 
-inline void step_dots(const uint8_t* w, const int8_t* q, int32_t bits, int32_t* dots) {
+// The products of 32 columns: of the first 16 of them, and of the others.
+inline void step_dots(const uint8_t* w, const int8_t* q, int32_t bits, int32_t (*dots)[kLanes]) {
 #ifdef __AVX2__
-  __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  __m256i sums[2][2] = {};
   for (int64_t quad = 0; quad < 8; ++quad) {
     int32_t four;
     std::memcpy(&four, q + quad * 4, 4);
     for (int64_t side = 0; side < 2; ++side) {
-      const uint8_t* at = w + (bits == 4 ? quad % 4 : quad) * 64 + side * 32;
-      __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-      if (bits == 4) value = _mm256_and_si256(quad < 4 ? value : _mm256_srli_epi16(value, 4), _mm256_set1_epi8(15));
-      sums[side] = _mm256_add_epi32(sums[side], four_by_eight(value, _mm256_set1_epi32(four), bits));
+      const __m256i value = numbers_of(w, bits, quad, side * 32);
+      __m256i& sum = sums[quad / 4][side];
+      sum = _mm256_add_epi32(sum, four_by_eight(value, _mm256_set1_epi32(four), bits));
     }
   }
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(dots), sums[0]);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(dots + 8), sums[1]);
+  std::memcpy(dots, sums, sizeof(sums));
 #else
-  for (int64_t n = 0; n < kLanes; ++n) dots[n] = 0;
+  std::memset(dots, 0, 2 * kLanes * sizeof(int32_t));
   for (int64_t quad = 0; quad < 8; ++quad)
     for (int64_t n = 0; n < kLanes; ++n)
-      for (int64_t b = 0; b < 4; ++b) {
-        uint8_t byte = w[(bits == 4 ? quad % 4 : quad) * 64 + n * 4 + b];
-        dots[n] += (bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4) * q[quad * 4 + b];
-      }
+      for (int64_t b = 0; b < 4; ++b) dots[quad / 4][n] += number(w, bits, quad, n * 4 + b) * q[quad * 4 + b];
 #endif
 }
 
 inline void rows_portable(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row, float* y) {
   float total[kLanes] = {};
   const uint8_t* at = l.weight + block * l.block_bytes();
+  const bool halves = l.span() < kStep;
   for (int64_t g = 0; g < l.groups(); ++g, at += l.group_bytes()) {
     float part[kLanes] = {}, sum = 0;
+    const auto add = [&](int64_t index) {  // the products of all columns that share a scale
+      for (int64_t n = 0; n < kLanes; ++n) {
+        const float d = scale_of(l, at, index, n);
+        total[n] += l.zero < 0 ? part[n] * d + sum * scale_of(l, at, index, n, true)
+                               : (part[n] - static_cast<float>(l.zero) * sum) * d;
+        part[n] = 0;
+      }
+      sum = 0;
+    };
     for (int64_t s = 0; s < l.group / kStep; ++s) {
       int64_t step = g * (l.group / kStep) + s;
-      int32_t dots[kLanes];
+      int32_t dots[2][kLanes];
       step_dots(at + s * kStep * kLanes * l.bits / 8, x.q + row * l.depth + step * kStep, l.bits, dots);
-      float scale = x.scale[step * stride + row];
-      for (int64_t n = 0; n < kLanes; ++n) part[n] += scale * static_cast<float>(dots[n]);
-      sum += x.sum[step * stride + row];
-    }
-    const uint8_t* scales = at + l.numbers();
-    for (int64_t n = 0; n < kLanes; ++n) {
-      float d = half(scales + 2 * n);
-      total[n] += l.zero < 0 ? part[n] * d + sum * half(scales + 2 * (kLanes + n))
-                             : (part[n] - static_cast<float>(l.zero) * sum) * d;
+      const float scale = x.scale[step * stride + row];
+      for (int64_t h = 0; h < 2; ++h) {
+        if (h && !halves) break;
+        for (int64_t n = 0; n < kLanes; ++n)
+          part[n] += scale * static_cast<float>(halves ? dots[h][n] : dots[0][n] + dots[1][n]);
+        sum += halves ? x.half[(2 * step + h) * stride + row] : x.sum[step * stride + row];
+        if (halves) add(2 * s + h);
+      }
+      if (!halves && (s + 1) * kStep % l.span() == 0) add(s * kStep / l.span());
     }
   }
   std::memcpy(y, total, sizeof(total));
@@ -174,7 +259,7 @@ inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(sums, w, x);
 #else
-  if constexpr (kBits == 4)
+  if constexpr (kBits < 8)
     return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
   // Sums of two products of 8-bit values do not fit in 16 bits.
   __m512i even =
@@ -184,18 +269,70 @@ inline __m512i add_products(__m512i sums, __m512i w, __m512i x) {
 #endif
 }
 
+// Shifts 16-bit numbers to the left, or to the right by -places. Instructions want constants.
+inline __m512i shifted(__m512i value, int places) {
+  switch (places) {
+    case 4:
+      return _mm512_slli_epi16(value, 4);
+    case 3:
+      return _mm512_slli_epi16(value, 3);
+    case 2:
+      return _mm512_slli_epi16(value, 2);
+    case 1:
+      return _mm512_slli_epi16(value, 1);
+    case -1:
+      return _mm512_srli_epi16(value, 1);
+    case -2:
+      return _mm512_srli_epi16(value, 2);
+    case -3:
+      return _mm512_srli_epi16(value, 3);
+    default:
+      return value;
+  }
+}
+
 template <int kBits>
 inline __m512i quad(const uint8_t* at, int index) {  // 4 columns of 16 features, as bytes
   if constexpr (kBits == 8) return _mm512_loadu_si512(at + index * 64);
   __m512i both = _mm512_loadu_si512(at + index % 4 * 64);
-  return _mm512_and_si512(index < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+  const __m512i low = _mm512_and_si512(index < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+  if constexpr (kBits == 4) return low;
+  constexpr int kMore = kBits == 6 ? 2 : 1, kPer = 8 / kMore;
+  const __m512i rest = _mm512_loadu_si512(at + 256 + index / kPer * 64);
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << kMore) - 1) << 4));
+  return _mm512_ternarylogic_epi32(low, shifted(rest, 4 - kMore * (index % kPer)), mask, 0xf8);  // a | (b & c)
 }
 
 inline __m512 halves(const uint8_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// Adds one step of 32 columns: the scaled products of bytes, and the zero point or minimum times the sum of x.
+// The scales of a group, and its minima, or its zero point times the scales.
+template <typename F>
+class Scales {
+ public:
+  Scales(const Linear& l, const uint8_t* group) : factors_(group + l.numbers()) {
+    const uint8_t* at = factors_ + l.factor_bytes();
+    d_ = halves(at);
+    low_ = F::kMinimum ? halves(at + 2 * kLanes) : _mm512_mul_ps(_mm512_set1_ps(static_cast<float>(-l.zero)), d_);
+  }
+  // Of a part of the group that has factors.
+  __m512 d(int64_t part) const { return F::kFactors ? _mm512_mul_ps(d_, factor(part)) : d_; }
+  __m512 low(int64_t part) const {
+    return F::kFactors ? _mm512_mul_ps(low_, factor(F::kMinimum ? kSuperGroup / kStep + part : part)) : low_;
+  }
+
+ private:
+  __m512 factor(int64_t index) const {
+    const void* at = factors_ + index * kLanes;
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))));
+  }
+  const uint8_t* factors_;
+  __m512 d_, low_;
+};
+
+// Adds one step of 32 columns, or half of one: the scaled products of bytes, and the zero point or minimum times the
+// sum of x.
 inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float scale, float sum) {
   total = _mm512_fmadd_ps(_mm512_set1_ps(sum), low, total);
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(d, _mm512_set1_ps(scale)), total);
@@ -203,17 +340,16 @@ inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float
 
 // kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
 // both variants give bitwise the same results and the choice between them affects only speed.
-template <int kBits, bool kMinimum, int kRows>
+template <typename F, int kRows>
 inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uint8_t* at, int64_t row, __m512* total) {
-  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers();
-  const int64_t group_bytes = l.group_bytes();
-  const __m512 zero = _mm512_set1_ps(static_cast<float>(-l.zero));
+  constexpr int kBits = F::kBits;
+  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, group_bytes = l.group_bytes();
   for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
   const int8_t* q = x.q + row * l.depth;
-  const float *scale = x.scale + row, *sum = x.sum + row;
+  const float *scale = x.scale + row, *sum = F::kHalves ? x.half + row : x.sum + row;
   for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
-    const __m512 d = halves(at + numbers), low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_mul_ps(zero, d);
-    for (int64_t s = 0; s < steps; ++s, q += kStep, scale += stride, sum += stride) {
+    const Scales<F> scales(l, at);
+    for (int64_t s = 0; s < steps; ++s, q += kStep, scale += stride, sum += F::kHalves ? 2 * stride : stride) {
       __m512i some[kRows], others[kRows];
       for (int r = 0; r < kRows; ++r) some[r] = others[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -228,8 +364,18 @@ inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uin
           others[r] = add_products<kBits>(others[r], b, _mm512_set1_epi32(next));
         }
       }
-      for (int r = 0; r < kRows; ++r)
-        total[r] = scaled(total[r], _mm512_add_epi32(some[r], others[r]), d, low, scale[r], sum[r]);
+      if constexpr (F::kHalves) {
+        const __m512 d = scales.d(2 * s), low = scales.low(2 * s);
+        const __m512 other_d = scales.d(2 * s + 1), other_low = scales.low(2 * s + 1);
+        for (int r = 0; r < kRows; ++r) {
+          total[r] = scaled(total[r], some[r], d, low, scale[r], sum[r]);
+          total[r] = scaled(total[r], others[r], other_d, other_low, scale[r], sum[stride + r]);
+        }
+      } else {
+        const __m512 d = scales.d(s), low = scales.low(s);
+        for (int r = 0; r < kRows; ++r)
+          total[r] = scaled(total[r], _mm512_add_epi32(some[r], others[r]), d, low, scale[r], sum[r]);
+      }
     }
   }
 }
@@ -238,10 +384,10 @@ inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
   int64_t left = l.features - block * kLanes;
   __mmask16 mask = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
   if (l.bias) total = _mm512_add_ps(total, load16(l.bias, l.x_type, block * kLanes, mask));
-  store16(l.y, l.y_type, row * l.features + block * kLanes, total, mask);
+  store16(l.y, l.y_type, row * l.stride() + block * kLanes, total, mask);
 }
 
-template <int kBits, bool kMinimum>
+template <typename F>
 void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   const int64_t block_bytes = l.block_bytes();
   for (int64_t block = part.begin; block < part.end; ++block) {
@@ -249,15 +395,15 @@ void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
     int64_t row = 0;
     __m512 total[4];
     for (; row + 4 <= l.rows; row += 4) {
-      block_dot<kBits, kMinimum, 4>(l, x, stride, at, row, total);
+      block_dot<F, 4>(l, x, stride, at, row, total);
       for (int r = 0; r < 4; ++r) finish(l, row + r, block, total[r]);
     }
     for (; row + 2 <= l.rows; row += 2) {
-      block_dot<kBits, kMinimum, 2>(l, x, stride, at, row, total);
+      block_dot<F, 2>(l, x, stride, at, row, total);
       for (int r = 0; r < 2; ++r) finish(l, row + r, block, total[r]);
     }
     if (row < l.rows) {
-      block_dot<kBits, kMinimum, 1>(l, x, stride, at, row, total);
+      block_dot<F, 1>(l, x, stride, at, row, total);
       finish(l, row, block, total[0]);
     }
   }
@@ -266,19 +412,20 @@ void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 // 16 rows at a time: bytes times bytes in tiles of 32 columns. One tile is scaled while the next is multiplied.
-template <int kBits, bool kMinimum>
+template <typename F>
 void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+  constexpr int kBits = F::kBits, kTurns = F::kHalves ? 2 : 1, kColumns = kStep / kTurns;
   TileConfig config;
-  config.set(2, 16, 32);  // x: 16 rows of 32 bytes
-  config.set(3, 16, 32);
-  config.set(4, 8, 64);  // weight: 8 lines of 4 columns
-  config.set(5, 8, 64);
+  config.set(2, 16, kColumns);  // x: 16 rows of 32 or 16 bytes
+  config.set(3, 16, kColumns);
+  config.set(4, kColumns / 4, 64);  // weight: lines of 4 columns
+  config.set(5, kColumns / 4, 64);
   config.use();
   const int64_t per = l.group / kStep, steps = l.depth / kStep, step_bytes = kStep * kLanes * kBits / 8;
-  const int64_t numbers = l.numbers(), group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
-  const __m512 zero = _mm512_set1_ps(static_cast<float>(-l.zero));
+  const int64_t group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
+  const float* all_sums = F::kHalves ? x.half : x.sum;
   alignas(64) uint8_t lines[2][8 * 64];
-  alignas(64) int32_t sums[2][16 * 16];
+  alignas(64) int32_t sums[2][kTurns][16 * 16];
   for (int64_t block = part.begin; block < part.end; ++block) {
     for (int64_t row = 0; row < l.rows; row += 16) {
       const uint8_t* at = l.weight + block * block_bytes;
@@ -288,34 +435,40 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
       auto multiply = [&](int64_t step) {
         const uint8_t* w = at + step / per * group_bytes + step % per * step_bytes;
         uint8_t* mine = lines[step & 1];
-        if constexpr (kBits == 4) {
+        if constexpr (kBits < 8) {
 #pragma GCC unroll 8
-          for (int i = 0; i < 8; ++i) _mm512_store_si512(mine + i * 64, quad<4>(w, i));
+          for (int i = 0; i < 8; ++i) _mm512_store_si512(mine + i * 64, quad<kBits>(w, i));
           written();
         }
-        const uint8_t* from = kBits == 4 ? mine : w;
-        if (step & 1) {
-          _tile_zero(1);
-          _tile_loadd(3, q + step * kStep, l.depth);
-          _tile_loadd(5, from, 64);
-          _tile_dpbsud(1, 3, 5);
-          _tile_stored(1, sums[1], 64);
-        } else {
-          _tile_zero(0);
-          _tile_loadd(2, q + step * kStep, l.depth);
-          _tile_loadd(4, from, 64);
-          _tile_dpbsud(0, 2, 4);
-          _tile_stored(0, sums[0], 64);
+        const uint8_t* from = kBits < 8 ? mine : w;
+        for (int turn = 0; turn < kTurns; ++turn, from += kColumns * kLanes) {
+          const int8_t* bytes = q + step * kStep + turn * kColumns;
+          if (step & 1) {
+            _tile_zero(1);
+            _tile_loadd(3, bytes, l.depth);
+            _tile_loadd(5, from, 64);
+            _tile_dpbsud(1, 3, 5);
+            _tile_stored(1, sums[1][turn], 64);
+          } else {
+            _tile_zero(0);
+            _tile_loadd(2, bytes, l.depth);
+            _tile_loadd(4, from, 64);
+            _tile_dpbsud(0, 2, 4);
+            _tile_stored(0, sums[0][turn], 64);
+          }
         }
       };
       auto scale = [&](int64_t step) {
-        const uint8_t* scales = at + step / per * group_bytes + numbers;
-        const __m512 d = halves(scales), low = kMinimum ? halves(scales + 2 * kLanes) : _mm512_mul_ps(zero, d);
-        const float *scale = x.scale + step * stride + row, *sum = x.sum + step * stride + row;
-        const int32_t* mine = sums[step & 1];
+        const Scales<F> scales(l, at + step / per * group_bytes);
+        const float* factors = x.scale + step * stride + row;
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const __m512 d = scales.d(step % per * kTurns + turn), low = scales.low(step % per * kTurns + turn);
+          const float* sum = all_sums + (step * kTurns + turn) * stride + row;
+          const int32_t* mine = sums[step & 1][turn];
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; ++r)
-          total[r] = scaled(total[r], _mm512_load_si512(mine + r * 16), d, low, scale[r], sum[r]);
+          for (int r = 0; r < 16; ++r)
+            total[r] = scaled(total[r], _mm512_load_si512(mine + r * 16), d, low, factors[r], sum[r]);
+        }
       };
       multiply(0);
       for (int64_t step = 1; step < steps; ++step) {
@@ -329,25 +482,20 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   _tile_release();
 }
 
-// Converts 32 columns of 16 features to bfloat16, two columns per line.
-template <int kBits, bool kMinimum>
-inline void widen(const uint8_t* w, __m512 d, __m512 low, uint8_t* out) {
-  if constexpr (kBits == 16) {
-    (void)d, (void)low;
-    std::memcpy(out, w, kStep * kLanes * 2);
-    return;
-  }
-  const __m512i mask = _mm512_set1_epi32(kBits == 4 ? 15 : 255);
+// Converts 32 columns of 16 features to bfloat16, two columns per line. The first 16 columns and the others may have
+// different scales.
+template <typename F>
+inline void widen(const uint8_t* w, const __m512* d, const __m512* low, uint8_t* out) {
+  const __m512i mask = _mm512_set1_epi32(255);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    __m512i v = kBits == 8 ? _mm512_loadu_si512(w + i * 64) : _mm512_loadu_si512(w + i % 4 * 64);
-    if (kBits == 4 && i >= 4) v = _mm512_srli_epi32(v, 4);
+    const __m512i v = quad<F::kBits>(w, i);
     __m512 f[4];
     for (int b = 0; b < 4; ++b) {
       __m512i q = _mm512_and_si512(b ? _mm512_srli_epi32(v, 8 * b) : v, mask);
-      f[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), d, low);
+      f[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), d[i / 4], low[i / 4]);
     }
     for (int p = 0; p < 2; ++p) {
       __m512i pair = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[2 * p + 1], f[2 * p]));
@@ -356,22 +504,21 @@ inline void widen(const uint8_t* w, __m512 d, __m512 low, uint8_t* out) {
   }
 }
 
-template <int kBits, bool kMinimum>
+template <typename F>
 inline void widen_block(const Linear& l, const uint8_t* at, uint8_t* out) {
-  const __m512 zero = _mm512_set1_ps(static_cast<float>(l.zero));
-  const int64_t step_bytes = kStep * kLanes * kBits / 8, numbers = l.numbers(), group_bytes = l.group_bytes();
+  const int64_t step_bytes = kStep * kLanes * F::kBits / 8, group_bytes = l.group_bytes();
   for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
-    __m512 d = _mm512_setzero_ps(), low = d;
-    if constexpr (kBits != 16) {
-      d = halves(at + numbers);
-      low = kMinimum ? halves(at + numbers + 2 * kLanes) : _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, d));
+    const Scales<F> scales(l, at);
+    for (int64_t s = 0; s < l.group / kStep; ++s, out += 1024) {
+      const int64_t first = F::kHalves ? 2 * s : s, second = F::kHalves ? 2 * s + 1 : s;
+      const __m512 d[2] = {scales.d(first), scales.d(second)}, low[2] = {scales.low(first), scales.low(second)};
+      widen<F>(at + s * step_bytes, d, low, out);
     }
-    for (int64_t s = 0; s < l.group / kStep; ++s, out += 1024) widen<kBits, kMinimum>(at + s * step_bytes, d, low, out);
   }
 }
 
 // 32 rows times 32 features at a time, in bfloat16.
-template <int kBits, bool kMinimum>
+template <typename F>
 void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide) {
   TileConfig().use();
   const int64_t lines = l.depth / kStep, block_bytes = l.block_bytes();
@@ -382,11 +529,11 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
     const uint8_t* b[2];
     for (int64_t j = 0; j < 2; ++j) {
       int64_t which = block + (j < many ? j : 0);
-      if constexpr (kBits == 16) {
+      if constexpr (F::kBits == 16) {
         b[j] = l.weight + which * block_bytes;
       } else {
         b[j] = wide + j * lines * 1024;
-        if (j < many) widen_block<kBits, kMinimum>(l, l.weight + which * block_bytes, wide + j * lines * 1024);
+        if (j < many) widen_block<F>(l, l.weight + which * block_bytes, wide + j * lines * 1024);
       }
     }
     written();
@@ -413,11 +560,11 @@ void tiles16(const Linear& l, const uint16_t* x, const Part& part, uint8_t* wide
         }
       }
       if (plain && many == 2 && row + 32 <= l.rows && (block + 2) * kLanes <= l.features) {
-        float* y = static_cast<float*>(l.y) + row * l.features + block * kLanes;
-        _tile_stored(0, y, l.features * 4);
-        _tile_stored(1, y + 16, l.features * 4);
-        _tile_stored(2, y + 16 * l.features, l.features * 4);
-        _tile_stored(3, y + 16 * l.features + 16, l.features * 4);
+        float* y = static_cast<float*>(l.y) + row * l.stride() + block * kLanes;
+        _tile_stored(0, y, l.stride() * 4);
+        _tile_stored(1, y + 16, l.stride() * 4);
+        _tile_stored(2, y + 16 * l.stride(), l.stride() * 4);
+        _tile_stored(3, y + 16 * l.stride() + 16, l.stride() * 4);
         continue;
       }
       _tile_stored(0, sums[0], 64);

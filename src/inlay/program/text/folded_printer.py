@@ -243,14 +243,14 @@ class _FoldedPrinter:
                 arguments.append(f"{slots.input_names[index]}_each")
         if loop and len(occurrences) == 1:
             arguments[0] = loop[0].text
-        call = f"{', '.join(outputs.values())} = {self.kind_names[kind]}({', '.join(arguments)})"
+        results, call = f"{', '.join(outputs.values())} = ", f"{self.kind_names[kind]}({', '.join(arguments)})"
         if len(occurrences) == 1:
-            yield Line(call)
+            yield from wrap_statement(results, call, self.width - 4)
         else:
             source = next(iter(over.values())) if len(over) == 1 else f"zip({', '.join(over.values())})"
             head = f"for {', '.join(over)} in {source}:" if over else f"for _ in range({len(occurrences)}):"
             yield from wrap_loop_head(head, self.width - 6, f"× {len(occurrences)}")
-            yield Line(f"    {call}")
+            yield from (Line(f"    {line.code}") for line in wrap_statement(results, call, self.width - 8))
         names.update({last.nodes[position]: Expression(name) for position, name in outputs.items()})
 
 
@@ -422,6 +422,10 @@ def wrap_statement(head: str, text: str, budget: int, note: str = "") -> Iterato
 def wrap_loop_head(head: str, budget: int, note: str) -> Iterator[Line]:
     """Yield the first line of a loop, broken if it does not fit."""
     variables, _, source = head.removesuffix(":").partition(" in ")
+    if len(variables) + len(" in zip(") > budget:
+        *lines, last = wrap_statement("for ", f"({variables.removeprefix('for ')})", budget)
+        yield from lines
+        variables = last.code
     *lines, last = wrap_statement(f"{variables} in ", source, budget - 1, note)
     yield from lines
     yield Line(f"{last.code}:", last.note)
