@@ -71,7 +71,7 @@ class Groups:
         if not all(torch.allclose(half.float(), each, rtol=2**-10, atol=0.0) for half, each in pairs):
             return None
         is_exact = all(torch.equal(half.float(), each) for half, each in pairs)
-        return QuantizedBlocks(name, partial(self._write_blocks, stored, offset), is_exact)
+        return QuantizedBlocks(name, len(self.scale), partial(self._write_blocks, stored, offset), is_exact)
 
     def _write_blocks(self, factors: list[Tensor], offset: int) -> Tensor:
         """Return rows of blocks. The format has this zero point, or stores minima if it is -1, or signed bytes if 0."""
