@@ -37,7 +37,9 @@ def _replace_with_fake(module: torch.nn.Module, name: str, param: torch.nn.Param
         return None
     with mode:
         empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
-    return torch.nn.Parameter(empty, requires_grad=False)
+    made = torch.nn.Parameter(empty, requires_grad=False)
+    made._is_hf_initialized = True  # type: ignore[attr-defined] # transformers would draw and examine random values
+    return made
 
 
 # Stays registered: torch iterates over its hooks without a lock, so adding and removing them is not thread-safe.
