@@ -269,8 +269,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "whisper": (WHISPER, "is a model with an encoder and a decoder (WhisperForConditionalGeneration)"),
     "t5": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "with an encoder and a decoder"),
     "bert": (
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        "is a BertForMaskedLM, not a causal language model",
+        {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+        "is a BertForSequenceClassification, not a causal language model",
     ),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification"),
     "mamba2": (
