@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import resource
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import gguf
 import pytest
 
 from inlay.errors import ModelError
@@ -75,3 +76,19 @@ def _safetensors(folder: Path) -> tuple[Path, Path, int]:
     llama_folder(folder)
     path = folder / "model.safetensors"
     return path, folder, int.from_bytes(path.read_bytes()[:8], "little") + 8
+
+
+def test_blocks_that_do_not_fit(tmp_path: Path) -> None:
+    """Rows of 64 values cannot be blocks of 256; and a file that ends within blocks."""
+    kinds: dict[str, Any] = {"ffn_down": "Q4_K"}
+    path = tiny_gguf(tmp_path / "tiny.gguf", inner=256, **kinds)
+    whole, name = path.read_bytes(), b"blk.0.ffn_gate.weight"
+    place = whole.index(name) + len(name) + 4 + 2 * 8  # after the rank and two sizes
+    q4_1, q4_k = (int(gguf.GGMLQuantizationType[each]).to_bytes(4, "little") for each in ("Q4_1", "Q4_K"))
+    assert whole[place : place + 4] == q4_1
+    path.write_bytes(whole[:place] + q4_k + whole[place + 4 :])
+    with pytest.raises(ModelError, match=r"ffn_gate\.weight has shape \[256, 64\], which is invalid for its storage"):
+        open_model(str(path))
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ModelError, match=r"ffn_down\.weight \(9216 bytes at \d+\) does not fit into the file"):
+        open_model(str(path))

@@ -294,7 +294,7 @@ class TestMixedFormats:
                     assert torch.equal(unpack_mixed(ref.read()), torch.cat([tensors[name].read() for name in stored]))
         assert "model.layers.*.self_attn.v_proj.weight × 2: Q8_0, kept as stored" in notes
         assert "model.layers.*.mlp.down_proj.weight × 2: Q4_K, kept as stored" in notes
-        assert any(note.startswith("model.layers.*.mlp.down_proj.weight × 4: mixed, at most ") for note in notes)
+        assert any(note.startswith("model.layers.*.mlp.down_proj.weight × 4: mixed, up to ") for note in notes)
         assert any("o_proj.weight × 1: MXFP4 → int8 in groups of 32, error 0." in note for note in notes)
 
     def test_one_compiled_block(self, package: Path) -> None:

@@ -191,7 +191,7 @@ INLAY_EXPORT int32_t inlay_mixed_linear(const void* x, const uint8_t* weight, in
   return guarded([&] {
     const Linear whole{x, weight, bias, y, x_type, y_type, rows, features, depth, kStep, 0, 0};
     const std::vector<Linear> parts = mixed_parts(whole, bytes);
-    if (rows * features) multiply(parts, way);
+    if (rows * features > 0) multiply(parts, way);
   });
 }
 

@@ -161,8 +161,7 @@ class PackWeights(ProgramTransform):
             for part, (name, ref) in zip(chosen.parts, packed.sources.items(), strict=True):
                 kinds.setdefault((part, _kind(name)), []).append(DerivedTensor({name: ref}, part.map_name))
         notes = [_note(chosen, kind, made) for (chosen, kind), made in kinds.items()]
-        texts = (f"at most {max(sizes):,} bytes each" for sizes in mixed.values())
-        return notes + [f"{kind} × {len(mixed[kind])}: mixed, {text}" for kind, text in zip(mixed, texts, strict=True)]
+        return notes + [f"{kind} × {len(sizes)}: mixed, up to {max(sizes):,} bytes" for kind, sizes in mixed.items()]
 
     def _is_stored_quantized(self, sources: Mapping[str, TensorRef]) -> bool:
         options: Any = self.options
