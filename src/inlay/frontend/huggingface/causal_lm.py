@@ -22,7 +22,7 @@ from inlay.frontend.safetensors_files import SafetensorsTensor, index_folder
 from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.decoder import SIGNATURE
 from inlay.program.tracing_lock import tracing_lock
-from inlay.program.weights import CastTensor, MissingTensor
+from inlay.program.weights import CastTensor, MissingTensor, is_bfloat16, quantized_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,8 +64,6 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     model = _build_module(config, name, options)
     if quantization is not None:
         stored = quantization.decode(index_folder(folder))
-        if options.dtype is None and _has_float16(model):  # no kernel takes packed weights with float16
-            model = _build_module(config, name, replace(options, dtype=torch.float32))
     leftover: list[str] = []
     if stored:
         from inlay.frontend.huggingface.weight_conversion import map_tensors, unexpected_keys
@@ -73,6 +71,8 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
         refs = map_tensors(stored, model)
         leftover = [key for key in unexpected_keys(refs, model) if quantization is None or not _is_zero_bias(refs, key)]
         refuse_quantization_tensors(name, leftover)
+        if quantization is not None and options.dtype is None and _has_float16(model):
+            model = _build_module(config, name, replace(options, dtype=_find_dtype(refs)))
     else:
         refs = {key: MissingTensor(key) for key in model.state_dict()}
     tensors = _bind_weights(model, name, refs)
@@ -96,6 +96,15 @@ def open_gguf(path: Path, options: HFOptions) -> SourceModel:
     _check_unexpected_weights(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
     tokenizer = partial(_load_tokenizer, path.parent, path.name, gguf_file=path.name)
     return _build_source_model(model, path.name, "gguf", tensors, tokenizer)
+
+
+def _find_dtype(refs: Mapping[str, TensorRef]) -> torch.dtype:
+    """Return the dtype for a quantized checkpoint in float16, whose activations might overflow.
+
+    It is bfloat16 if that represents every value that is not stored in blocks exactly, otherwise float32.
+    """
+    plain = (ref for ref in refs.values() if quantized_blocks(ref) is None)
+    return torch.bfloat16 if all(is_bfloat16(ref.read()) for ref in plain) else torch.float32
 
 
 def _has_float16(model: Any) -> bool:
