@@ -252,6 +252,25 @@ def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
     assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not supported yet.")
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (31, "one.gguf stores blk.0.attn_q.weight as Q4_0_4_4, a format that llama.cpp no longer has."),
+        (
+            99,
+            "one.gguf stores blk.0.attn_q.weight in a format with the number 99, which the gguf package does not know.",
+        ),
+    ],
+)
+def test_a_storage_type_that_is_not_known(tmp_path: Path, kind: int, said: str) -> None:
+    file = tiny_gguf(tmp_path / "one.gguf")
+    data, name = bytearray(file.read_bytes()), b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # the number of axes and their sizes are before it
+    data[at : at + 4] = kind.to_bytes(4, "little")
+    file.write_bytes(data)
+    assert _refusal(str(file)).startswith(said)
+
+
 def _factors(value: float) -> Callable[[Any], None]:
     return lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, value, np.float32))
 

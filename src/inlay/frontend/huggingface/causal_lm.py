@@ -55,15 +55,15 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     """Open a model folder with a `config.json` and, usually, safetensors files."""
     config = _load_config(folder, name, options)
     quantization = find_quantization(folder, name)
-    stored: Mapping[str, SafetensorsTensor | QuantizedTensor] = index_folder(folder)
-    if not stored and any(folder.glob("*.bin")):
+    files = index_folder(folder)
+    if not files and any(folder.glob("*.bin")):
         raise ModelError(
             f"{name} stores its weights in pickled .bin files, which can run code when they are loaded.",
             "Convert them to safetensors, for example with save_pretrained of transformers.",
         )
+    stored: Mapping[str, SafetensorsTensor | QuantizedTensor]
+    stored = files if quantization is None else quantization.decode(files)
     model = _build_module(config, name, options)
-    if quantization is not None:
-        stored = quantization.decode(index_folder(folder))
     leftover: list[str] = []
     if stored:
         from inlay.frontend.huggingface.weight_conversion import map_tensors, unexpected_keys
