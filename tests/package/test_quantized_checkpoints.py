@@ -63,7 +63,7 @@ def test_built_from_a_quantized_checkpoint(tmp_path: Path, kind: str) -> None:
     if kind == "w4a16":
         assert "Q4_0-g64, kept as stored" in notes
     else:
-        assert "Q4_1-g64, integers kept as stored, minima rounded to float16, error 0.0" in notes
+        assert "Q4_1-g64, integers kept as stored, scales and minima in float16, error 0.0" in notes
     model = random_model(LLAMA | MODEL)
     model.load_state_dict(wanted)
     prompts = torch.arange(2 * 16).reshape(2, 16) * 7 % 64

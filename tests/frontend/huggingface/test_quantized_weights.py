@@ -210,12 +210,14 @@ def _check_rounding(folder: Path, wanted: dict[str, Tensor]) -> None:
         assert bool((gap <= wanted[key].abs() * 2**-8).all())
 
 
-def test_int8_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_int8(tmp_path: Path, groups: int) -> None:
     torch.manual_seed(0)
 
     def store(stem: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
-        codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0], 1).half()
-        return {f"{stem}.weight": codes, f"{stem}.weight_scale": scales}, codes.float() * scales.float()
+        codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0], groups).half()
+        wanted = codes.float() * scales.float().repeat_interleave(shape[1] // groups, 1)
+        return {f"{stem}.weight": codes, f"{stem}.weight_scale": scales}, wanted
 
     wanted = write_checkpoint(tmp_path, {"quant_method": "compressed-tensors", "format": "int-quantized"}, store)
     for key, ref in open_model(str(tmp_path)).tensors.items():
@@ -307,6 +309,17 @@ def _read_all(folder: Path) -> None:
 def test_settings_that_are_not_read(tmp_path: Path, stated: dict[str, Any], said: str) -> None:
     config_folder(tmp_path, quantization_config=stated)
     assert said in _refusal(tmp_path)
+
+
+def test_mixed_formats_of_compressed_tensors(tmp_path: Path) -> None:
+    """Each group of layers states its own."""
+    groups = {"a": {"format": "pack-quantized"}, "b": {"format": "float-quantized"}}
+    wanted = _write(tmp_path, "packed", format="mixed-precision", config_groups=groups)
+    for key, ref in open_model(str(tmp_path)).tensors.items():
+        assert torch.equal(ref.read(), wanted[key]), key
+    groups["b"]["format"] = "nvfp4-pack-quantized"
+    _write(tmp_path, "packed", format="mixed-precision", config_groups=groups)
+    assert "with the format nvfp4-pack-quantized, which is not" in _refusal(tmp_path)
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:

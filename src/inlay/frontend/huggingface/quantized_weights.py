@@ -28,8 +28,8 @@ _BLOCK = 32
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of each of eight consecutive columns."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PACKED_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-"""Formats of compressed-tensors that are read."""
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None)
+"""Formats of compressed-tensors that are read; a mixed one states the format of each group of layers."""
 _FLOATS = ("F16", "BF16", "F32")
 _ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 """Ends of the names of scales for quantized activations, which the values of weights do not depend on."""
@@ -154,7 +154,7 @@ class Quantization:
         elif method == "compressed-tensors":
             formats = [stated.get("format"), *(group.get("format") for group in self._groups())]
             found = [key for key in ("sparsity_config", "transform_config") if _is_stated(stated.get(key))]
-            found += sorted({f"the format {each}" for each in formats if each not in _PACKED_FORMATS})
+            found += sorted({f"the format {each}" for each in formats if each not in _FORMATS})
             found += self._unsupported_block()
         else:
             return None if method == "mxfp4" or (method == "fp8" and not self._unsupported_block()) else ""
@@ -327,18 +327,18 @@ def _packed(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
 
 
 def _int8(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
-    """Signed bytes with a scale for each row."""
+    """Signed bytes, one for each value."""
     if parts.stem(".weight") is None or parts.stored[parts.key].dtype_name != "I8":
         return None
     weight = parts.take(parts.key, (-1, -1), "I8")
     rows, columns = weight.shape
-    scale = parts.take(f"{parts.key}_scale", (rows, 1), *_FLOATS)
-    zeros = parts.take_optional(f"{parts.key}_zero_point", (rows, 1), "I8")
+    scale, size = _group_scale(parts, f"{parts.key}_scale", rows, columns)
+    zeros = parts.take_optional(f"{parts.key}_zero_point", scale.shape, "I8")
 
     def decode(weight: SafetensorsTensor, scale: SafetensorsTensor, *zeros: SafetensorsTensor) -> Groups:
-        zero = zeros[0].read().short() + 128 if zeros else torch.full((rows, 1), 128, dtype=torch.int16)
+        zero = zeros[0].read().short() + 128 if zeros else torch.full(scale.shape, 128, dtype=torch.int16)
         integers = lambda: weight.read().view(torch.uint8) ^ 128  # noqa: E731
-        return Groups(8, integers, scale.read(), zero, torch.zeros(columns, dtype=torch.int64))
+        return Groups(8, integers, scale.read(), zero, torch.arange(columns) // size)
 
     return QuantizedTensor(parts.key, (rows, columns), kind.config, (weight, scale, *zeros), decode)
 
