@@ -154,7 +154,7 @@ def tiny_gguf(
 ) -> Path:
     """A GGUF file of a small Llama with random weights: Q4_1, a Q8_0 embedding, and tensors of other kinds by name.
 
-    `more` adds to the file what it needs beside.
+    A name is of all layers (`attn_v`) or of one (`blk.0.attn_v`). `more` adds to the file what it needs beside.
     """
     import gguf
 
@@ -177,7 +177,7 @@ def tiny_gguf(
 
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32) -> None:
         values = rng.standard_normal(shape, dtype=np.float32) * 0.1
-        kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], kind.name)]
+        kind = gguf.GGMLQuantizationType[kinds.get(name[:-7], kinds.get(name.split(".")[-2], kind.name))]
         raw = random_k_blocks(values.shape, kind.name, rng) if kind.name[-2:] == "_K" else gguf.quantize(values, kind)
         writer.add_tensor(name, raw, raw_shape=raw.shape, raw_dtype=kind)
 

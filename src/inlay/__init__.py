@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from inlay.integrations.external_pass import from_replacement
     from inlay.package.program_state import load_state, reset_state, save_state
     from inlay.program import Program
-    from inlay.runtime import LanguageModel, Sampling, load
+    from inlay.runtime import Encoder, LanguageModel, Sampling, load, load_encoder
 
 _HOMES = {
     "inlay.api": ("bisect", "diff", "explain", "measure_accuracy", "verify"),
@@ -26,10 +26,11 @@ _HOMES = {
     "inlay.integrations.external_pass": ("from_replacement",),
     "inlay.package.program_state": ("load_state", "reset_state", "save_state"),
     "inlay.program": ("Program",),
-    "inlay.runtime": ("LanguageModel", "Sampling", "load"),
+    "inlay.runtime": ("Encoder", "LanguageModel", "Sampling", "load", "load_encoder"),
 }
 __all__ = [
     "BuildOptions",
+    "Encoder",
     "Example",
     "InlayError",
     "LanguageModel",
@@ -43,6 +44,7 @@ __all__ = [
     "explain",
     "from_replacement",
     "load",
+    "load_encoder",
     "load_state",
     "measure_accuracy",
     "reset_state",

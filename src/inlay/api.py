@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from inlay.config import resolve_config
 from inlay.errors import ModelError, UsageError
 from inlay.frontend import Example, SourceModel, capture
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.insight import accuracy, explanation
 from inlay.insight.bisect import Bisection, BisectResult
 from inlay.insight.oracles import make_oracle

@@ -18,7 +18,7 @@ from inlay.build_cache.lookup import Lookup, lookup_build, restore_build, store_
 from inlay.config import resolve_config
 from inlay.errors import ContractError, ModelError, UsageError
 from inlay.frontend import Example, SourceModel, capture, open_model
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.frontend.tokenizer import save_tokenizer
 from inlay.lowering.lower import LoweredProgram, compile_lowered, lower
 from inlay.lowering.state.buffers import drop_overwritten_buffers, lift_mutated_buffers
@@ -274,6 +274,7 @@ def _contents(source: SourceModel, name: str, prepared: Prepared, records: Seque
             "remarks.jsonl": "".join(json.dumps(remark, ensure_ascii=False) + "\n" for remark in remarks),
         },
         save_tokenizer=None if tokenizer is None else lambda folder: _save_tokenizer(tokenizer, folder),
+        encoder=source.encoder,
     )
 
 

@@ -16,7 +16,7 @@ from inlay.cli.main import app
 from inlay.config import resolve_config
 from inlay.errors import ContractError, ExitCode
 from inlay.frontend import capture, identify
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.transforms import configure, run
 from tests.architectures import ARCHITECTURES, without_weights
 from tests.models import config_folder, tiny_gguf

@@ -11,7 +11,7 @@ import torch
 
 from inlay.config import resolve_config
 from inlay.frontend import capture
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.program.fold import fold
 from inlay.program.text.folded_printer import dump_folded
 from inlay.program.text.parser import parse

@@ -59,7 +59,7 @@ def _dtype(path: Path) -> torch.dtype:
 
 
 def _exact(path: Path) -> dict[str, Tensor]:
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
     return {name: ref.read() for name, ref in open_model(str(path), HFOptions(torch.float32)).tensors.items()}
 

@@ -29,7 +29,7 @@ def test_folder_without_weights_is_captured_but_cannot_run(tmp_path: Path) -> No
 
 
 def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
     random_model(LLAMA).to(torch.bfloat16).save_pretrained(tmp_path)
     assert capture(str(tmp_path)).bindings["p_lm_head_weight"].dtype == "bfloat16"

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from inlay.config import resolve_config
 from inlay.frontend import capture
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.insight import Finding, explain
 from inlay.insight.explanation import drop_contract
 from inlay.insight.findings import layer_of

@@ -11,7 +11,7 @@ from torch import fx
 from inlay.config import resolve_config
 from inlay.errors import ProgramError
 from inlay.frontend import capture
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.insight.interpreter import ProgramInterpreter, random_inputs
 from inlay.insight.verify import Change, NumericsCheck, NumericsVerdict
 from inlay.testing import program_of

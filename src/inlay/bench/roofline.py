@@ -15,7 +15,7 @@ import torch
 
 from inlay.lowering import kernel_choice
 from inlay.lowering.eager_graph import EagerGraph
-from inlay.ops.weight_layout import LANES, Packing
+from inlay.ops.weight_layout import SUPER_GROUP, Packing, read_mixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,16 +100,19 @@ def _plain(weight: torch.Tensor) -> LinearCall:
 
 
 def _packed(weight: torch.Tensor, features: int, bits: int, zero: int) -> LinearCall:
-    factors = 0 if bits >= 16 else 2 * LANES * (2 if zero < 0 else 1)
-    group = (weight.shape[2] - factors) * 8 // (LANES * bits)
-    assert Packing(bits, zero, group).group_bytes == weight.shape[2]
+    if not bits:
+        (_, packing), *_ = (mixed := read_mixed(weight))[0]
+        return LinearCall(weight, features, mixed[1], packing.bits, packing.zero_point)
+    groups = (Packing(bits, zero, group) for group in (32, 64, 128, SUPER_GROUP))
+    group = next(each.group_size for each in groups if each.group_bytes == weight.shape[2])
     return LinearCall(weight, features, weight.shape[1] * group, bits, zero)
 
 
 def _own(linear: LinearCall, rows: int, way: str = "dot") -> Run | None:
     if not linear.bits:
         return (lambda x: torch.nn.functional.linear(x, linear.weight)) if way == "dot" else None
-    packing = Packing(linear.bits, linear.zero, linear.depth // linear.weight.shape[1])
+    groups = 1 if linear.weight.dim() == 1 else linear.weight.shape[1]  # a mixed weight states its formats
+    packing = Packing(linear.bits, linear.zero, linear.depth // groups)
     run = kernel_choice.native_kernel(linear.features, linear.depth, packing, way)
     return lambda x: run(x, linear.weight)
 
@@ -159,7 +162,8 @@ def time_weight_read(package: LoadedPackage) -> float:
 
 def linear_bytes(package: LoadedPackage) -> int:
     """Return the bytes of weights that one token reads."""
-    return sum(linear.weight.nbytes for linear in find_linear_calls(package, 1))
+    weights = [linear.weight for linear in find_linear_calls(package, 1)]
+    return sum(read_mixed(each)[2] if each.dim() == 1 else each.nbytes for each in weights)
 
 
 @cache

@@ -142,8 +142,9 @@ def _print(made: BuildResult) -> None:
     out.print(f"\nBuilt {made.path} in {total:.0f} s ({parts}).")
     state = sum(row.nbytes for row in manifest.states)
     out.print(f"{format_bytes(manifest.weights_file.size)} of weights, {format_bytes(state)} of state per session.")
-    if manifest.kind == "decoder":
-        out.print(f'Try: inlay run {made.path} "Once upon a time"', markup=False)
+    commands = {"decoder": "run", "encoder": "embed"}
+    if manifest.kind in commands:
+        out.print(f'Try: inlay {commands[manifest.kind]} {made.path} "Once upon a time"', markup=False)
 
 
 def print_pieces(manifest: Manifest) -> None:

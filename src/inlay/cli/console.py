@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from typer.core import TyperCommand
 
@@ -153,6 +160,24 @@ def progress(steps: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
             bar.update(task, description=name, total=total, left=f"about {left:.0f} s left" if left else "")
 
         yield step
+
+
+@contextmanager
+def progress_count(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of `total` are done: a bar on a terminal, otherwise a line now and then, after `QUIET_SECONDS`."""
+    columns = TextColumn(what), BarColumn(32), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task, shown = bar.add_task(what, total=total), time.monotonic()
+        line = _lines(shown)
+
+        def show(done: int) -> None:
+            nonlocal shown
+            bar.update(task, completed=done)
+            if not err.is_terminal and time.monotonic() - shown > QUIET_SECONDS:
+                shown = time.monotonic()
+                line(f"{what}: {done:,} of {total:,}")
+
+        yield show
 
 
 def _lines(start: float) -> Callable[[str], None]:

@@ -16,6 +16,7 @@ from inlay.sizes import format_bytes
 if TYPE_CHECKING:
     from inlay.package.manifest import Manifest
     from inlay.program.bindings import Binding
+    from inlay.program.encoder import EncoderFacts
 
 PackageArgument = Annotated[
     Path, typer.Argument(metavar="PACKAGE", help="Folder that `inlay build` wrote.", show_default=False)
@@ -54,6 +55,7 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     for name, value in (
         ("model", f"{manifest.model} ({manifest.architecture or manifest.kind})"),
         ("facts", facts),
+        ("embeddings", _describe_encoder(manifest.encoder)),
         ("built by", f"Inlay {manifest.inlay}, torch {target.torch}"),
         ("built for", f"{target.machine} with {', '.join(target.cpu_features)}; {target.threads} threads"),
         ("weights", f"{len(manifest.weights)} tensors, {format_bytes(manifest.weights_file.size)}"),
@@ -77,6 +79,14 @@ def _print(manifest: Manifest, folder: Path, verified: bool) -> None:
     if groups:
         out.print()
         out.print(states, markup=False)
+
+
+def _describe_encoder(facts: EncoderFacts | None) -> str:
+    if facts is None:
+        return ""
+    prompts = f", prompts {', '.join(facts.prompts)}" if facts.prompts else ""
+    normalized = ", normalized" if facts.normalized else ""
+    return f"up to {facts.max_length:,} tokens, {' and '.join(facts.pooling)} pooling{normalized}{prompts}"
 
 
 def _print_kernels(manifest: Manifest) -> None:

@@ -18,6 +18,7 @@ from inlay.cli import (
     cluster,
     diff,
     doctor,
+    embed,
     explain,
     inspect,
     lock,
@@ -51,7 +52,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Build and run": (build.build, run.run, chat.chat, serve.serve, bench.bench),
+    "Build and run": (build.build, run.run, chat.chat, embed.embed, serve.serve, bench.bench),
     "Inspect": (
         *(show.show, explain.explain, report.report, inspect.inspect, diff.diff, candidates.candidates),
         *(streams.streams, watch.watch, passes.passes, passes.config),

@@ -173,7 +173,7 @@ def read_program(text: str, dtype: DType | None, trust: bool, at: Level = Level.
         import torch
 
         from inlay.frontend import capture
-        from inlay.frontend.huggingface.causal_lm import HFOptions
+        from inlay.frontend.huggingface.checkpoint import HFOptions
 
         options = HFOptions(getattr(torch, dtype.value) if dtype else None, trust)
         return capture(text, options, on_step=step)

@@ -15,6 +15,7 @@ from inlay.frontend.guards import collect_guards, narrow_ranges
 from inlay.frontend.model_spec import open_model
 from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.bindings import Role
+from inlay.program.decoder import SIGNATURE
 from inlay.program.exported_program import from_exported, source_line
 from inlay.program.facts import Facts, reconcile
 from inlay.program.fold import fold
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from inlay.frontend.guards import ShapeGuard
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
     from inlay.program.program import Program
     from inlay.program.weights import TensorRef
 
@@ -48,7 +49,12 @@ def find_facts(program: Program, model: SourceModel) -> Program:
         if len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int):
             graph["heads"], graph["head_size"] = shape[1], shape[3]
     outs = program.bindings.outs
-    if model.config_facts and len(outs) == 1 and isinstance(outs[0].shape[-1], int):
+    if (
+        model.config_facts
+        and len(outs) == 1
+        and outs[0].name == SIGNATURE.logits
+        and isinstance(outs[0].shape[-1], int)
+    ):
         graph["vocabulary"] = outs[0].shape[-1]
     config = model.config_facts
     names = sorted({*config, *graph})

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,25 @@ def collect_guards(graph: fx.Graph) -> list[ShapeGuard]:
         for guard in env.guards:
             source = _source_line(guard)
             found[guard.expr] = found.get(guard.expr) or source
-    return [ShapeGuard(expression, source) for expression, source in found.items()]
+    compared = _comparisons_of_min(found)
+    return [ShapeGuard(each, source) for each, source in found.items() if source or each not in compared]
+
+
+def _comparisons_of_min(guards: Iterable[Any]) -> set[Any]:
+    """Return the comparisons that `min` makes when torch checks a guard such as `length == min(512, length)` in Python.
+
+    torch records them as guards, `length < 512`, when it traces its own check. They assume nothing.
+    """
+    pairs = [set(each.args) for each in guards if each.func is sympy.Eq]
+    found = set()
+    for limit, size in (permuted for pair in pairs for each in pair for permuted in _min_operands(each)):
+        equal = {size}.union(*(pair for pair in pairs if size in pair))
+        found |= {sympy.Lt(each, limit) for each in equal if each.is_Symbol}
+    return found
+
+
+def _min_operands(expression: Any) -> Iterable[Any]:
+    return permutations(expression.args, 2) if expression.func.__name__ == "Min" else ()
 
 
 def narrow_ranges(program: Program, guards: Iterable[ShapeGuard], model: SourceModel) -> Program:

@@ -19,7 +19,7 @@ from inlay.frontend.source_model import Example, SourceModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
 MODEL_FORMS = (
     "MODEL is a Hugging Face folder or id (org/name or org/name@revision), a GGUF file, a .pt2 file of"
@@ -94,8 +94,9 @@ def identify(text: str, options: HFOptions | None = None) -> Identity:
 
 def _identify_folder(path: Path, name: str, options: HFOptions | None) -> Identity:
     from inlay.frontend.huggingface.causal_lm import folder_architecture
+    from inlay.frontend.huggingface.encoder import find_transformer
 
-    return Identity(name, folder_architecture(path, name, _default_options(options)))
+    return Identity(name, folder_architecture(find_transformer(path), name, _default_options(options)))
 
 
 def _identify_id(text: str, options: HFOptions | None) -> Identity:
@@ -115,7 +116,7 @@ def _is_hub_id(text: str) -> bool:
 
 
 def _default_options(options: HFOptions | None) -> HFOptions:
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
     return options or HFOptions()
 
@@ -152,10 +153,15 @@ def _check_file(path: Path) -> None:
 
 
 def _open_folder(path: Path, text: str, options: HFOptions | None) -> SourceModel:
-    from inlay.frontend.huggingface.causal_lm import open_folder
-
     _check_folder(path, text)
-    return open_folder(path, path.resolve().name, _default_options(options))
+    return _open_checkpoint(path, path.resolve().name, _default_options(options))
+
+
+def _open_checkpoint(path: Path, name: str, options: HFOptions) -> SourceModel:
+    from inlay.frontend.huggingface.causal_lm import open_folder
+    from inlay.frontend.huggingface.encoder import is_encoder, open_encoder
+
+    return open_encoder(path, name, options) if is_encoder(path, name, options) else open_folder(path, name, options)
 
 
 def _check_folder(path: Path, text: str) -> None:
@@ -165,7 +171,7 @@ def _check_folder(path: Path, text: str) -> None:
             f"Run `inlay inspect {text}` to describe it.",
         )
     _refuse_adapter(path, text)
-    if not (path / "config.json").exists():
+    if not (path / "config.json").exists() and not (path / "modules.json").exists():
         files = sorted(path.glob("*.gguf"))
         hint = f"Pass one of its GGUF files, such as {files[0]}." if files else MODEL_FORMS
         raise ModelError(f"{text} has no config.json, so it is not a Hugging Face folder.", hint)
@@ -241,8 +247,6 @@ def _to_example(text: str, made: Any) -> Example:
 
 
 def _open_id(text: str, options: HFOptions | None) -> SourceModel:
-    from inlay.frontend.huggingface.causal_lm import open_folder
-
     repo, _, revision = text.partition("@")
     try:
         from huggingface_hub import snapshot_download
@@ -261,7 +265,7 @@ def _open_id(text: str, options: HFOptions | None) -> SourceModel:
             "Check the spelling and the network, or pass a local folder.",
         ) from error
     _refuse_adapter(folder, text)
-    return open_folder(folder, _commit_name(repo, folder), _default_options(options))
+    return _open_checkpoint(folder, _commit_name(repo, folder), _default_options(options))
 
 
 def find_snapshot(text: str) -> Path | None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from inlay.program.encoder import EncoderFacts
     from inlay.program.weights import TensorRef
 
 
@@ -49,6 +50,8 @@ class SourceModel:
     """Loads the tokenizer that comes with the model; slow for GGUF files, which store it in another form."""
     exported: ExportedProgram | None = None
     """The exported program, if the model was exported before; the example has no inputs then."""
+    encoder: EncoderFacts | None = None
+    """How texts become embeddings, if the model is a text encoder."""
 
     @classmethod
     def from_exported(cls, exported: ExportedProgram, name: str = "exported") -> SourceModel:

@@ -9,7 +9,7 @@ import torch
 
 from inlay.config import resolve_config
 from inlay.frontend import capture
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.insight.bisect import Bisection
 from inlay.insight.oracles import make_oracle
 from inlay.integrations.external_pass import load_external_pass

@@ -21,7 +21,7 @@ import torch
 from inlay.errors import ProgramError
 from inlay.lowering.buckets import KernelRow
 from inlay.ops import native
-from inlay.ops.weight_layout import Packing
+from inlay.ops.weight_layout import SUPER_GROUP, Packing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,15 +60,18 @@ def choose_kernels(
         x, weight, bias, features, bits, zero = node.args[:6]
         value = x.meta["val"]
         depth = int(value.shape[-1])
-        group = depth // int(weight.meta["val"].shape[1])
+        if bits:
+            packing = Packing(bits, zero, depth // int(weight.meta["val"].shape[1]))
+        else:  # the formats of a mixed weight differ between layers; these are between the smallest and the largest
+            packing = Packing(5, 16) if depth % SUPER_GROUP else Packing(5, -1, SUPER_GROUP)
         rows = _rows(value.shape[:-1], {raw: sizes[symbol.name] for raw, symbol in program.symbols.items()})
-        packing = Packing(bits, zero, group)
         has_ways = level == "native" and bits < 32  # float32 has one kernel
         timings, spread = time_kernels(features, depth, packing, value.dtype, rows) if has_ways else ({}, 0.0)
         singly, tiled = thresholds(timings, bits)
         node.args = (x, weight, bias, features, bits, zero, singly, tiled)
         texts = {str(count): each for count, each in timings.items()}
-        table.append(KernelRow(weight.name, features, depth, bits, zero, group, singly, tiled, texts, spread))
+        form = packing.bits, packing.zero_point, packing.group_size
+        table.append(KernelRow(weight.name, features, depth, *form, singly, tiled, texts, spread))
     return program, tuple(table)
 
 
@@ -167,24 +170,30 @@ def _library() -> Any:
     file = Path(folder.name, native.LIBRARY_NAME)
     native.install(file)
     library: Any = ctypes.CDLL(str(file))
-    function = library.inlay_packed_linear
     pointer, number, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function.argtypes = [pointer] * 4 + [short] * 2 + [number] * 4 + [short] * 3
-    function.restype = short
-    return function
+    library.inlay_packed_linear.argtypes = [pointer] * 4 + [short] * 2 + [number] * 4 + [short] * 3
+    library.inlay_mixed_linear.argtypes = (
+        [pointer] * 2 + [number] + [pointer] * 2 + [short] * 2 + [number] * 3 + [short]
+    )
+    library.inlay_packed_linear.restype = library.inlay_mixed_linear.restype = short
+    return library
 
 
 def native_kernel(features: int, depth: int, packing: Packing, variant: str) -> KernelCall:
-    """Return one variant of the C++ kernel as a function."""
-    function = _library()
+    """Return one variant of the C++ kernel as a function; weights may also be mixed."""
+    library = _library()
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = torch.empty(x.shape[0], features, dtype=x.dtype)
         kind = _TYPES[x.dtype]
-        failed = function(
-            *(x.data_ptr(), weight.data_ptr(), None, y.data_ptr(), kind, kind, x.shape[0], features, depth),
-            *(packing.group_size, packing.bits, packing.zero_point, VARIANTS[variant]),
-        )
+        rest = None, y.data_ptr(), kind, kind, x.shape[0], features, depth
+        if weight.dim() == 1:
+            failed = library.inlay_mixed_linear(
+                x.data_ptr(), weight.data_ptr(), weight.numel(), *rest, VARIANTS[variant]
+            )
+        else:
+            form = packing.group_size, packing.bits, packing.zero_point
+            failed = library.inlay_packed_linear(x.data_ptr(), weight.data_ptr(), *rest, *form, VARIANTS[variant])
         if failed:
             raise ProgramError(f"The kernel does not support {features} features of {depth} columns in {packing}.")
         return y

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inlay.ops.registration import check_range, custom_op
-from inlay.ops.weight_layout import Packing
+from inlay.ops.weight_layout import Packing, unpack_mixed
 
 _TENSOR = "AtenTensorHandle"
 
@@ -22,7 +22,7 @@ def packed_linear(
     singly: int = 8,
     tiled: int = 16,
 ) -> Tensor:
-    """`linear` with a packed weight. The reference multiplies in x's dtype.
+    """`linear` with a packed weight, mixed if `bits` is 0. The reference multiplies in x's dtype.
 
     The number of rows selects the variant of the C++ kernel: up to `singly` rows are quantized to int8 and multiplied
     row by row, up to `tiled` rows in int8 tiles, and more rows in bfloat16 tiles. In every variant, a row of x with NaN
@@ -32,7 +32,10 @@ def packed_linear(
     >>> packed_linear(torch.ones(1, 32), weight, None, 16, 4, 8)[0, :3]
     tensor([64., 64., 64.])
     """
-    plain = Packing(bits, zero, x.shape[-1] // weight.shape[1]).unpack(weight, features)
+    if bits:
+        plain = Packing(bits, zero, x.shape[-1] // weight.shape[1]).unpack(weight, features)
+    else:
+        plain = unpack_mixed(weight)
     return torch.nn.functional.linear(x, plain.to(x.dtype), bias)
 
 

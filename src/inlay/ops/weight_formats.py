@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inlay.ops.weight_layout import LANES, SUPER_GROUP, Packing
-from inlay.program.weights import WEIGHT_MAPS, WIDE_BLOCKS, WeightMap
+from inlay.errors import ModelError, ProgramError
+from inlay.ops.weight_layout import LANES, SUPER_GROUP, Packing, mixed_size, pack_mixed
+from inlay.program.weights import WEIGHT_MAP_KINDS, WEIGHT_MAPS, WIDE_BLOCKS, WeightMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -272,5 +273,51 @@ def _requantize_int8(values: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[
 FORMATS = {each.name: each for each in _build_formats()}
 """Every format by name: those of stored blocks, and those that plain values are quantized to."""
 WEIGHT_MAPS.update(
-    {each.map_name: WeightMap(each.pack, each.name if each.is_block_format else "") for each in FORMATS.values()}
+    {each.map_name: WeightMap(each.pack, (each.name,) if each.is_block_format else ()) for each in FORMATS.values()}
 )
+
+
+@dataclass(frozen=True)
+class MixedFormat:
+    """Stored blocks of several formats, joined by rows in a mixed weight of `size` bytes."""
+
+    parts: tuple[PackedFormat, ...]
+    size: int
+
+    @property
+    def map_name(self) -> str:
+        """The name of the weight map, such as `mixed:4096:Q4_K,Q6_K`."""
+        return f"mixed:{self.size}:{','.join(each.name for each in self.parts)}"
+
+    @classmethod
+    def parse(cls, text: str) -> MixedFormat:
+        """Return the format of a weight map from its name without `mixed:`.
+
+        >>> MixedFormat.parse("4096:Q4_K,Q6_K").map_name
+        'mixed:4096:Q4_K,Q6_K'
+        """
+        size, _, names = text.partition(":")
+        parts = tuple(FORMATS.get(name) for name in names.split(","))
+        if not size.isdecimal() or not all(each is not None and each.is_block_format for each in parts):
+            raise ProgramError(f"There is no weight map mixed:{text}.", "It is mixed:SIZE:FORMAT,…")
+        return cls(tuple(each for each in parts if each is not None), int(size))
+
+    def pack(self, *blocks: Tensor) -> Tensor:
+        """Pack the rows of each part."""
+        depth = self.parts[0].to_values(blocks[0][:1]).shape[1]
+        parts = [(len(rows), each.packing) for rows, each in zip(blocks, self.parts, strict=True)]
+        if mixed_size(parts, depth) > self.size:
+            raise ModelError(
+                f"Weights of {sum(map(len, blocks))} × {depth} do not fit into {self.size:,} bytes.",
+                "Use a checkpoint of the same model, or build a new package.",
+            )
+        packed = (each.pack(rows) for rows, each in zip(blocks, self.parts, strict=True))
+        return pack_mixed(parts, depth, packed, self.size)
+
+
+def _mixed_map(text: str) -> WeightMap:
+    mixed = MixedFormat.parse(text)
+    return WeightMap(mixed.pack, tuple(each.name for each in mixed.parts))
+
+
+WEIGHT_MAP_KINDS["mixed"] = _mixed_map

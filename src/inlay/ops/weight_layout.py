@@ -8,14 +8,24 @@ bytes hold the low four bits, and 64 or 128 bytes after them the others: 8 or 4 
 
 A group of 256 columns has integer factors of its scale and minimum, one byte for each feature and 32 columns (with 6
 bits 16 columns). They precede the scales: first those of the scale, then those of the minimum.
+
+A *mixed* weight consists of weights of several formats, one after the other by features, in one tensor of bytes. It
+starts with rows of four int32 numbers: the number of parts, columns, bytes in use and 0; then features, bits, zero
+point and group size of each part. Parts start at multiples of 64 bytes. Zeros may follow the bytes in use, so that
+weights of several layers have the same size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 LANES = 16
 """Features that are adjacent in memory."""
@@ -127,6 +137,59 @@ class Packing:
         scales = scales.permute(2, 0, 4, 1, 3).reshape(count, blocks * LANES, -1, 1)
         value = q * scales[0] + scales[1] if self.zero_point < 0 else (q - self.zero_point) * scales[0]
         return value.reshape(blocks * LANES, -1)[:out_features]
+
+
+MIXED = Packing(0, 0)
+"""The packing that operators state for a mixed weight."""
+_MIXED_ALIGNMENT = 64
+
+
+def mixed_size(parts: Sequence[tuple[int, Packing]], depth: int) -> int:
+    """Return the bytes of a mixed weight of parts with these features.
+
+    >>> mixed_size([(32, Packing(8, 128)), (16, Packing(5, 16))], 64)
+    3072
+    """
+    return [start + size for _, _, start, size in _mixed_parts(parts, depth)][-1]
+
+
+def pack_mixed(parts: Sequence[tuple[int, Packing]], depth: int, packed: Iterator[Tensor], size: int) -> Tensor:
+    """Join packed weights, which are taken one at a time, in a mixed weight of `size` bytes."""
+    made = torch.zeros(size, dtype=torch.uint8)
+    rows = [(len(parts), depth, mixed_size(parts, depth), 0)]
+    rows += [(features, packing.bits, packing.zero_point, packing.group_size) for features, packing in parts]
+    made[: 16 * len(rows)] = torch.tensor(rows, dtype=torch.int32).view(-1).view(torch.uint8)
+    for (_, _, start, count), part in zip(_mixed_parts(parts, depth), packed, strict=True):
+        made[start : start + count] = part.view(-1)
+    return made
+
+
+def unpack_mixed(weight: Tensor) -> Tensor:
+    """Return a mixed weight as float32, `[features, depth]`; exact."""
+    parts, depth, _ = read_mixed(weight)
+    return torch.cat(
+        [
+            packing.unpack(weight[start : start + count].view(packing.shape(features, depth)), features)
+            for features, packing, start, count in _mixed_parts(parts, depth)
+        ]
+    )
+
+
+def read_mixed(weight: Tensor) -> tuple[list[tuple[int, Packing]], int, int]:
+    """Return the parts of a mixed weight with their features, the columns, and the bytes in use."""
+    count, depth, used = weight[:16].clone().view(torch.int32).tolist()[:3]
+    rows = weight[16 : 16 * (count + 1)].clone().view(torch.int32).view(-1, 4).tolist()
+    return [(features, Packing(*packing)) for features, *packing in rows], depth, used
+
+
+def _mixed_parts(parts: Sequence[tuple[int, Packing]], depth: int) -> Iterator[tuple[int, Packing, int, int]]:
+    """Yield features, packing, first byte and number of bytes of each part."""
+    start = 16 * (len(parts) + 1)
+    for features, packing in parts:
+        start = -(-start // _MIXED_ALIGNMENT) * _MIXED_ALIGNMENT
+        size = math.prod(packing.shape(features, depth))
+        yield features, packing, start, size
+        start += size
 
 
 def _pad_rows(rows: Tensor, blocks: int) -> Tensor:

@@ -12,6 +12,7 @@ from inlay.lowering.buckets import Bucket  # noqa: TC001 - `from_json` reads the
 from inlay.package.files import sha256 as sha256
 from inlay.program.bindings import Binding, Bindings  # noqa: TC001 - `from_json` reads the annotations
 from inlay.program.decoder import DecoderSignature  # noqa: TC001 - `from_json` reads the annotations
+from inlay.program.encoder import EncoderFacts  # noqa: TC001 - `from_json` reads the annotations
 from inlay.program.json_values import DECODE_ERRORS, from_json
 from inlay.program.weights import DerivedTensor
 
@@ -75,7 +76,7 @@ class Manifest:
     model: str
     architecture: str
     kind: str
-    """`decoder`: maps tokens to logits and has a KV cache; `program`: anything else."""
+    """`decoder`: maps tokens to logits and has a KV cache; `encoder`: maps texts to embeddings; `program`: others."""
     bindings: Bindings
     buckets: tuple[Bucket, ...]
     weights: dict[str, WeightRow]
@@ -86,6 +87,8 @@ class Manifest:
     """State with an initial value → name of the tensor with that value."""
     decoder: DecoderSignature | None = None
     """Names of the inputs and the output of a decoder."""
+    encoder: EncoderFacts | None = None
+    """How texts become embeddings."""
     facts: dict[str, int] = field(default_factory=dict)
     inlay: str = ""
     format: int = FORMAT

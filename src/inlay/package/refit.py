@@ -10,7 +10,7 @@ import torch
 
 from inlay.errors import UsageError
 from inlay.frontend import open_model
-from inlay.frontend.huggingface.causal_lm import HFOptions
+from inlay.frontend.huggingface.checkpoint import HFOptions
 from inlay.ops import weight_formats as _  # noqa: F401 - registers the weight maps of packed weights
 from inlay.package import store, weights_file
 from inlay.package.loader import check_package, read_manifest
@@ -66,6 +66,13 @@ def _check_model(manifest: Manifest, model: SourceModel, tensors: Mapping[str, T
             f"{model.name} has the architecture {model.architecture}, but the package has {manifest.architecture}.",
             "Refit with a checkpoint of the same model, or build a new package.",
         )
+    for each in ("pooling", "normalized"):  # the code of the package contains them
+        old, new = getattr(manifest.encoder, each, None), getattr(model.encoder, each, None)
+        if old != new:
+            raise UsageError(
+                f"{model.name} has {each} = {new}, but the package was built for {old}.",
+                "Refit with a checkpoint of the same model, or build a new package.",
+            )
     for name, row in manifest.weights.items():
         missing = [source for source in row.sources if source not in tensors]
         if missing:

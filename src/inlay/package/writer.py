@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from inlay.lowering.lower import LoweredProgram, SizeRanges
     from inlay.lowering.plan import Piece
+    from inlay.program.encoder import EncoderFacts
     from inlay.program.program import Program
 
 
@@ -41,6 +42,7 @@ class Contents:
     texts: Mapping[str, str] | None = None
     """File name → text."""
     save_tokenizer: Callable[[Path], None] | None = None
+    encoder: EncoderFacts | None = None
 
 
 def pack(
@@ -61,7 +63,7 @@ def pack(
         draft = Manifest(
             model=contents.model,
             architecture=program.facts.architecture,
-            kind="decoder" if decodes else "program",
+            kind="program",
             decoder=SIGNATURE if decodes else None,
             bindings=program.bindings,
             buckets=buckets,
@@ -111,7 +113,9 @@ def write_contents(
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != weights_file.NAME
     }
-    return replace(draft, model=contents.model, weights_file=written, files=files)
+    encoder = contents.encoder
+    kind = "decoder" if draft.decoder else "encoder" if encoder else "program"
+    return replace(draft, model=contents.model, kind=kind, encoder=encoder, weights_file=written, files=files)
 
 
 def _file_row(file: Path) -> FileRow:

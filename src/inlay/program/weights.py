@@ -94,6 +94,7 @@ class QuantizedBlocks:
 
     format: str
     """The storage format, such as `Q4_1`."""
+    rows: int
     read: Callable[[], torch.Tensor]
     """Returns the bytes, `[rows, bytes per row]`, in the row order of the parameter."""
     is_exact: bool = True
@@ -124,8 +125,8 @@ class WeightMap:
     """A function that computes a weight from weights of the checkpoint."""
 
     make: Callable[..., torch.Tensor]
-    block_format: str = ""
-    """The format of the stored blocks that it takes as bytes; empty if it takes values."""
+    block_formats: tuple[str, ...] = ()
+    """The format of the stored blocks that it takes as bytes, one for all or one for each; empty if it takes values."""
 
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
@@ -134,14 +135,22 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "transpose": WeightMap(lambda tensor: tensor.t().contiguous()),
 }
 """Weight maps by name. Packages store the names for refit."""
+WEIGHT_MAP_KINDS: dict[str, Callable[[str], WeightMap]] = {}
+"""Functions that create weight maps of a kind, such as `mixed:4096:Q4_K,Q6_K`, from the text after the first colon."""
 
 
 def weight_maps(names: str) -> list[WeightMap]:
     """Return the maps of a chain such as `concat+transpose`, in order."""
-    for name in names.split("+"):
-        if name not in WEIGHT_MAPS:
-            raise ProgramError(f"There is no weight map {name}.", suggest(name, WEIGHT_MAPS))
-    return [WEIGHT_MAPS[name] for name in names.split("+")]
+    return [_weight_map(name) for name in names.split("+")]
+
+
+def _weight_map(name: str) -> WeightMap:
+    kind, _, text = name.partition(":")
+    if kind in WEIGHT_MAP_KINDS:
+        return WEIGHT_MAP_KINDS[kind](text)
+    if name not in WEIGHT_MAPS:
+        raise ProgramError(f"There is no weight map {name}.", suggest(name, WEIGHT_MAPS))
+    return WEIGHT_MAPS[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,16 +171,17 @@ class DerivedTensor:
         return f"{', '.join(self.sources)} via {self.map}"
 
     def readers(self) -> list[Callable[[], torch.Tensor]]:
-        """Return a reader for each source: of its values, or of its blocks if a map takes blocks of the same format."""
-        takes = next((each.block_format for each in weight_maps(self.map) if each.block_format), "")
+        """Return a reader for each source: of its values, or of its blocks if a map takes blocks of their formats."""
+        takes = next((each.block_formats for each in weight_maps(self.map) if each.block_formats), ())
         if not takes:
             return [ref.read for ref in self.sources.values()]
+        takes = takes * len(self.sources) if len(takes) == 1 else takes
         found = {name: quantized_blocks(ref) for name, ref in self.sources.items()}
-        for name, blocks in found.items():
-            if blocks is None or blocks.format != takes:
+        for (name, blocks), wanted in zip(found.items(), takes, strict=True):
+            if blocks is None or blocks.format != wanted:
                 stored = "in another format" if blocks is None else f"as {blocks.format}"
                 raise ModelError(
-                    f"{name} is stored {stored}, but the weight map requires {takes} blocks.",
+                    f"{name} is stored {stored}, but the weight map requires {wanted} blocks.",
                     "Use a checkpoint that stores it in this format, or build a new package.",
                 )
         return [blocks.read for blocks in found.values() if blocks is not None]

@@ -262,8 +262,12 @@ def load(path: Path | str, *, verify: bool = False) -> LanguageModel:
 
     package = load_package(path, verify=verify)
     if package.manifest.kind != "decoder":
+        encodes = package.manifest.kind == "encoder"
         raise UsageError(
-            f"{path} is a compiled program, not a language model.", "Call it with inlay.package.load_package(path)."
+            f"{path} is {'a text encoder' if encodes else 'a compiled program'}, not a language model.",
+            "Use `inlay embed` or inlay.load_encoder(path)."
+            if encodes
+            else "Call it with inlay.package.load_package(path).",
         )
 
     def open_engine() -> Engine:

@@ -206,8 +206,11 @@ def test_methods_are_named(tmp_path: Path, stated: dict[str, Any], said: str) ->
 
 
 def test_a_part_of_the_configuration(tmp_path: Path) -> None:
-    config_folder(tmp_path, text_config={"quantization_config": {"quant_method": "hqq"}})
-    assert "is quantized by hqq" in _refusal(str(tmp_path))
+    part = {"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}
+    config_folder(tmp_path / "it", model_type="llava", text_config=part)
+    assert "is quantized by hqq" in _refusal(str(tmp_path / "it"))
+    config_folder(tmp_path / "it", text_config=part)
+    assert "it has a part for text, which LlamaConfig does not have" in _refusal(str(tmp_path / "it"))
 
 
 def _with_tensor(folder: Path, name: str, *shape: int) -> str:
@@ -288,8 +291,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "whisper": (WHISPER, "is a model with an encoder and a decoder (WhisperForConditionalGeneration)"),
     "t5": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "with an encoder and a decoder"),
     "bert": (
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        "is a BertForMaskedLM, not a causal language model",
+        {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+        "is a BertForSequenceClassification, not a causal language model",
     ),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification"),
     "mamba2": (

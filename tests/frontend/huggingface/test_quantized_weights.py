@@ -201,7 +201,7 @@ def test_fp8(tmp_path: Path, method: str, scale: str) -> None:
 
 def _check_rounding(folder: Path, wanted: dict[str, Tensor]) -> None:
     """Values are exact in float32, and rounded once in bfloat16."""
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
     rounded = open_model(str(folder), HFOptions(torch.bfloat16)).tensors
     for key, ref in open_model(str(folder)).tensors.items():
@@ -272,7 +272,7 @@ def test_mxfp4(tmp_path: Path) -> None:
         ), "as transformers reads it"
     save_file(held, file)
     config_folder(tmp_path, **GPT_OSS, quantization_config={"quant_method": "mxfp4"})
-    from inlay.frontend.huggingface.causal_lm import HFOptions
+    from inlay.frontend.huggingface.checkpoint import HFOptions
 
     for dtype in (torch.float32, torch.bfloat16):  # E2M1 times a power of two is exact in both
         for key, ref in open_model(str(tmp_path), HFOptions(dtype)).tensors.items():

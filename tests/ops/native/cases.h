@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,6 +20,8 @@
 extern "C" {
 int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t,
                             int64_t, int64_t, int32_t, int32_t, int32_t);
+int32_t inlay_mixed_linear(const void*, const uint8_t*, int64_t, const void*, void*, int32_t, int32_t, int64_t, int64_t,
+                           int64_t, int32_t);
 int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
                                int32_t, int32_t);
 int32_t inlay_cached_attention(const inlay::Attention*);
@@ -136,6 +139,36 @@ struct Weight {
   }
   const inlay::Linear l;
   Exactly<uint8_t> bytes;
+};
+
+// Weights of several formats in one, as ops/weight_layout.py joins them.
+struct Mixed {
+  Mixed(Random& random, int64_t depth_) : depth(depth_) {
+    for (int64_t count = 1 + static_cast<int64_t>(random() % 4); count > 0; --count) {
+      const Format& format = kFormats[random() % 10];
+      parts.push_back(std::make_unique<Weight>(random, format, pick(random, {1, 15, 16, 33}), depth));
+      features += parts.back()->l.features;
+    }
+    std::vector<uint8_t> made;
+    const auto put = [&](int64_t value) {
+      const int32_t number = static_cast<int32_t>(value);
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(&number);
+      made.insert(made.end(), from, from + 4);
+    };
+    for (int64_t value : {static_cast<int64_t>(parts.size()), depth, int64_t{0}, int64_t{0}}) put(value);
+    for (const auto& each : parts)
+      for (int64_t value : {each->l.features, int64_t{each->l.bits}, int64_t{each->l.zero}, each->l.group}) put(value);
+    for (const auto& each : parts) {
+      made.resize(inlay::up(static_cast<int64_t>(made.size()), 64));
+      made.insert(made.end(), each->bytes.data, each->bytes.data + each->bytes.size);
+    }
+    bytes = std::make_unique<Exactly<uint8_t>>(static_cast<int64_t>(made.size()));
+    std::copy(made.begin(), made.end(), bytes->data);
+  }
+  const int64_t depth;
+  int64_t features = 0;
+  std::vector<std::unique_ptr<Weight>> parts;
+  std::unique_ptr<Exactly<uint8_t>> bytes;
 };
 
 // What one of the rows of x holds, or one of the keys and values.

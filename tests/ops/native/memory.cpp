@@ -17,6 +17,71 @@ int64_t linear(Random& random) {
   return count;
 }
 
+// A mixed weight gives bit for bit what its parts give.
+int64_t mixed(Random& random) {
+  int64_t count = 0;
+  for (int32_t way : kWays)
+    for (int64_t rows : {0, 1, 3, 17, 33})
+      for (int again = 0; again < 3; ++again) {
+        const Mixed one(random, 256 * pick(random, {1, 2}));
+        Numbers x(rows * one.depth, static_cast<int32_t>(random() % 3)), bias(one.features, x.type);
+        x.fill(random), bias.fill(random);
+        const bool biased = random() % 2;
+        Numbers all(rows * one.features, x.type);
+        if (inlay_mixed_linear(x.bytes.data, one.bytes->data, one.bytes->size, biased ? bias.bytes.data : nullptr,
+                               all.bytes.data, x.type, x.type, rows, one.features, one.depth, way))
+          fail(std::string("mixed: ") + inlay::last_error());
+        const int64_t size = x.type == inlay::kFloat32 ? 4 : 2;
+        int64_t first = 0;
+        for (const auto& each : one.parts) {
+          const inlay::Linear& l = each->l;
+          Numbers part(rows * l.features, x.type);
+          if (inlay_packed_linear(x.bytes.data, each->bytes.data, biased ? bias.bytes.data + first * size : nullptr,
+                                  part.bytes.data, x.type, x.type, rows, l.features, l.depth, l.group, l.bits, l.zero,
+                                  way))
+            fail(std::string("a part: ") + inlay::last_error());
+          for (int64_t row = 0; row < rows; ++row)
+            if (std::memcmp(all.bytes.data + (row * one.features + first) * size,
+                            part.bytes.data + row * l.features * size, l.features * size))
+              fail("a mixed weight gives other bits than a part of " + std::to_string(l.bits) + " bits");
+          first += l.features;
+        }
+        ++count;
+      }
+  return count;
+}
+
+// A mixed weight whose bytes state other sizes than the call, or more bytes than there are, is refused.
+int64_t refused_mixed(Random& random) {
+  int64_t count = 0;
+  for (int again = 0; again < 20; ++again) {
+    const Mixed one(random, 256);
+    const Numbers x(one.depth, inlay::kFloat32);
+    Numbers y(2 * one.features, inlay::kFloat32);
+    const auto run = [&](int64_t bytes, int64_t features, int64_t depth) {
+      ++count;
+      Exactly<uint8_t> less(bytes);
+      std::memcpy(less.data, one.bytes->data, bytes);
+      return inlay_mixed_linear(x.bytes.data, less.data, bytes, nullptr, y.bytes.data, 0, 0, 1, features, depth, 4);
+    };
+    const int64_t all = one.bytes->size;
+    for (int64_t bytes : {int64_t{1}, int64_t{15}, int64_t{16}, int64_t{31}, all / 2, all - 1})
+      if (!run(bytes, one.features, one.depth)) fail("a mixed weight with missing bytes was accepted");
+    if (!run(all, one.features + 1, one.depth) || !run(all, one.features, 128)) fail("other sizes were accepted");
+    for (int64_t at = 0; at < 4 * static_cast<int64_t>(1 + one.parts.size()); ++at) {
+      int32_t& number = reinterpret_cast<int32_t*>(one.bytes->data)[at];
+      const int32_t before = number;
+      for (int32_t value : {0, -1, 1, 7, 1 << 30, static_cast<int32_t>(random())}) {
+        number = value;
+        const int32_t failed = run(all, one.features, one.depth);  // nothing outside is read, whatever it says
+        if (failed && !*inlay::last_error()) fail("a refusal without a reason");
+      }
+      number = before;
+    }
+  }
+  return count;
+}
+
 int64_t attention(Random& random) {
   int64_t count = 0;
   for (int64_t batch : {0, 1, 2})
@@ -117,6 +182,7 @@ int main(int count, char** given) {
   Random random(count > 1 ? std::atoi(given[1]) : 0);
   int64_t ran = 0;
   for (int round = 0; round < (count > 2 ? std::atoi(given[2]) : 1); ++round)
-    ran += linear(random) + attention(random) + tiled_attention(random) + refusals(random) + halves(random);
+    ran += linear(random) + mixed(random) + refused_mixed(random) + attention(random) + tiled_attention(random) +
+           refusals(random) + halves(random);
   std::printf("%lld cases\n", static_cast<long long>(ran));
 }

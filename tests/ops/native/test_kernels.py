@@ -10,8 +10,8 @@ import torch
 
 from inlay.ops import native
 from inlay.ops.cached_attention import cached_attention
-from inlay.ops.packed_linear import packed_embedding
-from inlay.ops.weight_layout import Packing
+from inlay.ops.packed_linear import packed_embedding, packed_linear
+from inlay.ops.weight_layout import Packing, mixed_size, pack_mixed, read_mixed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -320,6 +320,36 @@ def test_tokens_outside_are_refused(kernels: ctypes.CDLL, level: str) -> None:
             called(kernels, level, "packed_embedding", weight, tokens, *numbers)
         with pytest.raises(IndexError, match=sentence):
             packed_embedding(weight, tokens, 40, 8, 128, 32, torch.float32)
+
+
+def mixed_weight(formats: list[Packing], size: int = 0) -> tuple[torch.Tensor, list[tuple[int, Packing]]]:
+    parts = [(20 + 3 * index, packing) for index, packing in enumerate(formats)]
+    packed = (made(packing, features, 512) for features, packing in parts)
+    return pack_mixed(parts, 512, packed, max(size, mixed_size(parts, 512))), parts
+
+
+def test_mixed_formats(kernels: ctypes.CDLL, level: str) -> None:
+    """As compiled pieces call the kernel, with bytes to spare and without."""
+    torch.manual_seed(0)
+    for formats, size in (([*FORMATS[:3], *FORMATS[5:10]], 0), ([FORMATS[9]], 1 << 18), ([FORMATS[9], FORMATS[0]], 0)):
+        weight, parts = mixed_weight(formats, size)
+        assert read_mixed(weight) == (parts, 512, mixed_size(parts, 512))
+        features = sum(count for count, _ in parts)
+        bias = torch.randn(features)
+        for rows in (1, 5, 40):
+            x = torch.randn(rows, 512)
+            wanted = packed_linear(x, weight, bias, features, 0, 0)
+            given = handle(bias)
+            numbers = [Long(each) for each in (features, 0, 0, 8, 16)]
+            found = called(kernels, level, "packed_linear", x, weight, ctypes.byref(given[0]), *numbers)
+            assert (found - wanted).norm() / wanted.norm() < 1.5e-2
+    for given_x, short, sentence in (
+        (torch.randn(2, 256), weight, "does not have these columns"),
+        (x, weight[:-300], "fewer bytes than its parts"),
+        (x, weight.view(1, -1), "a packed weight that is contiguous"),
+    ):
+        with pytest.raises(IndexError, match=sentence):
+            called(kernels, level, "packed_linear", given_x, short, None, *numbers)
 
 
 def test_slots_and_lengths_outside_are_refused(kernels: ctypes.CDLL, level: str) -> None:

@@ -6,22 +6,23 @@ import math
 import re
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from inlay.errors import ModelError, UsageError
+from inlay.errors import ModelError, ProgramError, UsageError
 from inlay.flow import BuildOptions, build, prepare, transform
 from inlay.frontend import capture, open_model
 from inlay.insight.interpreter import ProgramInterpreter
-from inlay.ops.weight_formats import FORMATS
+from inlay.ops.weight_formats import FORMATS, MixedFormat
+from inlay.ops.weight_layout import unpack_mixed
 from inlay.package.loader import load_package
 from inlay.package.refit import refit
 from inlay.program.bindings import Role
-from inlay.program.weights import DerivedTensor, quantized_blocks
+from inlay.program.weights import DerivedTensor, quantized_blocks, weight_maps
 from inlay.rewrite.rule import Refusal
 from inlay.testing import program_of
 from inlay.transforms.library.pack_weights import PackWeights
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from inlay.program.program import Program
 
 KINDS: dict[str, Any] = {"attn_v": "Q4_0", "attn_output": "MXFP4", "ffn_down": "Q6_K"}
-"""Beside Q4_1 and a tied Q8_0 embedding; queries and keys are Q4_1, so values are not fused with them."""
+"""Beside Q4_1 and a tied Q8_0 embedding; queries and keys are Q4_1, so their weight with the values is mixed."""
 TIED = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -70,7 +71,9 @@ def dequantised(program: Program, config: dict[str, Any]) -> Any:
             continue
         sizes = [source.read().shape[0] for source in ref.sources.values()]
         value = ref.read()
-        if ref.map != "concat":
+        if ref.map.startswith("mixed:"):
+            value = unpack_mixed(value)
+        elif ref.map != "concat":
             found = FORMATS[ref.map.partition("pack:")[2]]
             value = found.packing.unpack(value, sum(sizes))
         state |= dict(zip(ref.sources, value.split(sizes), strict=True))
@@ -196,18 +199,18 @@ class TestGGUF:
     def test_what_is_kept_and_what_is_converted(self, file: Path) -> None:
         program, notes, sites = packed(file, "stored")
         assert sites["fuse_gemms"] == 4
-        assert sites["pack_weights"] == 11, "five a layer, and the embedding, which is the head"
+        assert sites["pack_weights"] == 9, "four a layer, and the embedding, which is the head"
         rows = program.bindings.with_role(Role.PARAMETER)
         maps = {row.target: getattr(program.tensors[row.name], "map", "") for row in rows}
-        assert maps["model.layers.0.self_attn.q_proj_k_proj.weight"] == "concat+pack:Q4_1"
-        assert maps["model.layers.0.self_attn.v_proj.weight"] == "pack:Q4_0"
+        assert maps["model.layers.0.self_attn.q_proj_k_proj_v_proj.weight"].endswith(":Q4_1,Q4_1,Q4_0")
+        assert maps["model.layers.0.mlp.gate_proj_up_proj.weight"] == "concat+pack:Q4_1"
         assert maps["model.layers.1.mlp.down_proj.weight"] == "pack:Q6_K"
         assert maps["model.layers.1.self_attn.o_proj.weight"] == "pack:MXFP4"
         assert sum("pack:Q8_0" in each for each in maps.values()) == 1
         assert program.op_counts()["inlay.packed_embedding.default"] == 1
         kept = [note for note in notes if note.endswith("kept as stored")]
-        (converted,) = (note for note in notes if note not in kept)
-        assert len(kept) == 5
+        mixed, (converted,) = ([note for note in notes if word in note] for word in (": mixed,", " → "))
+        assert (len(kept), len(mixed)) == (6, 1)
         assert "model.layers.*.self_attn.o_proj.weight × 2: MXFP4 → int8 in groups of 32, error 0." in converted
 
     def test_the_stated_error_is_the_error(self, file: Path) -> None:
@@ -242,6 +245,97 @@ class TestGGUF:
         with pytest.raises(ModelError, match=r"v_proj\.weight is stored as Q8_0, but the weight map requires Q4_0"):
             refit(package, str(other), output=tmp_path / "refused")
         assert not (tmp_path / "refused" / "current").exists()
+
+
+class TestMixedFormats:
+    """Formats that differ between layers, and between the parts of a fused weight."""
+
+    KINDS: ClassVar[dict[str, Any]] = {
+        "attn_q": "Q5_0",
+        "attn_k": "Q5_0",
+        "attn_v": "Q5_0",
+        "attn_output": "Q8_0",
+        "ffn_gate": "Q5_1",
+        "ffn_down": "Q4_K",
+        "blk.0.attn_v": "Q8_0",
+        "blk.2.attn_v": "Q8_0",
+        "blk.0.ffn_down": "Q6_K",
+        "blk.3.ffn_down": "Q5_K",
+        "blk.1.attn_output": "MXFP4",
+    }
+    LAYERS = 4
+    CONFIG = TIED | {"num_hidden_layers": LAYERS}
+
+    @pytest.fixture(scope="class")
+    def file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_gguf(tmp_path_factory.mktemp("gguf") / "mixed.gguf", self.LAYERS, inner=256, **self.KINDS)
+
+    @pytest.fixture(scope="class")
+    def package(self, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("package") / "package"
+        build(str(file), path, BuildOptions(max_length=ROOM, weights="stored", buckets=(), settings=_UNUSED))
+        return path
+
+    def test_fused_and_exact(self, file: Path) -> None:
+        program, notes, sites = packed(file, "stored")
+        assert sites["fuse_gemms"] == 2 * self.LAYERS, "queries, keys and values; gate and up"
+        rows = {row.target: row for row in program.bindings.with_role(Role.PARAMETER)}
+        tensors = open_model(str(file)).tensors
+        kinds = ("self_attn.q_proj_k_proj_v_proj", "self_attn.o_proj", "mlp.gate_proj_up_proj", "mlp.down_proj")
+        for kind in kinds:
+            mixed = [rows[f"model.layers.{layer}.{kind}.weight"] for layer in range(self.LAYERS)]
+            assert len({row.shape for row in mixed}) == 1, "one size in all layers"
+            for row in mixed:
+                ref = program.tensors[row.name]
+                assert isinstance(ref, DerivedTensor)
+                assert ref.map.startswith("mixed:")
+                stored = [name for name in ref.sources if quantized_blocks(tensors[name]).format != "MXFP4"]  # type: ignore[union-attr]
+                if len(stored) == len(ref.sources):
+                    assert torch.equal(unpack_mixed(ref.read()), torch.cat([tensors[name].read() for name in stored]))
+        assert "model.layers.*.self_attn.v_proj.weight × 2: Q8_0, kept as stored" in notes
+        assert "model.layers.*.mlp.down_proj.weight × 2: Q4_K, kept as stored" in notes
+        assert any(note.startswith("model.layers.*.mlp.down_proj.weight × 4: mixed, at most ") for note in notes)
+        assert any("o_proj.weight × 1: MXFP4 → int8 in groups of 32, error 0." in note for note in notes)
+
+    def test_one_compiled_block(self, package: Path) -> None:
+        for bucket in load_package(package).manifest.buckets:
+            steps = [step.piece for step in bucket.steps if step.piece.startswith("block")]
+            assert len(steps) == self.LAYERS
+            assert len(set(steps)) == 1
+
+    def test_tokens(self, file: Path, package: Path) -> None:
+        program, _, _ = packed(file, "stored")
+        assert_greedy(dequantised(program, self.CONFIG), PROMPTS, greedy(load_package(package), PROMPTS, 24))
+
+    def test_refit(self, package: Path, tmp_path: Path) -> None:
+        other = tiny_gguf(tmp_path / "other.gguf", self.LAYERS, seed=5, inner=256, **self.KINDS)
+        refit(package, str(other), output=tmp_path / "package")
+        eager = dequantised(packed(other, "stored")[0], self.CONFIG)
+        assert_greedy(eager, PROMPTS, greedy(load_package(tmp_path / "package", verify=True), PROMPTS, 24))
+        other = tiny_gguf(tmp_path / "another.gguf", self.LAYERS, inner=256, **self.KINDS | {"blk.1.attn_v": "Q8_0"})
+        with pytest.raises(ModelError, match=r"1\.self_attn\.v_proj\.weight is stored as Q8_0, but .* requires Q5_0"):
+            refit(package, str(other), output=tmp_path / "refused")
+
+    def test_a_layer_much_larger_than_the_others(self, tmp_path: Path) -> None:
+        """Its weights are not mixed, because all others would grow."""
+        kinds: dict[str, Any] = {"blk.2.ffn_down": "Q8_0"}
+        file = tiny_gguf(tmp_path / "one.gguf", self.LAYERS, inner=256, **kinds)
+        program, _, _ = packed(file, "stored")
+        maps = [getattr(ref, "map", "") for ref in program.tensors.values()]
+        assert maps.count("pack:Q8_0") == 2, "and the embedding"
+        assert not any(each.startswith("mixed") for each in maps)
+
+    @pytest.mark.fast
+    @pytest.mark.parametrize("text", ["", "12", "x:Q4_K", "64:Q4_K,", "64:int8", "-1:Q4_K", "64:Q4_K,Q9_K"])
+    def test_names_of_no_map(self, text: str) -> None:
+        with pytest.raises(ProgramError, match=r"There is no weight map mixed:"):
+            weight_maps(f"mixed:{text}")
+
+    @pytest.mark.fast
+    def test_too_many_rows(self) -> None:
+        blocks = torch.zeros(64, 144, dtype=torch.uint8)
+        with pytest.raises(ModelError, match=r"Weights of 64 × 256 do not fit into 4,096 bytes"):
+            MixedFormat.parse("4096:Q4_K").pack(blocks)
 
 
 class TestFolder:

@@ -118,7 +118,7 @@ class GGUFTensor:
             return torch.from_numpy(self.stored_bytes() if order is None else self.stored_bytes()[order])
 
         return (
-            QuantizedBlocks(self.type_name, read)
+            QuantizedBlocks(self.type_name, prod(self.shape[:-1]), read)
             if GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
             else None
         )

@@ -71,7 +71,7 @@ class Groups:
             return None
         is_exact = all(torch.equal(half.float(), each) for half, each in pairs)
         name += "" if width == _BLOCK else f"-g{width}"
-        return QuantizedBlocks(name, partial(self._write_blocks, stored, offset, width), is_exact)
+        return QuantizedBlocks(name, len(self.scale), partial(self._write_blocks, stored, offset, width), is_exact)
 
     def _has_blocks(self, width: int) -> bool:
         """Whether each run of this many columns is part of one group."""

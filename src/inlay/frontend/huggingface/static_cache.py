@@ -20,7 +20,7 @@ import torch
 
 from inlay.errors import ModelError, UsageError, one_line
 from inlay.frontend.fake_tensors import fake_mode_of
-from inlay.frontend.huggingface.causal_lm import read_config_facts
+from inlay.frontend.huggingface.checkpoint import read_config_facts
 from inlay.frontend.source_model import Example, SourceModel
 
 if TYPE_CHECKING:

@@ -42,11 +42,31 @@ void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
   }
 }
 
-void with_bytes(const Linear& l, Way way) {
+void multiply_bytes(const Linear& l, const Bytes& x, int64_t stride, Way way) {
+  const Part part(l.blocks());
+  if (way == kPortable)
+    for (int64_t block = part.begin; block < part.end; ++block)
+      for (int64_t row = 0; row < l.rows; ++row) {
+        float y[kLanes];
+        rows_portable(l, x, stride, block, row, y);
+        put_row(l, block, row, y);
+      }
+#ifdef __AVX512BW__
+  if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, stride, part); });
+#endif
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+  if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, stride, part); });
+#endif
+}
+
+// All parts of a weight have the same x, which is converted once.
+void with_bytes(const std::vector<Linear>& parts, Way way) {
+  const Linear& l = parts[0];
+  const bool halves = std::any_of(parts.begin(), parts.end(), [](const Linear& each) { return each.span() < kStep; });
   // Tiles read whole groups of 16 rows.
   int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
   Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps),
-          sums_of_x.get<float>(rows * steps), l.span() < kStep ? halves_of_x.get<float>(2 * rows * steps) : nullptr};
+          sums_of_x.get<float>(rows * steps), halves ? halves_of_x.get<float>(2 * rows * steps) : nullptr};
   for (int64_t step = 0; step < steps; ++step)
     for (int64_t row = l.rows; row < rows; ++row) x.put(step, rows, row, 0.0f, 0, 0);
   bool shared = l.rows > 4;  // with few rows, synchronization costs more than the work
@@ -59,30 +79,38 @@ void with_bytes(const Linear& l, Way way) {
       for (int64_t at = part.begin; at < part.end; ++at) to_bytes(l, at / steps, at % steps, rows, x);
 #pragma omp barrier
     }
-    Part part(l.blocks());
-    if (way == kPortable)
-      for (int64_t block = part.begin; block < part.end; ++block)
-        for (int64_t row = 0; row < l.rows; ++row) {
-          float y[kLanes];
-          rows_portable(l, x, rows, block, row, y);
-          put_row(l, block, row, y);
-        }
-#ifdef __AVX512BW__
-    if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, rows, part); });
-#endif
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, rows, part); });
-#endif
+    for (const Linear& each : parts) multiply_bytes(each, x, rows, way);
   }
 }
 
-void with_bfloat16(const Linear& l, Way way) {
+void multiply_bfloat16(const Linear& l, const uint16_t* x, uint8_t* wide, Way way) {
+  const Part part(l.blocks());
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+  if (way == kTiles16 && l.bits == 16)
+    tiles16<Format<16, false, false>>(l, x, part, wide);
+  else if (way == kTiles16)
+    by_format(l, [&](auto format) { tiles16<decltype(format)>(l, x, part, wide); });
+#endif
+#ifdef __AVX512BF16__
+  if (way == kDot) dot16(l, x, part);
+#endif
+  (void)x, (void)wide;
+  if (way == kPortable)
+    for (int64_t block = part.begin; block < part.end; ++block)
+      for (int64_t row = 0; row < l.rows; ++row) {
+        float y[kLanes];
+        rows_portable16(l, block, row, y);
+        put_row(l, block, row, y);
+      }
+}
+
+void with_bfloat16(const std::vector<Linear>& parts, Way way) {
+  const Linear& l = parts[0];
   int64_t rows = way == kTiles16 ? up(l.rows, 16) : l.rows;
   uint16_t* x = narrow_x.get<uint16_t>(rows * l.depth);
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-  const int64_t room = l.bits == 16 ? 0 : 2 * l.depth * kLanes * 2;  // two blocks of weights per thread
-  uint8_t* widened = wide_weight.get<uint8_t>(way == kTiles16 ? omp_get_max_threads() * room : 0);
-#endif
+  const bool widens = way == kTiles16 && l.bits != 16;
+  const int64_t room = widens ? 2 * l.depth * kLanes * 2 : 0;  // two blocks of weights per thread
+  uint8_t* wide = wide_weight.get<uint8_t>(omp_get_max_threads() * room);
 #pragma omp parallel
   {
     {
@@ -90,26 +118,7 @@ void with_bfloat16(const Linear& l, Way way) {
       for (int64_t row = part.begin; row < part.end; ++row) narrow(l, row, way == kTiles16, x);
     }
 #pragma omp barrier
-    Part part(l.blocks());
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (way == kTiles16) {
-      uint8_t* wide = widened + omp_get_thread_num() * room;
-      if (l.bits == 16)
-        tiles16<Format<16, false, false>>(l, x, part, wide);
-      else
-        by_format(l, [&](auto format) { tiles16<decltype(format)>(l, x, part, wide); });
-    }
-#endif
-#ifdef __AVX512BF16__
-    if (way == kDot) dot16(l, x, part);
-#endif
-    if (way == kPortable)
-      for (int64_t block = part.begin; block < part.end; ++block)
-        for (int64_t row = 0; row < l.rows; ++row) {
-          float y[kLanes];
-          rows_portable16(l, block, row, y);
-          put_row(l, block, row, y);
-        }
+    for (const Linear& each : parts) multiply_bfloat16(each, x, wide + omp_get_thread_num() * room, way);
   }
 }
 
@@ -149,6 +158,14 @@ void embed(const Linear& l, int64_t token, int64_t at) {
   }
 }
 
+void multiply(const std::vector<Linear>& parts, int32_t way) {
+  const Way taken = static_cast<Way>(possible(way, parts[0].bits));
+  if (taken == kTiles16 || parts[0].bits == 16)
+    with_bfloat16(parts, taken);
+  else
+    with_bytes(parts, taken);
+}
+
 }  // namespace
 }  // namespace inlay
 
@@ -162,11 +179,19 @@ INLAY_EXPORT int32_t inlay_packed_linear(const void* x, const uint8_t* weight, c
     check(l, "packed_linear");
     if (rows * features == 0) return;
     if (bits == 32) return with_floats(l);
-    const Way taken = static_cast<Way>(possible(way, bits));
-    if (taken == kTiles16 || bits == 16)
-      with_bfloat16(l, taken);
-    else
-      with_bytes(l, taken);
+    multiply({l}, way);
+  });
+}
+
+// The same with a mixed weight of this many bytes.
+INLAY_EXPORT int32_t inlay_mixed_linear(const void* x, const uint8_t* weight, int64_t bytes, const void* bias, void* y,
+                                        int32_t x_type, int32_t y_type, int64_t rows, int64_t features, int64_t depth,
+                                        int32_t way) {
+  using namespace inlay;
+  return guarded([&] {
+    const Linear whole{x, weight, bias, y, x_type, y_type, rows, features, depth, kStep, 0, 0};
+    const std::vector<Linear> parts = mixed_parts(whole, bytes);
+    if (rows * features) multiply(parts, way);
   });
 }
 

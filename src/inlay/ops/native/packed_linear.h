@@ -5,6 +5,8 @@
 // bfloat16 and multiplies those with AMX (many rows). `Way` names them, and a portable variant.
 #pragma once
 
+#include <vector>
+
 #include "common.h"
 
 namespace inlay {
@@ -45,6 +47,39 @@ inline void check(const Linear& l, const char* what) {
     holds(l.bits != 6, "groups of 256 with 6 bits");
   holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
   holds(l.group > 0 && l.group % kStep == 0 && l.depth % l.group == 0, "whole groups of columns, of 32 or a multiple");
+}
+
+// The parts of a mixed weight: linear layers that compute adjacent features (see ops/weight_layout.py).
+inline std::vector<Linear> mixed_parts(const Linear& whole, int64_t bytes) {
+  constexpr int64_t kRow = 16, kAlign = 64;
+  int32_t head[4];
+  require(bytes >= kRow, "a mixed weight of no bytes");
+  std::memcpy(head, whole.weight, kRow);
+  const int64_t count = head[0];
+  require(count > 0 && count < bytes / kRow && head[1] == whole.depth, "the weight does not have these columns");
+  std::vector<Linear> parts;
+  int64_t start = kRow * (count + 1), first = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t row[4];
+    std::memcpy(row, whole.weight + kRow * (i + 1), kRow);
+    Linear l = whole;
+    l.features = row[0], l.bits = row[1], l.zero = row[2], l.group = row[3], l.y_stride = whole.features;
+    check(l, "packed_linear");
+    require(l.bits < 16, "a part of a mixed weight has 4 to 8 bits");
+    start = up(start, kAlign);
+    const int64_t size = l.blocks() * l.block_bytes();
+    require(start + size <= bytes, "the weight has fewer bytes than its parts");
+    const auto moved = [&](const void* at, int32_t type) {
+      return at ? static_cast<const char*>(at) + first * (type == kFloat32 ? 4 : 2) : nullptr;
+    };
+    l.weight = whole.weight + start;
+    l.bias = moved(whole.bias, whole.x_type);
+    l.y = const_cast<char*>(moved(whole.y, whole.y_type));
+    parts.push_back(l);
+    start += size, first += l.features;
+  }
+  require(first == whole.features, "the weight does not have these features");
+  return parts;
 }
 
 // A number format at compile time. With `kFactors`, groups have integer factors of their scales and minima.

@@ -12,6 +12,8 @@
 extern "C" {
 int32_t inlay_packed_linear(const void*, const uint8_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t,
                             int64_t, int64_t, int32_t, int32_t, int32_t);
+int32_t inlay_mixed_linear(const void*, const uint8_t*, int64_t, const void*, void*, int32_t, int32_t, int64_t, int64_t,
+                           int64_t, int32_t);
 int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
                                int32_t, int32_t);
 int32_t inlay_cached_attention(const inlay::Attention*);
@@ -106,10 +108,10 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenT
                                                       int64_t zero, int64_t singly, int64_t tiled,
                                                       AtenTensorHandle* ret0) {
   Tensor x(x_), weight(weight_);
-  if (x.type() < 0 || !weight.contiguous() || x.dim < 1 || x.dim > kMostAxes || weight.dim != 3)
+  if (x.type() < 0 || !weight.contiguous() || x.dim < 1 || x.dim > kMostAxes || weight.dim != (bits ? 3 : 1))
     return refused("packed_linear wants x in float32, bfloat16 or float16, and a packed weight that is contiguous");
   int64_t sizes[kMostAxes], strides[kMostAxes], rows = 1, depth = x.sizes[x.dim - 1], step = features;
-  if (!holds(weight, features, depth, weight.sizes[1] ? depth / weight.sizes[1] : 0, bits, zero))
+  if (bits && !holds(weight, features, depth, weight.sizes[1] ? depth / weight.sizes[1] : 0, bits, zero))
     return refused("packed_linear: the weight has not the shape that its features, columns and bits have packed");
   if (bias_) {
     const Tensor bias(*bias_);
@@ -126,12 +128,14 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_linear)(AtenTensorHandle x_, AtenT
   void* y = Tensor(*ret0).data;
   const void* data = x.data;
   if (!x.contiguous() && inlay::guarded([&] { data = gathered(x, rows, depth); })) return done(1, ret0);
+  const int32_t way = rows <= singly ? inlay::kDot : rows <= tiled ? inlay::kTiles8 : inlay::kTiles16;
+  const uint8_t* bytes = static_cast<const uint8_t*>(weight.data);
+  if (!bits)
+    return done(
+        inlay_mixed_linear(data, bytes, weight.count(), bias, y, x.type(), x.type(), rows, features, depth, way), ret0);
   const int32_t failed =
-      inlay_packed_linear(data, static_cast<const uint8_t*>(weight.data), bias, y, x.type(), x.type(), rows, features,
-                          depth, depth / weight.sizes[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero),
-                          rows <= singly  ? inlay::kDot
-                          : rows <= tiled ? inlay::kTiles8
-                                          : inlay::kTiles16);
+      inlay_packed_linear(data, bytes, bias, y, x.type(), x.type(), rows, features, depth, depth / weight.sizes[1],
+                          static_cast<int32_t>(bits), static_cast<int32_t>(zero), way);
   return done(failed, ret0);
 }
 

@@ -113,7 +113,7 @@ def _plan_groups(program: Program, weights: set[str], linears: list[fx.Node]) ->
 def _check_group(group: list[fx.Node]) -> None:
     """Refuse linear layers that cannot be merged."""
     if len(group) == 1:
-        text = "no other linear layer with this input agrees in bias, dtype and stored format"
+        text = "no other linear layer with this input agrees in bias, dtype and whether it is stored quantized"
         raise Refused(Reason.DTYPE, text)
     if (write := find_write_between(group[0], group[-1])) is not None:
         raise Refused(Reason.MUTATION, f"{write} writes in place between the linear layers")
@@ -141,7 +141,7 @@ def _fusion_key(program: Program, linear: fx.Node) -> Any:
     """Return the properties that linear layers must share to be merged."""
     given = _LinearOperands.from_node(linear)
     stored = quantized_blocks(program.tensors[given.weight.name])
-    return given.weight.meta["val"].dtype, given.bias is not None, stored.format if stored else ""
+    return given.weight.meta["val"].dtype, given.bias is not None, stored is not None
 
 
 def _concat(rewriter: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node:

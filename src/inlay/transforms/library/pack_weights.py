@@ -5,6 +5,9 @@ embedding(weight, tokens)       inlay.packed_embedding(packed, tokens, features,
 
 A weight stays a reference and is packed when it is read, one at a time. A package records the weight map, so it can be
 refitted.
+
+Stored formats may differ between layers, or between the parts of a fused weight. Then the weights of all layers are
+mixed: they state their formats themselves and have one size, so that the layers still have equal graphs.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from torch import Tensor, fx, nn
 
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.errors import ModelError
-from inlay.ops.weight_formats import FORMATS, ErrorStats, PackedFormat
-from inlay.program.bindings import Bindings, Role
+from inlay.ops.weight_formats import FORMATS, ErrorStats, MixedFormat, PackedFormat
+from inlay.ops.weight_layout import MIXED, Packing, mixed_size
+from inlay.program.bindings import Binding, Bindings, Role
 from inlay.program.call_arguments import normalize_args
 from inlay.program.weights import DerivedTensor, TensorRef, quantized_blocks
 from inlay.rewrite import Match, Reason, Refusal, Refused
@@ -30,11 +34,12 @@ from inlay.transforms.base import Case, Numerics, ProgramTransform, Stage, trans
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from inlay.ops.weight_layout import Packing
     from inlay.program.program import Program
     from inlay.rewrite import Rewriter
 
 aten = torch.ops.aten
+_MAX_GROWTH = 1.25
+"""Mixed weights of one kind get one size if all of them together grow at most by this factor."""
 
 
 @transform("pack_weights", stage=Stage.LOWER, numerics=Numerics.APPROXIMATE, anchors=("aten.linear.default",))
@@ -77,6 +82,7 @@ class PackWeights(ProgramTransform):
     def plan(self, program: Program) -> Iterator[Match | Refusal]:
         state = {row.name for row in program.bindings.state}
         weights = {row.name: row for row in program.bindings.with_role(Role.PARAMETER) if row.name not in state}
+        mixed = self._plan_mixed(program, weights)
         for node in program.graph.nodes:
             if node.op != "placeholder" or node.name not in weights:
                 continue
@@ -87,20 +93,54 @@ class PackWeights(ProgramTransform):
                 continue
             first = next(iter(node.users))
             try:
-                chosen = self._choose_format(node, sources, ref)
+                chosen = self._choose_format(node, sources, ref, mixed.get(node.name))
             except Refused as refused:
                 yield Refusal(first, node, refused.kind, refused.text, 1, 2)
             else:
-                made = DerivedTensor(sources, chosen.map_name if len(sources) == 1 else f"concat+{chosen.map_name}")
+                is_one = len(sources) == 1 or isinstance(chosen, MixedFormat)
+                made = DerivedTensor(sources, chosen.map_name if is_one else f"concat+{chosen.map_name}")
                 yield Match.at(*node.users, weight=node, row=row, format=chosen, packed=made)
+
+    def _plan_mixed(self, program: Program, weights: Mapping[str, Binding]) -> dict[str, MixedFormat]:
+        """Return the formats of weights that are stored in several formats, or in other formats than in other layers.
+
+        Weights of one kind, whose names differ only in numbers, get the size of the largest, unless they grow too much.
+        """
+        options: Any = self.options
+        kinds: dict[Any, dict[str, tuple[tuple[PackedFormat, ...], int]]] = {}
+        for node in program.graph.nodes if options.format == "stored" else ():
+            if node.op != "placeholder" or node.name not in weights:
+                continue
+            ref, target = program.tensors[node.name], weights[node.name].target
+            sources = ref.sources if isinstance(ref, DerivedTensor) else {target: ref}
+            blocks = [quantized_blocks(each) for each in sources.values()]
+            parts = tuple(FORMATS[each.format] for each in blocks if each is not None and each.format in FORMATS)
+            if len(parts) < len(blocks) or not all(_reads(user, node, aten.linear.default) for user in node.users):
+                continue
+            *_, depth = (int(size) for size in node.meta["val"].shape)
+            rows = [each.rows for each in blocks if each is not None]
+            size = mixed_size([(count, each.packing) for count, each in zip(rows, parts, strict=True)], depth)
+            kind = _kind(target), tuple(node.meta["val"].shape)
+            kinds.setdefault(kind, {})[node.name] = parts, size
+        made = {}
+        for found in kinds.values():
+            sizes = [size for _, size in found.values()]
+            is_mixed = len({each for parts, _ in found.values() for each in parts}) > 1
+            is_common = max(sizes) * len(sizes) <= _MAX_GROWTH * sum(sizes)
+            for name, (parts, size) in found.items():
+                if is_mixed and (is_common or len(set(parts)) > 1):
+                    made[name] = MixedFormat(parts, max(sizes) if is_common else size)
+        return made
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
         """Retype the weight as packed, and replace the operators that read it."""
         node, row, chosen = match.values["weight"], match.values["row"], match.values["format"]
         features, depth = (int(size) for size in node.meta["val"].shape)
-        shape = chosen.packing.shape(features, depth)
+        is_mixed = isinstance(chosen, MixedFormat)
+        shape = (chosen.size,) if is_mixed else chosen.packing.shape(features, depth)
+        packing = MIXED if is_mixed else chosen.packing
         rewriter.retype(node, rewriter.fakes.tensor(torch.uint8, shape))
-        readers = {user: _packed_reader(rewriter, user, node, features, chosen.packing) for user in match.nodes}
+        readers = {user: _packed_reader(rewriter, user, node, features, packing) for user in match.nodes}
         rewriter.replace_all(readers)
         rewriter.erase(*readers)
         program, packed = rewriter.program, replace(row, dtype="uint8", shape=shape)
@@ -111,17 +151,27 @@ class PackWeights(ProgramTransform):
 
     def notes(self, matches: Sequence[Match]) -> list[str]:
         kinds: dict[tuple[PackedFormat, str], list[DerivedTensor]] = {}
+        mixed: dict[str, list[int]] = {}
         for match in matches:
-            kind = re.sub(r"\d+", "*", match.values["row"].target)
-            kinds.setdefault((match.values["format"], kind), []).append(match.values["packed"])
-        return [_note(chosen, kind, made) for (chosen, kind), made in kinds.items()]
+            chosen, packed, kind = match.values["format"], match.values["packed"], _kind(match.values["row"].target)
+            if not isinstance(chosen, MixedFormat):
+                kinds.setdefault((chosen, kind), []).append(packed)
+                continue
+            mixed.setdefault(kind, []).append(chosen.size)
+            for part, (name, ref) in zip(chosen.parts, packed.sources.items(), strict=True):
+                kinds.setdefault((part, _kind(name)), []).append(DerivedTensor({name: ref}, part.map_name))
+        notes = [_note(chosen, kind, made) for (chosen, kind), made in kinds.items()]
+        texts = (f"at most {max(sizes):,} bytes each" for sizes in mixed.values())
+        return notes + [f"{kind} × {len(mixed[kind])}: mixed, {text}" for kind, text in zip(mixed, texts, strict=True)]
 
     def _is_stored_quantized(self, sources: Mapping[str, TensorRef]) -> bool:
         options: Any = self.options
         return options.format == "stored" and any(quantized_blocks(ref) for ref in sources.values())
 
-    def _choose_format(self, node: fx.Node, sources: Mapping[str, TensorRef], ref: TensorRef) -> PackedFormat:
-        """Return the format to pack a weight in, or refuse the weight."""
+    def _choose_format(
+        self, node: fx.Node, sources: Mapping[str, TensorRef], ref: TensorRef, mixed: MixedFormat | None
+    ) -> PackedFormat | MixedFormat:
+        """Return the format to pack a weight in, which is `mixed` if that is given, or refuse the weight."""
         options: Any = self.options
         if options.format == "none":
             raise Refused(Reason.REFUSED, "the option format is none")
@@ -133,6 +183,8 @@ class PackWeights(ProgramTransform):
                 raise Refused(Reason.ANOTHER_CONSUMER, f"{user} reads {node}")
         if isinstance(ref, DerivedTensor) and ref.map != "concat":
             raise Refused(Reason.REFUSED, f"{node} was created by another transform")
+        if mixed is not None:
+            return mixed
         name = f"int4-g{options.group}" if options.format == "int4" else options.format
         if options.format == "int4" and _is_head(node):
             name = "int8"
@@ -147,6 +199,11 @@ class PackWeights(ProgramTransform):
         if depth % group:
             raise Refused(Reason.SHAPE, f"{depth} columns are not a multiple of the group size {group}")
         return FORMATS[name]
+
+
+def _kind(name: str) -> str:
+    """Return a name without its numbers, which corresponding weights of layers share."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _reads(user: fx.Node, weight: fx.Node, target: Any) -> bool:
