@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 64}, "pack:Q4_1"),
-    "w4a16": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack:Q4_0"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 64}, "pack:Q4_1-g64"),
+    "w4a16": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack:Q4_0-g64"),
 }
 """What config.json states, and the weight map of the linear layers."""
 
@@ -61,9 +61,9 @@ def test_built_from_a_quantized_checkpoint(tmp_path: Path, kind: str) -> None:
     _check_weights(package, kind, wanted)
     notes = (package / "current" / "remarks.jsonl").read_text()
     if kind == "w4a16":
-        assert "Q4_0, kept as stored" in notes
+        assert "Q4_0-g64, kept as stored" in notes
     else:
-        assert "Q4_1, integers kept as stored, minima rounded to float16, error 0.0" in notes
+        assert "Q4_1-g64, integers kept as stored, scales and minima in float16, error 0.0" in notes
     model = random_model(LLAMA | MODEL)
     model.load_state_dict(wanted)
     prompts = torch.arange(2 * 16).reshape(2, 16) * 7 % 64

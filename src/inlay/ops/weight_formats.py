@@ -6,7 +6,7 @@ Each format is a weight map, such as `pack:Q4_1` or `pack:int4-g64`. A package r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inlay.errors import ModelError, ProgramError
 from inlay.ops.weight_layout import LANES, SUPER_GROUP, Packing, mixed_size, pack_mixed
-from inlay.program.weights import WEIGHT_MAP_KINDS, WEIGHT_MAPS, WeightMap
+from inlay.program.weights import WEIGHT_MAP_KINDS, WEIGHT_MAPS, WIDE_BLOCKS, WeightMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -109,13 +109,13 @@ def _chunks(rows: Tensor) -> Iterator[Tensor]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _unpack_q4_0(rows: Tensor) -> tuple[Tensor, ...]:
-    blocks = rows.view(len(rows), -1, 18)
+def _unpack_q4_0(rows: Tensor, group_size: int = 32) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 2 + group_size // 2)
     return _unpack_nibbles(blocks[:, :, 2:]), _unpack_halves(blocks[:, :, :2])[0]
 
 
-def _unpack_q4_1(rows: Tensor) -> tuple[Tensor, ...]:
-    blocks = rows.view(len(rows), -1, 20)
+def _unpack_q4_1(rows: Tensor, group_size: int = 32) -> tuple[Tensor, ...]:
+    blocks = rows.view(len(rows), -1, 4 + group_size // 2)
     return _unpack_nibbles(blocks[:, :, 4:]), *_unpack_halves(blocks[:, :, :4])
 
 
@@ -245,6 +245,11 @@ def _build_formats() -> Iterator[PackedFormat]:
     }
     for name, (packing, integers) in kept.items():
         yield PackedFormat(name, packing, integers, partial(_dequantize, name), is_block_format=True, is_exact=True)
+    for group in WIDE_BLOCKS:  # of quantized safetensors checkpoints
+        for name, unpack in (("Q4_0", _unpack_q4_0), ("Q4_1", _unpack_q4_1)):
+            packing, integers = replace(kept[name][0], group_size=group), partial(unpack, group_size=group)
+            values = partial(_unpack_values, packing, integers)
+            yield PackedFormat(f"{name}-g{group}", packing, integers, values, is_block_format=True, is_exact=True)
     for name in _REQUANTIZED_FORMATS:
         values = partial(_dequantize, name)
         yield PackedFormat(name, Packing(8, 128), partial(_requantize_int8, values), values, is_block_format=True)
@@ -255,6 +260,10 @@ def _build_formats() -> Iterator[PackedFormat]:
         yield PackedFormat(
             f"int4-g{group}", Packing(4, -1, group), partial(quantize_int4, group_size=group), Tensor.float
         )
+
+
+def _unpack_values(packing: Packing, integers: Callable[[Tensor], tuple[Any, ...]], rows: Tensor) -> Tensor:
+    return packing.unpack(packing.pack(*integers(rows)), len(rows))
 
 
 def _requantize_int8(values: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, ...]:

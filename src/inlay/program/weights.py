@@ -84,6 +84,10 @@ class CastTensor:
         return self.source.read().to(self.dtype)
 
 
+WIDE_BLOCKS = (64, 128)
+"""Columns that blocks of Q4_0 and Q4_1 may have besides 32, as in the format `Q4_1-g64`."""
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedBlocks:
     """The quantized form in which a checkpoint stores a tensor."""
@@ -105,6 +109,15 @@ def quantized_blocks(ref: TensorRef) -> QuantizedBlocks | None:
     """
     found: QuantizedBlocks | None = getattr(ref, "quantized_blocks", None)
     return found
+
+
+def is_bfloat16(values: torch.Tensor) -> bool:
+    """Whether bfloat16 represents all values exactly.
+
+    >>> is_bfloat16(torch.tensor([1.0, 1 + 2**-7])), is_bfloat16(torch.tensor([1 + 2**-8]))
+    (True, False)
+    """
+    return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in torch.split(values, 256))
 
 
 @dataclass(frozen=True)

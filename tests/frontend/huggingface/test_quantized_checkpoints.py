@@ -206,8 +206,11 @@ def test_methods_are_named(tmp_path: Path, stated: dict[str, Any], said: str) ->
 
 
 def test_a_part_of_the_configuration(tmp_path: Path) -> None:
-    config_folder(tmp_path, text_config={"quantization_config": {"quant_method": "hqq"}})
-    assert "is quantized by hqq" in _refusal(str(tmp_path))
+    part = {"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}
+    config_folder(tmp_path / "it", model_type="llava", text_config=part)
+    assert "is quantized by hqq" in _refusal(str(tmp_path / "it"))
+    config_folder(tmp_path / "it", text_config=part)
+    assert "it has a part for text, which LlamaConfig does not have" in _refusal(str(tmp_path / "it"))
 
 
 def _with_tensor(folder: Path, name: str, *shape: int) -> str:
@@ -250,6 +253,25 @@ def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
         more=lambda writer: writer.add_tensor("more.weight", block, raw_shape=block.shape, raw_dtype=kind),
     )
     assert _refusal(str(file)).startswith("one.gguf stores tensors as Q8_K, which is not supported yet.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (31, "one.gguf stores blk.0.attn_q.weight as Q4_0_4_4, a format that llama.cpp no longer has."),
+        (
+            99,
+            "one.gguf stores blk.0.attn_q.weight in a format with the number 99, which the gguf package does not know.",
+        ),
+    ],
+)
+def test_a_storage_type_that_is_not_known(tmp_path: Path, kind: int, said: str) -> None:
+    file = tiny_gguf(tmp_path / "one.gguf")
+    data, name = bytearray(file.read_bytes()), b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # the number of axes and their sizes are before it
+    data[at : at + 4] = kind.to_bytes(4, "little")
+    file.write_bytes(data)
+    assert _refusal(str(file)).startswith(said)
 
 
 def _factors(value: float) -> Callable[[Any], None]:

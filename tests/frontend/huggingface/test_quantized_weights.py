@@ -64,7 +64,19 @@ def _write(
 def _block_values(ref: Any) -> Tensor:
     blocks = quantized_blocks(ref)
     assert blocks is not None
+    if "-g" in blocks.format:
+        return _wide_block_values(blocks.read().numpy(), *blocks.format.split("-g"))
     return torch.from_numpy(gguf.dequantize(blocks.read().numpy(), gguf.GGMLQuantizationType[blocks.format]))
+
+
+def _wide_block_values(rows: Any, name: str, width: str) -> Tensor:
+    """As gguf, for blocks of more columns."""
+    size, factors = int(width), 1 + (name == "Q4_1")
+    blocks = rows.reshape(len(rows), -1, 2 * factors + size // 2)
+    held = blocks[:, :, : 2 * factors].copy().view(np.float16).astype(np.float32)
+    q = np.concatenate([blocks[:, :, 2 * factors :] & 15, blocks[:, :, 2 * factors :] >> 4], 2).astype(np.float32)
+    values = q * held[:, :, :1] + held[:, :, 1:] if factors == 2 else (q - 8) * held
+    return torch.from_numpy(values.reshape(len(rows), -1))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -85,14 +97,14 @@ CASES: dict[str, dict[str, Any]] = {
     "w4a16, channels": {"layout": "packed", "size": -1, "symmetric": True},
     "w8a16": {"layout": "packed", "bits": 8, "symmetric": True},
 }
-FORMATS = {
+FORMATS: dict[str, str | None] = {
     "gptq, 8 bits": "Q8_0",
     "gptq, 8 bits, asymmetric": None,
     "gptq, 2 bits": "Q4_0",
     "w8a16": "Q8_0",
     **dict.fromkeys(("gptq, one group", "gptq, symmetric", "awq, symmetric", "w4a16", "w4a16, channels"), "Q4_0"),
 }
-"""The block format that the integers have; Q4_1 unless stated."""
+"""The block format that the integers have; Q4_1 unless stated. Those of four bits are as wide as the groups."""
 EXACT = {*FORMATS, "gptq, exact minima"}
 
 
@@ -104,7 +116,9 @@ def test_integers(tmp_path: Path, case: str) -> None:
     for key, values in wanted.items():
         assert torch.equal(tensors[key].read(), values), key
     blocks = quantized_blocks(tensors[name])
-    assert (blocks and blocks.format) == FORMATS.get(case, "Q4_1")
+    kept, size = FORMATS.get(case, "Q4_1"), CASES[case].get("size", 64)
+    width = {32: "", 64: "-g64"}.get(size, "-g128")
+    assert (blocks and blocks.format) == (f"{kept}{width}" if kept in ("Q4_0", "Q4_1") else kept)
     if blocks:
         gap = (_block_values(tensors[name]) - wanted[name]).abs().max() / wanted[name].abs().max()
         assert blocks.is_exact == (case in EXACT)
@@ -141,12 +155,20 @@ def test_modules_that_are_not_quantized(tmp_path: Path) -> None:
     assert f"contains {stem}.bias, which the model" in _refusal(tmp_path)
 
 
-def test_float16_checkpoints_are_captured_in_float32(tmp_path: Path) -> None:
+def test_float16_checkpoints_are_captured_in_another_dtype(tmp_path: Path) -> None:
+    """Values beside the blocks decide: the embedding, the head and the norms."""
     _write(tmp_path, "awq", symmetric=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
-    (dtype,) = {value.dtype for value in open_model(str(tmp_path)).example.module.parameters()}
-    assert dtype is torch.float32
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    for dtype, other in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        save_file({key: value.to(dtype).half() if "proj" not in key else value for key, value in held.items()}, file)
+        opened = open_model(str(tmp_path))
+        assert {value.dtype for value in opened.example.module.parameters()} == {other}
+        for key, value in load_file(file).items():
+            if key in opened.tensors:
+                assert torch.equal(opened.tensors[key].read().to(value.dtype), value), key
 
 
 @pytest.mark.parametrize("scale", ["block", "tensor", "row"])
@@ -188,12 +210,14 @@ def _check_rounding(folder: Path, wanted: dict[str, Tensor]) -> None:
         assert bool((gap <= wanted[key].abs() * 2**-8).all())
 
 
-def test_int8_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_int8(tmp_path: Path, groups: int) -> None:
     torch.manual_seed(0)
 
     def store(stem: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
-        codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0], 1).half()
-        return {f"{stem}.weight": codes, f"{stem}.weight_scale": scales}, codes.float() * scales.float()
+        codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0], groups).half()
+        wanted = codes.float() * scales.float().repeat_interleave(shape[1] // groups, 1)
+        return {f"{stem}.weight": codes, f"{stem}.weight_scale": scales}, wanted
 
     wanted = write_checkpoint(tmp_path, {"quant_method": "compressed-tensors", "format": "int-quantized"}, store)
     for key, ref in open_model(str(tmp_path)).tensors.items():
@@ -285,6 +309,17 @@ def _read_all(folder: Path) -> None:
 def test_settings_that_are_not_read(tmp_path: Path, stated: dict[str, Any], said: str) -> None:
     config_folder(tmp_path, quantization_config=stated)
     assert said in _refusal(tmp_path)
+
+
+def test_mixed_formats_of_compressed_tensors(tmp_path: Path) -> None:
+    """Each group of layers states its own."""
+    groups = {"a": {"format": "pack-quantized"}, "b": {"format": "float-quantized"}}
+    wanted = _write(tmp_path, "packed", format="mixed-precision", config_groups=groups)
+    for key, ref in open_model(str(tmp_path)).tensors.items():
+        assert torch.equal(ref.read(), wanted[key]), key
+    groups["b"]["format"] = "nvfp4-pack-quantized"
+    _write(tmp_path, "packed", format="mixed-precision", config_groups=groups)
+    assert "with the format nvfp4-pack-quantized, which is not" in _refusal(tmp_path)
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:

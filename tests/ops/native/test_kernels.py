@@ -16,7 +16,7 @@ from inlay.ops.weight_layout import Packing, mixed_size, pack_mixed, read_mixed
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128)]
+FORMATS = [Packing(4, -1), Packing(4, 8), Packing(8, 128), Packing(4, -1, 64), Packing(4, -1, 128), Packing(4, 8, 64)]
 FORMATS += [Packing(5, 16), Packing(5, -1), Packing(4, -1, 256), Packing(5, -1, 256), Packing(6, 32, 256)]
 FORMATS += [Packing(16, 0), Packing(32, 0)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,6 +16,7 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as hf
 
 from inlay.errors import ModelError, one_line
+from inlay.program.weights import is_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,14 +126,12 @@ def find_dtype(refs: Mapping[str, GGUFTensor | ReorderedTensor]) -> torch.dtype:
 def _is_bfloat16(ref: GGUFTensor | ReorderedTensor) -> bool:
     """Whether bfloat16 represents all values of a tensor exactly."""
     if isinstance(ref, ReorderedTensor) and ref.row_order() is None:
-        parts: tuple[torch.Tensor, ...] = (ref.read(),)
-    else:
-        tensor = ref.tensor if isinstance(ref, ReorderedTensor) else ref
-        if tensor.type_name == "BF16":
-            return True
-        stored = torch.from_numpy(tensor.stored_bytes())
-        parts = torch.split(stored.view(torch.float16 if tensor.type_name == "F16" else torch.float32), 256)
-    return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)
+        return is_bfloat16(ref.read())
+    tensor = ref.tensor if isinstance(ref, ReorderedTensor) else ref
+    if tensor.type_name == "BF16":
+        return True
+    dtype = torch.float16 if tensor.type_name == "F16" else torch.float32
+    return is_bfloat16(torch.from_numpy(tensor.stored_bytes()).view(dtype))
 
 
 def _is_unit_rope_factor(header: GGUFFile, name: str) -> bool:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_REMOVED_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
 _SIZE_KEYS = (
     "block_count",
     "embedding_length",
@@ -302,7 +306,7 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in rows:
         if kind not in {int(each) for each in GGMLQuantizationType}:
-            raise _damage_error(cursor.path, f"{name} has the unknown storage type {kind}")
+            raise _type_error(cursor.path, name, kind)
         block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not all(shape) or shape[-1] % block:
             raise _damage_error(cursor.path, f"{name} has shape {list(shape)}, which is invalid for its storage type")
@@ -313,6 +317,16 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
             raise _damage_error(cursor.path, f"the tensor {name} appears twice")
         tensors[name] = GGUFTensor(file, name, kind, shape, start + offset, size)
     return tensors
+
+
+def _type_error(path: Path, name: str, kind: int) -> ModelError:
+    if kind in _REMOVED_TYPES:
+        problem = f"{path.name} stores {name} as {_REMOVED_TYPES[kind]}, a format that llama.cpp no longer has."
+        return ModelError(problem, "Use a file in another format, such as Q4_0.")
+    if kind > 255:
+        return _damage_error(path, f"{name} has the unknown storage type {kind}")
+    problem = f"{path.name} stores {name} in a format with the number {kind}, which the gguf package does not know."
+    return ModelError(problem, "Upgrade the gguf package.")
 
 
 def _check_sizes(header: GGUFFile) -> None:

@@ -54,6 +54,11 @@ def load_config(folder: Path, name: str, options: HFOptions) -> Any:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except Exception as error:
         raise _config_error(name, error) from error
+    if isinstance(config.get_text_config(), dict):
+        raise ModelError(
+            f"The configuration of {name} has a part for text, which {type(config).__name__} does not have.",
+            "Check its config.json.",
+        )
     for each in (config, config.get_text_config()):
         each.__dict__.pop("quantization_config", None)  # weights are decoded when they are read
     return config

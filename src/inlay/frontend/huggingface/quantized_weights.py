@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import ModelError
-from inlay.program.weights import QuantizedBlocks
+from inlay.program.weights import WIDE_BLOCKS, QuantizedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ _BLOCK = 32
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of each of eight consecutive columns."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PACKED_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-"""Formats of compressed-tensors that are read."""
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None)
+"""Formats of compressed-tensors that are read; a mixed one states the format of each group of layers."""
 _FLOATS = ("F16", "BF16", "F32")
 _ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 """Ends of the names of scales for quantized activations, which the values of weights do not depend on."""
@@ -52,37 +52,41 @@ class Groups:
         return self._steps(self.integers().float()) * self.scale.float()[:, self.group]
 
     def blocks(self) -> QuantizedBlocks | None:
-        """Return the integers as Q4_0, Q4_1 or Q8_0 blocks, which have 32 columns, or None."""
-        if len(self.group) % _BLOCK or not bool((self.group.view(-1, _BLOCK) == self.group[::_BLOCK, None]).all()):
-            return None
+        """Return the integers as Q4_0, Q4_1 or Q8_0 blocks, or None. 4-bit blocks are as wide as the groups allow."""
         low, high, top = int(self.zero.min()), int(self.zero.max()), (1 << self.bits) - 1
-        factors = [self.scale.float()]
+        factors, widths = [self.scale.float()], (*reversed(WIDE_BLOCKS), _BLOCK)
         if high <= 8 and top - low <= 7:
             name, offset = "Q4_0", 8
         elif self.bits <= 4:
             name, offset = "Q4_1", -1
             factors.append(-self.scale.float() * self.zero.float())
         elif high <= 128 and top - low <= 127:
-            name, offset = "Q8_0", 0
+            name, offset, widths = "Q8_0", 0, (_BLOCK,)
         else:
             return None
+        width = next((each for each in widths if self._has_blocks(each)), None)
         stored = [each.half() for each in factors]
         pairs = list(zip(stored, factors, strict=True))
-        if not all(torch.allclose(half.float(), each, rtol=2**-10, atol=0.0) for half, each in pairs):
+        if width is None or not all(torch.allclose(half.float(), each, rtol=2**-10, atol=0.0) for half, each in pairs):
             return None
         is_exact = all(torch.equal(half.float(), each) for half, each in pairs)
-        return QuantizedBlocks(name, len(self.scale), partial(self._write_blocks, stored, offset), is_exact)
+        name += "" if width == _BLOCK else f"-g{width}"
+        return QuantizedBlocks(name, len(self.scale), partial(self._write_blocks, stored, offset, width), is_exact)
 
-    def _write_blocks(self, factors: list[Tensor], offset: int) -> Tensor:
+    def _has_blocks(self, width: int) -> bool:
+        """Whether each run of this many columns is part of one group."""
+        return not len(self.group) % width and bool((self.group.view(-1, width) == self.group[::width, None]).all())
+
+    def _write_blocks(self, factors: list[Tensor], offset: int, width: int) -> Tensor:
         """Return rows of blocks. The format has this zero point, or stores minima if it is -1, or signed bytes if 0."""
         q = self.integers()
         if offset >= 0:
             q = (self._steps(q.short()) + offset).to(torch.uint8)
-        q = q.view(len(q), -1, _BLOCK)
+        q = q.view(len(q), -1, width)
         if offset:
             low, high = q.chunk(2, dim=2)
             q = low | high << 4
-        heads = [each[:, self.group[::_BLOCK]].unsqueeze(2).contiguous().view(torch.uint8) for each in factors]
+        heads = [each[:, self.group[::width]].unsqueeze(2).contiguous().view(torch.uint8) for each in factors]
         return torch.cat([*heads, q], dim=2).reshape(len(q), -1)
 
     def _steps(self, q: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ class Quantization:
         elif method == "compressed-tensors":
             formats = [stated.get("format"), *(group.get("format") for group in self._groups())]
             found = [key for key in ("sparsity_config", "transform_config") if _is_stated(stated.get(key))]
-            found += sorted({f"the format {each}" for each in formats if each not in _PACKED_FORMATS})
+            found += sorted({f"the format {each}" for each in formats if each not in _FORMATS})
             found += self._unsupported_block()
         else:
             return None if method == "mxfp4" or (method == "fp8" and not self._unsupported_block()) else ""
@@ -323,18 +327,18 @@ def _packed(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
 
 
 def _int8(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
-    """Signed bytes with a scale for each row."""
+    """Signed bytes, one for each value."""
     if parts.stem(".weight") is None or parts.stored[parts.key].dtype_name != "I8":
         return None
     weight = parts.take(parts.key, (-1, -1), "I8")
     rows, columns = weight.shape
-    scale = parts.take(f"{parts.key}_scale", (rows, 1), *_FLOATS)
-    zeros = parts.take_optional(f"{parts.key}_zero_point", (rows, 1), "I8")
+    scale, size = _group_scale(parts, f"{parts.key}_scale", rows, columns)
+    zeros = parts.take_optional(f"{parts.key}_zero_point", scale.shape, "I8")
 
     def decode(weight: SafetensorsTensor, scale: SafetensorsTensor, *zeros: SafetensorsTensor) -> Groups:
-        zero = zeros[0].read().short() + 128 if zeros else torch.full((rows, 1), 128, dtype=torch.int16)
+        zero = zeros[0].read().short() + 128 if zeros else torch.full(scale.shape, 128, dtype=torch.int16)
         integers = lambda: weight.read().view(torch.uint8) ^ 128  # noqa: E731
-        return Groups(8, integers, scale.read(), zero, torch.zeros(columns, dtype=torch.int64))
+        return Groups(8, integers, scale.read(), zero, torch.arange(columns) // size)
 
     return QuantizedTensor(parts.key, (rows, columns), kind.config, (weight, scale, *zeros), decode)
 

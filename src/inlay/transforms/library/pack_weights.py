@@ -234,7 +234,7 @@ def _note(wanted: PackedFormat, kind: str, made: Sequence[DerivedTensor]) -> str
     if wanted.is_exact and not any(map(_has_rounded_blocks, made)):
         return f"{what}, kept as stored"
     if wanted.is_exact:
-        to = f"{what}, integers kept as stored, minima rounded to float16"
+        to = f"{what}, integers kept as stored, scales and minima in float16"
     else:
         to = f"{what} → int8 in groups of 32" if wanted.is_block_format else what
     measured = [made[place] for place in sorted({0, len(made) // 2, len(made) - 1})]
