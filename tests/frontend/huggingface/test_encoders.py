@@ -178,6 +178,36 @@ def test_max_length(
     assert found.max_length == expected
 
 
+def test_transformer_in_a_subfolder(bert: Any, tmp_path: Path) -> None:
+    """Older folders have nothing but modules.json at the top, and no class in config.json."""
+    from safetensors.torch import load_file, save_file
+
+    sentence_folder(tmp_path, bert, pooling={}, modules=())
+    rows = json.loads((tmp_path / "modules.json").read_text())
+    home = tmp_path / "0_Transformer"
+    home.mkdir()
+    for file in [each for each in tmp_path.iterdir() if each.is_file()]:
+        file.rename(home / file.name)
+    (tmp_path / "modules.json").write_text(json.dumps([{**rows[0], "path": home.name}, rows[1]]))
+    config = json.loads((home / "config.json").read_text())
+    (home / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    kept = {key: value for key, value in load_file(home / "model.safetensors").items() if "pooler" not in key}
+    save_file(kept, home / "model.safetensors", {"format": "pt"})
+    row = tokens(9)
+    expected = hidden(bert, row).mean(0, keepdim=True)
+    torch.testing.assert_close(run(open_model(str(tmp_path)), [row]), expected, atol=TOLERANCE, rtol=0)
+    assert identify(str(tmp_path)).architecture == "bert"
+
+
+def test_an_architecture_with_several_classes(tmp_path: Path) -> None:
+    """transformers maps some configurations to a tuple of classes."""
+    from transformers import FunnelConfig, FunnelModel
+
+    sizes = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1], "num_decoder_layers": 1}
+    model = FunnelModel(FunnelConfig(vocab_size=32, **sizes))
+    assert open_model(str(encoder_folder(tmp_path, model))).encoder is not None
+
+
 def test_settings_of_texts(bert: Any, tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "query: ", "document": None}, "default_prompt_name": "query"}
     text = {"do_lower_case": True}

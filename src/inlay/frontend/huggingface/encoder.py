@@ -64,8 +64,14 @@ def is_encoder(folder: Path, name: str, options: HFOptions) -> bool:
     if type(config) not in masked or config.is_encoder_decoder or getattr(config, "is_decoder", False):
         return False
     mappings = (transformers.MODEL_MAPPING, masked, transformers.MODEL_FOR_PRETRAINING_MAPPING)
-    known = {mapping[type(config)].__name__ for mapping in mappings if type(config) in mapping}
-    return not config.architectures or not known.isdisjoint(config.architectures)
+    return not config.architectures or any(_find_stated(mapping, config) for mapping in mappings)
+
+
+def _find_stated(mapping: Any, config: Any) -> Any:
+    """Return the class of a mapping that a configuration states, or None. Some configurations have several classes."""
+    found = mapping.get(type(config), ())
+    classes = found if isinstance(found, tuple) else (found,)
+    return next((each for each in classes if each.__name__ in (config.architectures or ())), None)
 
 
 def open_encoder(folder: Path, name: str, options: HFOptions) -> SourceModel:
@@ -172,13 +178,12 @@ def _build_transformer(config: Any, name: str, options: HFOptions, *, has_pooler
         transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
     }
     for each, mapping in heads.items():
-        stated = type(config) in mapping and mapping[type(config)].__name__ in (config.architectures or ())
-        auto = each if stated and not config.is_encoder_decoder else auto
+        if _find_stated(mapping, config) and not config.is_encoder_decoder:
+            auto = each
     more: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
-    if auto is transformers.AutoModel and type(config) in transformers.MODEL_MAPPING:
-        made = transformers.MODEL_MAPPING[type(config)]
-        if "add_pooling_layer" in inspect.signature(made).parameters:
-            more["add_pooling_layer"] = has_pooler
+    alone = transformers.MODEL_MAPPING.get(type(config), None) if auto is transformers.AutoModel else None
+    if isinstance(alone, type) and "add_pooling_layer" in inspect.signature(alone).parameters:
+        more["add_pooling_layer"] = has_pooler
     try:
         with tracing_lock(), fake_parameters():
             model = auto.from_config(config, trust_remote_code=options.trust_remote_code, **more)
