@@ -73,7 +73,7 @@ class InsertKVCache(ProgramTransform):
 
         max_length: int = 0
         max_batch: int = 1
-        max_prefill: int = 0
+        max_prefill: int = 512
         dtype: Literal["", "float32", "bfloat16", "float16"] = ""
 
     @classmethod
