@@ -44,6 +44,7 @@ class Parts:
     """A program with a cache, run on some tokens of some sequences at a time. Caches hold nothing but NaN before."""
 
     def __init__(self, program: Program) -> None:
+        self.program = program
         self.step = compile_program(program, "eager")
         self.caches = {
             row.name: torch.full(row.shape, float("nan"), dtype=getattr(torch, row.dtype))  # type: ignore[arg-type]

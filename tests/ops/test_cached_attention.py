@@ -29,21 +29,31 @@ BOTH = {"slopes": True, "sinks": True}
 BEFORE = ([0], [7], [0, 0], [3, 9, 0], [11, 4])
 
 
-def _check(shape: tuple[int, ...], how: dict[str, Any], window: int, before: list[int], new: int, dtype: Any) -> None:
+def _check(
+    shape: tuple[int, ...],
+    how: dict[str, Any],
+    window: int,
+    before: list[int],
+    new: int,
+    dtype: Any,
+    room: int = ROOM,
+) -> None:
     heads, groups, size, out = shape
     made = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=made).to(dtype)
 
-    keys, values = (torch.full((SLOTS, groups, ROOM, each), float("nan"), dtype=dtype) for each in (size, out))
+    keys, values = (torch.full((SLOTS, groups, room, each), float("nan"), dtype=dtype) for each in (size, out))
     slots = [4, 0, 2][: len(before)]
     longest = max(before) + new
     sizes = ((heads, longest, size), (groups, longest, size), (groups, longest, out))
     query, key, value = (random(len(before), *each) for each in sizes)
     for row, (slot, held) in enumerate(zip(slots, before, strict=True)):
-        keys[slot, :, : held + new] = key[row, :, : held + new]
-        values[slot, :, : held + new] = value[row, :, : held + new]
+        # Rows that left the window stay NaN.
+        positions = torch.arange(max(0, held - window + 1) if window else 0, held + new)
+        keys[slot, :, positions % room] = key[row, :, positions]
+        values[slot, :, positions % room] = value[row, :, positions]
     slopes = torch.linspace(0.1, 0.5, heads) if how.get("slopes") else None
     slopes = slopes.view(-1, 1, 1) if slopes is not None and how["slopes"] == "column" else slopes
     rest = (SCALE, window, how.get("softcap", 0.0), slopes, random(heads) if how.get("sinks") else None)
@@ -85,6 +95,25 @@ def test_half_precision(how: str, window: int) -> None:
 
 def test_a_slot_filled_to_the_brim() -> None:
     _check(HEADS[1], {}, 0, [ROOM - 4, 0], 4, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [*((each, torch.float32) for each in (*HOW, "slopes and sinks")), ("plain", torch.bfloat16)],
+)
+def test_rings(how: str, dtype: torch.dtype) -> None:
+    """Sequences of several times the rows of a slot, which are as few as may be, or more."""
+    for (window, new), more, before in itertools.product(
+        ((1, 1), (5, 1), (5, 4), (3, 7), (7, 3)), (0, 1, 4), ([0], [60, 3], [11, 7, 26])
+    ):
+        _check(HEADS[1], HOW.get(how, BOTH), window, before, new, dtype, window + new - 1 + more)
+
+
+@pytest.mark.parametrize(("window", "room"), [(0, 8), (8, 8), (6, 8)])
+def test_a_ring_without_room(window: int, room: int) -> None:
+    """A slot must cover the window before the first of 4 new rows, and these."""
+    with pytest.raises(IndexError, match="length 5 at 0 is not from 0 to 4"):
+        _check(HEADS[1], {}, window, [5], 4, torch.float32, room)
 
 
 @pytest.mark.parametrize("new", [1, 3])

@@ -70,6 +70,7 @@ def bench(
     from inlay.bench.contestants import find, package_contestant
     from inlay.bench.metrics import report
     from inlay.bench.rounds import Workload, assign_tasks, run_rounds, steps
+    from inlay.lowering.executable import CacheSizes
     from inlay.package.loader import read_manifest
 
     manifest, _ = read_manifest(package)
@@ -82,9 +83,10 @@ def bench(
         raise UsageError(f"{chart.parent} is not a folder.", "Create it first.")
     us = package_contestant(package, manifest)
     others = find(scripts, peers, contestants, us.arguments | {"model": model and str(Path(model).resolve())})
-    slots, _, room, _ = (int(size) for size in manifest.states[0].shape)
-    workload, notes = Workload(batch=batch).fit(room, slots)
-    entries = assign_tasks(us, others, workload, slots)
+    cache = CacheSizes.from_bindings(manifest.bindings)
+    assert cache is not None  # a decoder has a KV cache
+    workload, notes = Workload(batch=batch).fit(cache.max_seq_len, cache.slots)
+    entries = assign_tasks(us, others, workload, cache.slots)
     with progress(steps(entries, rounds)) as step:
         raced = run_rounds(entries, rounds, step)
     if us.name not in raced.samples:

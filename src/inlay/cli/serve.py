@@ -64,7 +64,7 @@ def serve(
         typer.Option(
             "--cache-memory",
             metavar="SIZE",
-            help="Memory for the prefix cache, such as 2GB; by default as much as the slots take. 0 disables it.",
+            help="Memory for the prefix cache, such as 2GB; by default for as many tokens as the slots. 0 disables it.",
         ),
     ] = None,
     host_cache_memory: Annotated[

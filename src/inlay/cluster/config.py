@@ -57,7 +57,7 @@ class ClusterConfig(BaseModel):
     queue: Annotated[int, Field(ge=1)] = 16
     """Requests that wait in a replica. As many more wait in the ingress for each replica that may exist."""
     cache_memory: Size | None = None
-    """Memory for the prefix cache of a replica; by default as much as the slots take."""
+    """Memory for the prefix cache of a replica; by default for as many tokens as the slots."""
     host_cache_memory: Size = "0"
     """Memory for blocks that are evicted from the prefix cache."""
     routing: Literal["kv", "least_loaded", "random"] = "kv"

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from inlay.cluster.config import engine_settings, read_package, text_fingerprint
 from inlay.cluster.placement import Fleet, Placement
 from inlay.cluster.tracing import span
-from inlay.errors import InlayError, ProgramError, one_line
+from inlay.errors import InlayError, ProgramError, UsageError, one_line
+from inlay.lowering.executable import CacheSizes
 from inlay.runtime.generation_state import check_length
 from inlay.runtime.outputs import FinishReason
 from inlay.runtime.request import EngineClosedError, EngineUnavailableError, QueueFullError, RequestHandle
@@ -99,10 +100,13 @@ class RemoteEngine:
     ) -> None:
         """`call` runs `EngineReplica.generate` on a replica. It raises `ReplicaLostError` where another may succeed."""
         manifest, folder = read_package(config)
-        slots, _, self.max_seq_len, _ = (int(size) for size in manifest.states[0].shape)
+        cache = CacheSizes.from_bindings(manifest.bindings)
+        if cache is None:
+            raise UsageError(f"{config.package} has no KV cache.", "Build it from a language model.")
+        self.max_seq_len = cache.max_seq_len
         self.text = TextCodec.load(folder / "tokenizer")
         self.settings = replace(engine_settings(config), max_waiting=config.queue * config.most_replicas)
-        self.slots = min(config.slots or slots, slots) * config.most_replicas
+        self.slots = min(config.slots or cache.slots, cache.slots) * config.most_replicas
         self.fleet = fleet
         self._call, self._fingerprint = call, text_fingerprint(manifest)
         self._running: dict[int, RemoteHandle] = {}

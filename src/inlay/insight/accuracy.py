@@ -130,12 +130,12 @@ def measure_accuracy(
         logits = torch.cat([runner.logits(batch[row : row + 1]) for row in range(len(batch))])
         on_step(f"package {start + len(batch)} of {len(windows)}")
         _add_chunks(calls, batch, logits, decode, 1, is_prefill=False)
-        _add_chunks(calls, batch, logits, prefill, CHUNK, is_prefill=True)
+        _add_chunks(calls, batch, logits, prefill, min(CHUNK, package.max_prefill), is_prefill=True)
         if start == 0:
             on_step("serving")
             _add_serving(calls, batch, logits, serving)
     on_step("layers")
-    drifts, note = _layer_drifts(package, runner, windows[:1])
+    drifts, note = _layer_drifts(package, runner, windows[:1, : package.max_prefill])
     agreements = decode.agreement(), prefill.agreement(), serving.agreement()
     unreached = tuple(bucket.text for bucket in package.manifest.buckets if bucket.name not in calls.reached)
     return AccuracyReport(windows.numel(), *agreements, drifts, note, unreached)
@@ -245,7 +245,7 @@ def _add_serving(calls: _Calls, windows: torch.Tensor, reference: torch.Tensor, 
     for row in range(count):
         size, stop = 1, max(1, length * (row + 1) // (count + 1))
         while left := stop - int(served.filled[row]):
-            served.advance([row], min(size, left), is_prefill=True)
+            served.advance([row], min(size, left, calls.package.max_prefill), is_prefill=True)
             size *= 3
     for step in range(_DECODE_CALLS):
         if rows := [row for row in range(count) if served.filled[row] < length - 1]:
@@ -259,14 +259,15 @@ def _add_longest(calls: _Calls, runner: _Reference, tokens: Sequence[int], sums:
     text = torch.tensor(tokens).repeat(room // len(tokens) + 1)[None, : room + 1]
     longest = _Sequences(calls, 1, text, runner.logits(text[:, :room]), sums)
     ranges = [bucket.sizes["length"] for bucket in calls.package.manifest.buckets]
-    sizes = {size for low, high in ranges for size in (low, min(high or room, _MAX_CHUNK)) if low <= size <= room}
+    chunk = min(_MAX_CHUNK, calls.package.max_prefill)
+    sizes = {size for low, high in ranges for size in (low, min(high or room, chunk)) if low <= size <= room}
     for size in sorted(sizes):
         longest.filled.clamp_(max=room - size)
         longest.advance([0], size, is_prefill=True)
-    prompt = room - min(_DECODE_CALLS, room // 2)
+    prompt = room - min(_DECODE_CALLS, room // 2, calls.package.max_prefill)  # a ring keeps the rows of a call
     longest.filled.clamp_(max=prompt)
     while (done := int(longest.filled)) < room:
-        longest.advance([0], max(1, min(prompt - done, _MAX_CHUNK)), is_prefill=done < prompt)
+        longest.advance([0], max(1, min(prompt - done, chunk)), is_prefill=done < prompt)
 
 
 def _inputs(tokens: torch.Tensor, filled: int | torch.Tensor, slots: Any = None) -> dict[str, torch.Tensor]:

@@ -94,6 +94,9 @@ class Executable:
         ]
         self.cache = CacheSizes.from_bindings(bindings)
         """None for programs that are not decoders with a KV cache."""
+        longest = self.buckets[-1][0].sizes.get("length", (1, None))[1] if self.buckets else None
+        self.max_prefill = longest or (self.cache.max_seq_len if self.cache else 0)
+        """The most tokens per sequence in a call of a decoder."""
         answers = find_decode_buckets([bucket.sizes for bucket, _ in self.buckets])
         self._prefill = [index for index, decodes in enumerate(answers) if not decodes]
         self._decode = [index for index, decodes in enumerate(answers) if decodes] + self._prefill
@@ -170,6 +173,8 @@ class CacheSizes:
     slots: int
     max_seq_len: int
     vocab_size: int
+    rooms: frozenset[int]
+    """Rows of a slot, for each state. If they are fewer than `max_seq_len`, the slot is a ring."""
 
     @classmethod
     def from_bindings(cls, bindings: Bindings) -> CacheSizes | None:
@@ -182,11 +187,14 @@ class CacheSizes:
         if not (isinstance(slots, int) and isinstance(room, int) and isinstance(scores[0], int)):
             problem = f"Expected integers for slots, rows and tokens of the cache; found {slots}, {room}, {scores[0]}."
             raise PackageError(problem, "Build the package again.")
-        return cls(slots, room, scores[0])
+        most = next(row.below for row in bindings.ins if row.target == SIGNATURE.lengths)
+        if most is None:
+            return cls(slots, room, scores[0], frozenset({room}))
+        return cls(slots, most, scores[0], frozenset(int(shape[2]) for shape in shapes))
 
     def is_cache(self, shape: Sequence[int | str]) -> bool:
         """Whether a state of this shape, `[slot, head, row, …]`, is a KV cache."""
-        return len(shape) == 4 and shape[0] == self.slots and shape[2] == self.max_seq_len
+        return len(shape) == 4 and shape[0] == self.slots and shape[2] in self.rooms
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Reject indices out of range, before anything is written."""

@@ -82,7 +82,7 @@ def prove(package: LoadedPackage, longer: LoadedPackage | None = None) -> Proof:
     if package.cache is not None:
         for row in manifest.states:
             if package.cache.is_cache(row.shape):
-                states[row.name].row_bytes = row.nbytes // (package.cache.slots * package.cache.max_seq_len)
+                states[row.name].row_bytes = row.nbytes // (package.cache.slots * int(row.shape[2]))
     proof = Proof(list(states.values()))
     for bucket in manifest.buckets:
         _prove_bucket(bucket, package.folder, states, proof)

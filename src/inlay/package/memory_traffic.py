@@ -91,7 +91,7 @@ class Traffic:
     """The measurements of a package."""
 
     max_seq_len: int
-    """Rows of a slot; 0 for programs without a KV cache."""
+    """The most tokens of a sequence; 0 for programs without a KV cache."""
     steps: tuple[StepTraffic, ...] = ()
 
     @property
@@ -222,7 +222,7 @@ def _pages(
         known = new = torch.ones_like(read)
         if package.cache is not None and package.cache.is_cache(value.shape):
             rows = list(zip(given[SIGNATURE.slots].tolist(), given[SIGNATURE.lengths].tolist(), strict=True))
-            added, room = given[SIGNATURE.tokens].shape[1], package.cache.max_seq_len
+            added, room = given[SIGNATURE.tokens].shape[1], value.shape[2]
             new = _pages_of(value, [(slot, filled, filled + added) for slot, filled in rows])
             ends = [(slot, min(room, -(-(filled + added) // _TILE) * _TILE)) for slot, filled in rows]
             known = _pages_of(value, [(slot, 0, end) for slot, end in ends])
@@ -231,11 +231,16 @@ def _pages(
 
 
 def _pages_of(cache: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-    """Return the pages of a cache `[slot, head, row, …]` that contain parts of these rows (slot, first, end)."""
+    """Return the pages of a cache `[slot, head, row, …]` that contain parts of these positions (slot, first, end)."""
     pages = torch.zeros(-(-cache.nbytes // mmap.PAGESIZE), dtype=torch.bool)
     heads, room = cache.shape[1], cache.shape[2]
     row = cache.nbytes // (cache.shape[0] * heads * room)
-    for place, first, end in ((slot * heads + head, *ends) for slot, *ends in rows for head in range(heads)):
+    pieces = [
+        (slot, max(first, lap) % room, (min(end, lap + room) - 1) % room + 1)
+        for slot, first, end in rows
+        for lap in range(first // room * room, end, room)
+    ]
+    for place, first, end in ((slot * heads + head, *ends) for slot, *ends in pieces for head in range(heads)):
         begin, stop = (place * room + first) * row, (place * room + end) * row
         pages[begin // mmap.PAGESIZE : -(-stop // mmap.PAGESIZE)] = True
     return pages

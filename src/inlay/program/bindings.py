@@ -54,6 +54,9 @@ class Binding:
     persistent: bool = True
     value: int | float | bool | str | None = None
     """The value of a Python number or string at capture, which is baked into the program."""
+    below: int | None = None
+    """All numbers of an index are below this, if it is known. For the lengths of a KV cache, it is the most tokens of a
+    sequence; None if these are the rows of a slot."""
 
     @property
     def is_tensor(self) -> bool:

@@ -57,7 +57,7 @@ class EngineSettings:
     block_size: int = 32
     """Tokens in a block of the prefix cache."""
     cache_bytes: int | None = None
-    """Memory of the prefix cache. Default: the memory of the slots. 0: no prefix cache."""
+    """Memory of the prefix cache. Default: as many tokens as all slots can have. 0: no prefix cache."""
     host_bytes: int = 0
     """Memory of the second cache level, which receives blocks that are evicted from the first."""
 
@@ -76,14 +76,19 @@ class Engine:
         self.text = text
         self.settings = settings = settings or EngineSettings()
         states = package.bindings.state
-        if not states or package.initial:
+        if not states or package.initial or package.cache is None:
             raise UsageError("This package has no KV cache that can be served.", "Build it from a language model.")
-        count, _, room, _ = (int(size) for size in states[0].shape)
-        self.slots, self.max_seq_len = min(settings.slots or count, count), room
+        sizes = package.cache
+        self.slots, self.max_seq_len = min(settings.slots or sizes.slots, sizes.slots), sizes.max_seq_len
         per_block = bytes_per_token(states) * settings.block_size
-        slot_bytes = per_block * room // settings.block_size
-        cache_bytes = slot_bytes * self.slots if settings.cache_bytes is None else settings.cache_bytes
+        slot_bytes = sum(row.nbytes for row in states) // sizes.slots
+        per_sequence = per_block * self.max_seq_len // settings.block_size  # blocks have no rings
+        cache_bytes = per_sequence * self.slots if settings.cache_bytes is None else settings.cache_bytes
         places = (cache_bytes // per_block, settings.host_bytes // per_block)
+        most = min(sizes.rooms) - package.max_prefill + 1
+        if places[0] and min(sizes.rooms) < sizes.max_seq_len and settings.block_size > most:
+            problem = f"A block of {settings.block_size} tokens may be overwritten before it is copied."
+            raise UsageError(problem, f"Use a block_size of at most {most}.")
         self.memory_bytes = slot_bytes * self.slots + sum(places) * per_block
         self.event_log = EventLog()
         self.cache = (
@@ -103,7 +108,12 @@ class Engine:
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
-        self._limits = Limits(self.slots, settings.max_prefill_tokens, settings.max_prefill_only_tokens, batches)
+        self._limits = Limits(
+            self.slots,
+            min(settings.max_prefill_tokens, package.max_prefill),
+            min(settings.max_prefill_only_tokens, package.max_prefill),
+            batches,
+        )
         self._waiting: dict[int, SequenceState] = {}
         self._running: dict[int, SequenceState] = {}
         self._outputs: dict[asyncio.AbstractEventLoop | None, list[tuple[RequestHandle, TokenOutput | InlayError]]] = (
@@ -256,7 +266,7 @@ class Engine:
         """Run one prefill chunk and one decode of all slots, at the end of the slots, past the rows of any sequence."""
         if self._populate_thread is not None:
             self._populate_thread.join()
-        chunk = min(self.settings.max_prefill_tokens, self.max_seq_len)
+        chunk = self._limits.max_prefill_tokens
         for batch, length, prompt in ((1, chunk, True), (self.slots, 1, False)):
             given = {SIGNATURE.tokens: _numbers([[0] * length] * batch), SIGNATURE.slots: torch.arange(batch)}
             lengths = torch.full((batch,), self.max_seq_len - length)

@@ -30,13 +30,15 @@ class Session:
     def __init__(self, executable: Executable, batch: int = 1) -> None:
         self._state = executable.new_state()
         self._run = open_steps(executable, self._state)
-        slots, _, room, _ = executable.bindings.state[0].shape
-        if batch > int(slots):
+        cache = executable.cache
+        if cache is None:
+            raise UsageError("The package has no KV cache.", "Build it from a language model.")
+        if batch > cache.slots:
             raise UsageError(
-                f"The session has {batch} sequences, but the package has {slots} slots.",
+                f"The session has {batch} sequences, but the package has {cache.slots} slots.",
                 "Build with a larger --max-batch.",
             )
-        self.batch, self.max_seq_len = batch, int(room)
+        self.batch, self.max_seq_len, self._max_prefill = batch, cache.max_seq_len, executable.max_prefill
         self._slots = torch.arange(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int64)
         held = {**self._state, SIGNATURE.lengths: self._lengths}
@@ -71,15 +73,12 @@ class Session:
                     f"A sequence would grow to {longest} tokens, but the limit is {self.max_seq_len}.",
                     "Build with a larger --max-length, or call restart().",
                 )
-            given_all = {
-                **self._state,
-                SIGNATURE.tokens: given,
-                SIGNATURE.slots: self._slots,
-                SIGNATURE.lengths: self._lengths,
-            }
             begins = given.shape[1] > 1 or not any(self.lengths)
-            results = self._run(given_all, is_prefill=begins if is_prefill is None else is_prefill)
-            self._lengths += given.shape[1]
+            given_all = {**self._state, SIGNATURE.slots: self._slots, SIGNATURE.lengths: self._lengths}
+            for part in torch.split(given, self._max_prefill, 1):
+                given_all[SIGNATURE.tokens] = part.contiguous()
+                results = self._run(given_all, is_prefill=begins if is_prefill is None else is_prefill)
+                self._lengths += part.shape[1]
         scores: torch.Tensor = results[SIGNATURE.logits][:, -1]
         return scores.float()
 

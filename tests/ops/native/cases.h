@@ -244,7 +244,8 @@ struct AttentionCase {
         heads(kv_heads * pick(random, {1, 2, 3, 5})),
         depth(pick(random, {16, 24, 32, 64})),
         width(pick(random, {16, 40, 64, 80})),
-        room(std::max<int64_t>(length + 1, pick(random, {17, 40, 64, 133, 300}))),
+        window(pick(random, {0, 0, 7, 40})),
+        room(std::max<int64_t>(length + 1, pick(random, {window + length - 1, 17, 40, 64, 133, 300}))),
         held(batch + 1),
         content(static_cast<int>(random() % 4)),
         query(batch * length * heads * depth, static_cast<int32_t>(random() % 3)),
@@ -256,17 +257,21 @@ struct AttentionCase {
         lengths(batch) {
     const double nobodys = std::numeric_limits<double>::quiet_NaN();
     query.fill(random), keys.fill(nobodys), values.fill(nobodys), slopes.fill(random, 0.1), sinks.fill(random);
-    window = pick(random, {0, 0, 7, 40});
     softcap = pick(random, {0, 0, 5});
     sloping = random() % 4 == 0, sinking = random() % 4 == 0, tiled = length >= 16 || random() % 4 == 0;
+    const bool is_ring = window && length && window + length - 1 <= room && random() % 4;
     for (int64_t b = 0; b < batch; ++b) {
       slots[b] = held - 1 - b;
       lengths[b] = at_end ? room - length : static_cast<int64_t>(random() % (room - length + 1));
-      fill(random, b, lengths[b] + length);
+      if (is_ring) lengths[b] += static_cast<int64_t>(random() % (4 * room));
+      // A ring that was read from its start on is full; what is no longer in a window may also be as it was.
+      const bool is_full = !is_ring || random() % 2;
+      fill(random, b, is_full ? 0 : std::max<int64_t>(0, lengths[b] - window + 1), lengths[b] + length);
     }
     if (batch && length && (content == kNaN || content == kInf || content == kMinusInf)) {
       const int64_t b = static_cast<int64_t>(random() % batch), kv = static_cast<int64_t>(random() % kv_heads);
-      const int64_t row = static_cast<int64_t>(random() % (lengths[b] + length));
+      const int64_t row =
+          lengths[b] + length - 1 - static_cast<int64_t>(random() % std::min(room, lengths[b] + length));
       switch (random() % 3) {
         case 0:
           keys.set(key_at(b, kv, row) + depth / 2, strange(content));
@@ -279,17 +284,19 @@ struct AttentionCase {
       }
     }
   }
-  void fill(Random& random, int64_t b, int64_t filled) {
+  void fill(Random& random, int64_t b, int64_t first, int64_t filled) {
     std::normal_distribution<double> normal;
     for (int64_t kv = 0; kv < kv_heads; ++kv)
-      for (int64_t row = 0; row < filled; ++row) {
+      for (int64_t row = std::max(first, filled - room); row < filled; ++row) {
         for (int64_t d = 0; d < depth; ++d) keys.set(key_at(b, kv, row) + d, normal(random));
         for (int64_t d = 0; d < width; ++d) values.set(value_at(b, kv, row) + d, normal(random));
       }
   }
-  int64_t key_at(int64_t b, int64_t kv, int64_t row) const { return ((slots[b] * kv_heads + kv) * room + row) * depth; }
-  int64_t value_at(int64_t b, int64_t kv, int64_t row) const {
-    return ((slots[b] * kv_heads + kv) * room + row) * width;
+  int64_t key_at(int64_t b, int64_t kv, int64_t position) const {
+    return ((slots[b] * kv_heads + kv) * room + position % room) * depth;
+  }
+  int64_t value_at(int64_t b, int64_t kv, int64_t position) const {
+    return ((slots[b] * kv_heads + kv) * room + position % room) * width;
   }
   std::string text() const {
     std::string lies = "lengths";
@@ -357,9 +364,9 @@ struct AttentionCase {
     run(out);
     compare(wanted, out, 3e-2, text());  // queries and weights may become bfloat16
   }
-  const int64_t batch, length, kv_heads, heads, depth, width, room, held;
+  const int64_t batch, length, kv_heads, heads, depth, width, window, room, held;
   const int content;
-  int64_t window, softcap;
+  int64_t softcap;
   bool sloping, sinking, tiled;
   Numbers query, keys, values, slopes, sinks;
   Exactly<int64_t> slots, lengths;

@@ -156,12 +156,16 @@ int64_t refusals(Random& random) {
       expect_refusal(inlay_cached_attention(&a), slot, "slot");
       ++count;
     }
-    for (int64_t before : {int64_t{-1}, int64_t{-3}, one.room - length + 1, kFar, -kFar - 1}) {
-      const int64_t bad[2] = {0, before};
-      a.slots = good, a.lengths = bad;
-      expect_refusal(inlay_cached_attention(&a), before, "length");
-      ++count;
-    }
+    // Without a window, and where the window and the rows of the call are one row more than a slot, nothing may wrap.
+    for (int64_t window : {int64_t{0}, one.room - length + 2, kFar, one.window})
+      for (int64_t before : {int64_t{-1}, int64_t{-3}, one.room - length + 1, kFar, -kFar - 1}) {
+        const int64_t bad[2] = {0, before};
+        a.slots = good, a.lengths = bad, a.window = window;
+        const bool is_ring = window == one.window && window && window + length - 1 <= one.room;
+        if (before == one.room - length + 1 && is_ring) continue;
+        expect_refusal(inlay_cached_attention(&a), before, "length");
+        ++count;
+      }
   }
   // More than there is memory for; nothing of x is read before that is known.
   const Weight weight(random, kFormats[0], 16, 32);

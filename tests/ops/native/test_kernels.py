@@ -254,6 +254,24 @@ def test_attention(
 
 
 @pytest.mark.parametrize("held", TYPES)
+@pytest.mark.parametrize(("window", "length", "more"), [(64, 1, 0), (100, 17, 12), (300, 100, 1), (1000, 40, 65)])
+def test_rings(kernels: ctypes.CDLL, level: str, window: int, length: int, more: int, held: torch.dtype) -> None:
+    """Slots with the rows of a window and a call, and a few more; sequences that went through them several times."""
+    torch.manual_seed(0)
+    room = window + length - 1 + more
+    bound = 1e-2 if held == torch.bfloat16 and level != "portable" else 2e-5
+    for softcap, extras in ((0.0, False), (5.0, False), (0.0, True)):
+        query = torch.randn(3, length, 4, 64).transpose(1, 2)
+        keys, values = (torch.randn(4, 2, room, 64).to(held) for _ in range(2))
+        lengths = torch.tensor([3 * room - length // 2, 5, 7 * room + 11])
+        slopes, sinks = (torch.rand(4) * 1e-3, torch.randn(4)) if extras else (None, None)
+        rest = (torch.randperm(4)[:3], lengths, 0.125, window, softcap, slopes, sinks)
+        found = attend(kernels, query, keys, values, *rest)
+        wanted = cached_attention(query, keys, values, *rest)
+        assert (found - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("held", TYPES)
 @pytest.mark.parametrize("length", [1, 3, 40])
 def test_attention_over_what_is_not_finite(kernels: ctypes.CDLL, length: int, held: torch.dtype) -> None:
     """A row is not finite where one of its scores or values is not, and rows that do not see those are as before."""

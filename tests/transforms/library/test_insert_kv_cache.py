@@ -10,6 +10,8 @@ import torch
 from inlay.config import resolve_config
 from inlay.errors import ContractError
 from inlay.frontend import capture
+from inlay.program.text.parser import parse
+from inlay.program.text.printer import dump
 from inlay.transforms.pass_manager import configure, run
 from tests.architectures import ARCHITECTURES
 from tests.decoders import Parts
@@ -34,11 +36,11 @@ LAYERS = {"smollm3": 4, "deepseek_v3": 3, "lfm2": 6}
 ROOM, SLOTS, WINDOW, TOKENS = 96, 4, 16, 64
 
 
-def _with_cache(folder: Path, model_type: str) -> tuple[Any, Parts]:
+def _with_cache(folder: Path, model_type: str, room: int = ROOM, max_prefill: int = 0) -> tuple[Any, Parts]:
     """The model, and the same with a cache that was inserted."""
-    model = stock_model(model_type, num_hidden_layers=LAYERS.get(model_type, 2))
+    model = stock_model(model_type, num_hidden_layers=LAYERS.get(model_type, 2), max_position_embeddings=512)
     model.save_pretrained(folder)
-    options = ("enabled=true", f"max_length={ROOM}", f"max_batch={SLOTS}")
+    options = ("enabled=true", f"max_length={room}", f"max_batch={SLOTS}", f"max_prefill={max_prefill}")
     program, records = run(
         capture(str(folder)), configure(resolve_config(settings=[f"insert_kv_cache.{o}" for o in options]))
     )
@@ -105,6 +107,47 @@ def _check(folder: Path, model_type: str) -> None:
 @pytest.mark.parametrize("model_type", CHOSEN)
 def test_stock_decoders(tmp_path: Path, model_type: str) -> None:
     _check(tmp_path, model_type)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rooms"),
+    [("gemma2", [64, 250]), pytest.param("mistral", [64, 64], marks=pytest.mark.nightly)],
+)
+def test_rings(tmp_path: Path, model_type: str, rooms: list[int]) -> None:
+    """Slots of a window of 16 rows and a call, and sequences that go through them several times."""
+    model, parts = _with_cache(tmp_path, model_type, room=250, max_prefill=9)
+    assert [cache.shape[2] for cache in list(parts.caches.values())[::2]] == rooms
+    assert next(each.high for each in parts.program.symbols.values() if each.name == "length") == 9
+    rows = {2: _prompt(1, 27), 0: _prompt(1, 80)}
+    found = {
+        slot: [parts([slot], input_ids=part).logits for part in prompt.split(9, 1)] for slot, prompt in rows.items()
+    }
+    for _ in range(150):
+        new = torch.cat([found[slot][-1][:, -1:].argmax(-1) for slot in rows])
+        logits = parts(list(rows), input_ids=new).logits
+        for row, slot in enumerate(rows):
+            rows[slot] = torch.cat([rows[slot], new[row : row + 1]], 1)
+            found[slot].append(logits[row : row + 1])
+    for slot, tokens in rows.items():
+        with torch.no_grad():
+            expected = model(input_ids=tokens, use_cache=False).logits
+        _close(torch.cat(found[slot], 1), expected)
+        assert torch.equal(expected[:, -151:-1].argmax(-1), tokens[:, -150:])
+        assert len(set(tokens[0, -150:].tolist())) > 3
+
+
+def test_rings_that_save_nothing(tmp_path: Path) -> None:
+    """Where a window and a call need as many rows as the longest sequence has, the program is as without rings."""
+    stock_model("mistral").save_pretrained(tmp_path)
+    captured = capture(str(tmp_path))
+    settings = [f"insert_kv_cache.{each}" for each in ("enabled=true", f"max_length={ROOM}")]
+    plain, with_rings, same = (
+        dump(run(captured, configure(resolve_config(settings=[*settings, f"insert_kv_cache.max_prefill={most}"])))[0])
+        for most in (0, 33, 65)
+    )
+    assert plain == same
+    assert dump(parse(with_rings)) == with_rings
+    assert parse(with_rings).bindings["lengths"].below == ROOM
 
 
 @pytest.mark.nightly

@@ -22,25 +22,34 @@ void read_query(const Attention& a, int64_t b, int64_t head, int64_t row, float*
   for (int64_t d = 0; d < a.depth; ++d) out[d] = element(a.query, a.q_type, a.query_at(b, head, row) + d);
 }
 
-// How the keys of a row are split into parts. It depends only on the number of keys, not on the rows of a call, other
-// sequences or threads. So the result of a row is bitwise the same in every batch.
-constexpr int64_t kPart = 128, kMostParts = 64;
+// How the keys of a row are split into parts, each of neighboring rows of the cache: the keys before the start of the
+// slot, and those after it. It depends only on the position of the row, not on the rows of a call, other sequences or
+// threads. So the result of a row is bitwise the same in every batch.
+constexpr int64_t kPart = 128, kMostParts = 65;
 struct Cut {
-  int64_t first, end, size;
-  Cut(const Attention& a, int64_t b, int64_t row) : first(a.first(a.lengths[b] + row)), end(a.lengths[b] + row + 1) {
-    for (size = kPart; end - first > kMostParts * size; size *= 2) {
-    }
+  int64_t first, middle, end, lap, room, size;
+  Cut(const Attention& a, int64_t b, int64_t row)
+      : first(a.first(a.lengths[b] + row)),
+        end(a.lengths[b] + row + 1),
+        lap(first / a.room * a.room),
+        room(a.room),
+        size(kPart) {
+    middle = std::min(end, lap + room);
+    while (end - first > (kMostParts - 1) * size) size *= 2;
   }
-  int64_t parts() const { return (end - first + size - 1) / size; }
+  int64_t parts_before() const { return (middle - first + size - 1) / size; }
+  int64_t parts() const { return parts_before() + (end - middle + size - 1) / size; }
 };
 
 // One part of one row, for all heads that share its keys.
 __attribute__((noinline)) void part_of_row(const Attention& a, int64_t b, int64_t kv, int64_t row, const Cut& cut,
                                            int64_t part, float* query, float* acc, Sofar* sofar) {
-  const int64_t per = a.per_key(), from = cut.first + part * cut.size;
+  const int64_t per = a.per_key(), before = cut.parts_before();
+  const bool after = part >= before;
+  const int64_t from = after ? cut.middle + (part - before) * cut.size : cut.first + part * cut.size;
+  const int64_t to = std::min(from + cut.size, after ? cut.end : cut.middle), lap = cut.lap + (after ? cut.room : 0);
   for (int64_t h = 0; h < per; ++h) read_query(a, b, kv * per + h, row, query + h * a.depth);
-  attend_heads(a, query, kv * per, per, a.key_at(b, kv), a.value_at(b, kv), from, std::min(from + cut.size, cut.end),
-               acc, sofar);
+  attend_heads(a, query, kv * per, per, a.key_at(b, kv, lap), a.value_at(b, kv, lap), from, to, acc, sofar);
 }
 
 // Merge the next part of a row into its partial result.
@@ -98,25 +107,30 @@ void rows(const Attention& a) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 bool fits_tiles(const Attention& a) {
   return a.tiled && a.kv_type == kBFloat16 && a.softcap == 0 && !a.slopes && !a.sinks && a.depth % 32 == 0 &&
-         a.width % 16 == 0 && a.depth <= 256 && a.width <= 256 && a.room >= 16;
+         a.width % 16 == 0 && a.depth <= 256 && a.width <= 256;
 }
 
 // The rows of a tile one by one, for values that are not finite. A tile multiplies masked values by 0, which would give
 // NaN for them.
 void attend_singly(const Attention& a, int64_t b, int64_t head, int64_t row, TileRoom& t) {
-  float *query = t.scores[0], *acc = t.line;
+  float *query = t.scores[0], *acc = t.line, *more = t.part[0];
   const int64_t kv = head / a.per_key();
   for (const int64_t end = std::min(row + kQueries, a.length); row < end; ++row) {
-    const int64_t position = a.lengths[b] + row;
-    Sofar sofar;
+    const Cut cut(a, b, row);
+    const int64_t next = cut.lap + cut.room;
+    Sofar sofar, other;
     read_query(a, b, head, row, query);
-    attend<1>(a, query, head, a.key_at(b, kv), a.value_at(b, kv), a.first(position), position + 1, acc, &sofar);
+    attend<1>(a, query, head, a.key_at(b, kv, cut.lap), a.value_at(b, kv, cut.lap), cut.first, cut.middle, acc, &sofar);
+    if (cut.middle < cut.end) {
+      attend<1>(a, query, head, a.key_at(b, kv, next), a.value_at(b, kv, next), cut.middle, cut.end, more, &other);
+      add_part(a.width, acc, sofar, more, other);
+    }
     finish(a, b, head, row, acc, sofar);
   }
 }
 
 void tiles(const Attention& a) {
-  int64_t longest = 0, lowest = a.room;
+  int64_t longest = 0, lowest = std::numeric_limits<int64_t>::max();
   for (int64_t b = 0; b < a.batch; ++b) {
     longest = std::max(longest, a.lengths[b] + a.length);
     lowest = std::min(lowest, a.first(a.lengths[b]));
@@ -134,9 +148,9 @@ void tiles(const Attention& a) {
     for (int64_t segment = lowest / kSegment * kSegment; segment < longest; segment += kSegment) {
 #pragma omp for schedule(static)
       for (int64_t at = 0; at < heads; ++at) {
-        const int64_t b = at / a.kv_heads, keys = std::min(a.lengths[b] + a.length - segment, kSegment);
-        const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, at % a.kv_heads);
-        if (keys > 0) finite[at] &= turn(values + segment * a.width, a.width, keys, turned + at * a.width * kSegment);
+        const int64_t b = at / a.kv_heads, from = std::max(segment, a.first(a.lengths[b]) / kKeys * kKeys);
+        const int64_t to = std::min(a.lengths[b] + a.length, segment + kSegment);
+        if (from < to) finite[at] &= turn(a, b, at % a.kv_heads, segment, from, to, turned + at * a.width * kSegment);
       }
       // Later blocks have more keys, so blocks are scheduled one by one, the longest first.
 #pragma omp for schedule(dynamic, 1)

@@ -1,5 +1,8 @@
 // Attention over a cache with one slot per sequence; only filled rows are read.
 //
+// The row of a position is the position modulo the rows of a slot (`room`). With a window, a slot may be a ring: it has
+// fewer rows than the sequence has positions, and new rows replace those that have left the window.
+//
 // Scores are computed for a run of keys at a time, with a running maximum and sum (online softmax), so memory does not
 // grow with the length. One new row reads its keys once for all query heads that share them, and long rows are split
 // among threads. Many new rows over a bfloat16 cache use AMX, 32 queries by 64 keys.
@@ -25,11 +28,20 @@ struct Attention {
   int32_t tiled;  // use AMX tiles if available: the caller's choice, independent of the number of rows
 
   int64_t per_key() const { return heads / kv_heads; }
-  int64_t key_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * depth; }
-  int64_t value_at(int64_t b, int64_t kv) const { return (slots[b] * kv_heads + kv) * room * width; }
+  // Where position 0 would be if the rows of a slot began with position `lap`, a multiple of `room`.
+  int64_t key_at(int64_t b, int64_t kv, int64_t lap) const { return ((slots[b] * kv_heads + kv) * room - lap) * depth; }
+  int64_t value_at(int64_t b, int64_t kv, int64_t lap) const {
+    return ((slots[b] * kv_heads + kv) * room - lap) * width;
+  }
   int64_t query_at(int64_t b, int64_t head, int64_t row) const { return b * q_batch + head * q_head + row * q_row; }
   int64_t out_at(int64_t b, int64_t head, int64_t row) const { return ((b * length + row) * heads + head) * width; }
   int64_t first(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+  // The most rows of earlier calls. All rows of a call are written before one is read: a ring needs room for them and
+  // for the window before the first. Positions and a window past them fit in 32 bits.
+  int64_t longest() const {
+    const bool is_ring = window > 0 && length > 0 && window <= room && length - 1 <= room - window;
+    return std::max(room - length, is_ring ? std::numeric_limits<int32_t>::max() - room - length : 0);
+  }
 };
 
 // Ensures that no arguments can cause a read outside of the caches.
@@ -41,7 +53,7 @@ inline void check(const Attention& a) {
           "cached_attention: the number of query heads is no multiple of the number of key heads");
   for (int64_t b = 0; b < a.batch; ++b) {
     require_range("cached_attention: slot", b, a.slots[b], 0, a.held - 1);
-    require_range("cached_attention: length", b, a.lengths[b], 0, a.room - a.length);
+    require_range("cached_attention: length", b, a.lengths[b], 0, a.longest());
   }
 }
 
@@ -346,17 +358,22 @@ constexpr int64_t kQueries = 32, kKeys = 64;
 #endif
 constexpr int64_t kSegment = INLAY_SEGMENT;  // keys whose values are transposed at a time, which bounds memory
 
-// Transposes values of one head to [width, kSegment], the rows of a tile. Returns whether all are finite.
-inline bool turn(const uint16_t* values, int64_t width, int64_t keys, uint16_t* out) {
+// Transposes the values of positions [from, to) of a segment to [width, kSegment], the rows of a tile; `from` is a
+// multiple of kKeys. Returns whether all are finite.
+inline bool turn(const Attention& a, int64_t b, int64_t kv, int64_t segment, int64_t from, int64_t to, uint16_t* out) {
   constexpr uint16_t kExponent = 0x7f80;
+  const uint16_t* values = static_cast<const uint16_t*>(a.values) + a.value_at(b, kv, 0);
   bool finite = true;
-  for (int64_t key = 0; key < up(keys, kKeys); key += 16)
-    for (int64_t d = 0; d < width; ++d)
+  for (int64_t key = from; key < up(to, kKeys); key += 16) {
+    const uint16_t* rows[16];
+    for (int64_t i = 0; i < 16; ++i) rows[i] = values + (key + i) % a.room * a.width;
+    for (int64_t d = 0; d < a.width; ++d)
       for (int64_t i = 0; i < 16; ++i) {
-        const uint16_t value = key + i < keys ? values[(key + i) * width + d] : uint16_t{0};
-        out[d * kSegment + key + i] = value;
+        const uint16_t value = key + i < to ? rows[i][d] : uint16_t{0};
+        out[d * kSegment + key - segment + i] = value;
         finite &= (value & kExponent) != kExponent;
       }
+  }
   return finite;
 }
 
@@ -373,6 +390,7 @@ struct TileRoom {                                    // scratch memory of one th
   alignas(64) uint16_t weights[kKeys / 32][2][16 * 32];  // [step of 32 keys][half]: 16 pairs of keys, 16 queries
   alignas(64) float line[256];
   alignas(64) float part[2][16 * 16];
+  alignas(64) uint16_t keys[16 * 256];  // 16 keys that are not next to each other in the cache
 };
 
 // 32 queries of one head over the keys of a segment; `turned` are its transposed values.
@@ -380,7 +398,7 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
                          const uint16_t* turned, const TileState& state, TileRoom& t) {
   const int64_t before = a.lengths[b], rows = std::min(kQueries, a.length - row), steps = a.depth / 32;
   const int64_t kv = head / a.per_key();
-  const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + a.key_at(b, kv);
+  const uint16_t* keys = static_cast<const uint16_t*>(a.keys) + a.key_at(b, kv, 0);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   std::memset(t.query, 0, sizeof(t.query[0]) * steps);
@@ -410,27 +428,22 @@ inline void attend_tiles(const Attention& a, int64_t b, int64_t head, int64_t ro
     // The last tiles may read rows that no query uses; those are masked.
     for (int64_t k = 0; k < kKeys; k += 16) {
       if (start + k >= last) break;
-      const int64_t from = std::min(start + k, a.room - 16);  // stays inside the cache; shifted back below
+      const int64_t at = (start + k) % a.room;
+      const uint16_t* some = at + 16 <= a.room ? keys + at * a.depth : t.keys;
+      for (int64_t i = 0; some == t.keys && i < 16; ++i)
+        std::memcpy(t.keys + i * a.depth, keys + (at + i) % a.room * a.depth, a.depth * 2);
+      written();
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t s = 0; s < steps; ++s) {
-        _tile_loadd(4, keys + from * a.depth + s * 32, a.depth * 2);
+        _tile_loadd(4, some + s * 32, a.depth * 2);
         _tile_loadd(6, t.query[s][0], 64);
         _tile_loadd(7, t.query[s][1], 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
       }
-      if (from == start + k) {
-        _tile_stored(0, t.scores[k], kQueries * 4);
-        _tile_stored(1, t.scores[k] + 16, kQueries * 4);
-      } else {
-        _tile_stored(0, t.part[0], 64);
-        _tile_stored(1, t.part[1], 64);
-        for (int64_t i = start + k - from; i < 16; ++i) {
-          std::memcpy(t.scores[k + i - (start + k - from)], t.part[0] + i * 16, 64);
-          std::memcpy(t.scores[k + i - (start + k - from)] + 16, t.part[1] + i * 16, 64);
-        }
-      }
+      _tile_stored(0, t.scores[k], kQueries * 4);
+      _tile_stored(1, t.scores[k] + 16, kQueries * 4);
     }
     const int64_t count = std::min(kKeys, last - start);
     const bool whole = start + kKeys <= before + row + 1 && (!a.window || start >= a.first(before + row + rows - 1));

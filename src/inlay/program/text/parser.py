@@ -118,8 +118,8 @@ class _Reader:
 
     def _bindings(self) -> Bindings:
         rows = [
-            Binding(name, Role(role), target, dtype, tuple(shape), persistent=persistent, value=value)
-            for name, (role, target, dtype, shape, persistent, value) in self.tables["INPUTS"].items()
+            Binding(name, Role(role), target, dtype, tuple(shape), None, persistent, value, *below)
+            for name, (role, target, dtype, shape, persistent, value, *below) in self.tables["INPUTS"].items()
         ]
         for name, (target, dtype, shape, of, why) in self.tables["OUTPUTS"].items():
             alias = Alias(of, why) if of is not None else None

@@ -124,7 +124,8 @@ def _lines(program: Program) -> Iterator[str]:
     yield f"SYMBOLS = {{{symbols}}}  # name: (min, max, size at capture)"
     yield "INPUTS = {  # placeholder: (role, name in the model, dtype, shape, stored in checkpoints, value if a number)"
     for row in program.bindings.ins:
-        fields = (row.role.value, row.target, row.dtype, row.shape, row.persistent, row.value)
+        bound = () if row.below is None else (row.below,)
+        fields = (row.role.value, row.target, row.dtype, row.shape, row.persistent, row.value, *bound)
         yield f"    {row.name!r}: {literal(fields)},"
     yield "}"
     yield "OUTPUTS = {  # name: (name in the model, dtype, shape, aliased binding, kind of alias)"

@@ -36,6 +36,12 @@ class _Group:
     pools: tuple[torch.Tensor, ...]
     """One tensor per level: `[index, state, heads, block, head]`"""
 
+    def rows(self, position: int, count: int) -> slice | torch.Tensor:
+        """Return where the rows of positions are in a slot, which may be a ring."""
+        room = self.slots.shape[3]
+        first = position % room
+        return slice(first, first + count) if first + count <= room else torch.arange(first, first + count) % room
+
 
 def bytes_per_token(states: Iterable[Binding]) -> int:
     """Return the bytes of one token in the KV cache."""
@@ -52,7 +58,7 @@ class KVMemory:
         kinds: dict[tuple[str, int, int, int, int], list[str]] = defaultdict(list)
         for row in states:
             kinds[(row.dtype, *_shape(row))].append(row.name)
-        if len({(slots, room) for _, slots, _, room, _ in kinds}) != 1:
+        if len({count for _, count, _, _, _ in kinds}) != 1:
             raise UsageError("The states of this package are not one KV cache.", "Build it from a language model.")
         self.block_size, self.used = block_size, slots
         self.state: dict[str, torch.Tensor] = {}
@@ -66,14 +72,14 @@ class KVMemory:
             self.state |= dict(zip(names, whole, strict=True))
 
     def save(self, slot: int, row: int, index: int) -> None:
-        """Copy a block of rows of a slot to the first level."""
+        """Copy the block that starts at position `row` from a slot to the first level."""
         for group in self._groups:
-            group.pools[0][index].copy_(group.slots[:, slot, :, row : row + self.block_size])
+            group.pools[0][index].copy_(group.slots[:, slot, :, group.rows(row, self.block_size)])
 
     def load(self, slot: int, row: int, level: int, index: int) -> None:
-        """Copy a block to rows of a slot."""
+        """Copy a block to a slot, from position `row` on."""
         for group in self._groups:
-            group.slots[:, slot, :, row : row + self.block_size].copy_(group.pools[level][index])
+            group.slots[:, slot, :, group.rows(row, self.block_size)] = group.pools[level][index]
 
     def move(self, moves: Iterable[Move]) -> None:
         """Copy blocks between locations, in this order."""

@@ -2,6 +2,9 @@
 
 inlay.attention(q, k, v, causal)            keys = index_put(keys, [slot, head, position], k)
                                             inlay.cached_attention(q, keys, values, slots, lengths, …)
+
+With `max_prefill`, layers with a sliding window keep only the rows of the window and of a call. The slots of their
+caches are rings: position p is in row p % rows.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ aten = torch.ops.aten
 _ATTENTION = torch.ops.inlay.attention.default
 _CACHED = torch.ops.inlay.cached_attention.default
 SLOTS, LENGTHS = SIGNATURE.slots, SIGNATURE.lengths
-"""Inputs: the slot of each sequence of a batch, and the number of its filled rows."""
+"""Inputs: the slot of each sequence of a batch, and the number of its cached tokens."""
+_BLOCK = 32
+"""Tokens in a block of the prefix cache by default; rings have a multiple of them."""
 
 
 @transform("insert_kv_cache", stage=Stage.STATE, numerics=Numerics.ROUNDING, anchors=("inlay.attention.default",))
@@ -61,11 +66,14 @@ class InsertKVCache(ProgramTransform):
     is_atomic = True
 
     class Options(base.TransformOptions):
-        """`max_length`: rows per slot (default: the captured maximum, or 2048). `max_batch`: number of slots. `dtype`:
-        dtype of the cache (default: that of keys and values)."""
+        """`max_length`: the most tokens of a sequence (default: the captured maximum, or 2048). `max_batch`: number of
+        slots. `max_prefill`: the most tokens per sequence in a call, if a layer with a window can then have slots with
+        fewer rows than `max_length`; 0: all slots have `max_length` rows. `dtype`: dtype of the cache (default: that of
+        keys and values)."""
 
         max_length: int = 0
         max_batch: int = 1
+        max_prefill: int = 512
         dtype: Literal["", "float32", "bfloat16", "float16"] = ""
 
     @classmethod
@@ -111,7 +119,8 @@ class InsertKVCache(ProgramTransform):
         if isinstance(found, _DecoderAxes):
             dtype = getattr(torch, options.dtype) if options.dtype else None
             max_seq_len = options.max_length or _default_max_length(program, found.length)
-            insertion = _CacheInsertion(calls, found, max_seq_len, options.max_batch, dtype)
+            sizes = _CacheOptions(max_seq_len, options.max_batch, options.max_prefill, dtype)
+            insertion = _CacheInsertion(calls, found, sizes)
             yield from (Match.at(call, insertion=insertion) for call in calls)
 
     def rewrite(self, match: Match, rewriter: Rewriter) -> None:
@@ -213,18 +222,41 @@ def _keyword_calling(program: Program, ins: tuple[Binding, ...]) -> Any:
     return replace(program.call_spec, in_spec=in_spec, arg_names=tuple(names))
 
 
+@dataclass(frozen=True)
+class _CacheOptions:
+    max_seq_len: int
+    max_batch: int
+    max_prefill: int
+    dtype: torch.dtype | None
+
+    def window(self, call: fx.Node) -> int:
+        """Return the window of an attention; 0 if it covers the longest sequence."""
+        window: int = dict(normalize_args(call))["window"]
+        return window if window < self.max_seq_len else 0
+
+    def rows(self, call: fx.Node) -> int:
+        """Return how many rows a slot needs for an attention.
+
+        All rows of a call are written before one is read, and its first row reads a window before it. A block of the
+        prefix cache is copied after the call that completes it, and may begin as many rows before the call.
+        """
+        rows = max(self.window(call), _BLOCK) + self.max_prefill - 1
+        is_ring = self.window(call) and self.max_prefill
+        return min(-(-rows // _BLOCK) * _BLOCK, self.max_seq_len) if is_ring else self.max_seq_len
+
+
 class _CacheInsertion:
     """The insertion of a cache into a program: first inputs, then each attention, then the new state as outputs."""
 
-    def __init__(
-        self, calls: list[fx.Node], axes: _DecoderAxes, max_seq_len: int, max_batch: int, dtype: torch.dtype | None
-    ) -> None:
-        self.calls, self.axes = tuple(calls), axes
-        self.max_seq_len, self.max_batch, self.dtype = max_seq_len, max_batch, dtype
+    def __init__(self, calls: list[fx.Node], axes: _DecoderAxes, sizes: _CacheOptions) -> None:
+        self.calls, self.axes, self.sizes = tuple(calls), axes, sizes
+        self.has_rings = any(sizes.rows(call) < sizes.max_seq_len for call in calls)
         self.bindings: list[Binding] = []
         self.caches: list[fx.Node] = []
         self.written: list[fx.Node] = []
         self.heads: dict[int, fx.Node] = {}
+        self.rows: dict[int, fx.Node] = {}
+        """Rows of a slot → the rows of the positions."""
         self.last: fx.Node
         """The last of the nodes that all layers share."""
 
@@ -236,12 +268,14 @@ class _CacheInsertion:
         with rewriter.inserting_before(first):
             self.slots = self._input(rewriter, SLOTS, SLOTS, torch.int64, batch)
             self.lengths = self._input(rewriter, LENGTHS, LENGTHS, torch.int64, batch)
+            if self.has_rings:  # otherwise it is the rows of a slot
+                self.bindings[-1] = replace(self.bindings[-1], below=self.sizes.max_seq_len)
             for index, call in enumerate(self.calls):
                 for kind in ("key", "value"):
                     held = dict(normalize_args(call))[kind].meta["val"]
-                    shape = self.max_batch, int(held.shape[1]), self.max_seq_len, int(held.shape[3])
+                    shape = self.sizes.max_batch, int(held.shape[1]), self.sizes.rows(call), int(held.shape[3])
                     name, target = f"{kind}s_{index}", f"{kind}s.{index}"
-                    self.caches.append(self._input(rewriter, name, target, self.dtype or held.dtype, *shape))
+                    self.caches.append(self._input(rewriter, name, target, self.sizes.dtype or held.dtype, *shape))
         size = self._length_node(rewriter, first)
         with rewriter.inserting_before(size.next):
             steps = rewriter.call(aten.arange.default, (size,))
@@ -249,6 +283,7 @@ class _CacheInsertion:
             self.positions = rewriter.call(aten.add.Tensor, (begin, rewriter.call(aten.unsqueeze.default, (steps, 0))))
             self.slot = rewriter.call(aten.view.default, (self.slots, [-1, 1, 1]))
             self.last = self.row = rewriter.call(aten.unsqueeze.default, (self.positions, 1))
+            self.rows[self.sizes.max_seq_len] = self.row
         self._retype(
             rewriter, {self.positions, *(self._replace_positions(rewriter, each) for each in self.axes.sources)}
         )
@@ -333,23 +368,30 @@ class _CacheInsertion:
             with rewriter.inserting_before(self.last.next):
                 count = rewriter.call(aten.arange.default, (heads,))
                 self.last = self.heads[heads] = rewriter.call(aten.view.default, (count, [1, -1, 1]))
+        room = self.sizes.rows(call)
+        if room not in self.rows:
+            with rewriter.inserting_before(self.last.next):
+                self.last = self.rows[room] = rewriter.call(aten.remainder.Scalar, (self.row, room))
         caches = self.caches[index : index + 2]
         with rewriter.inserting_before(call, call):
-            for cache, rows in zip(caches, (given["key"], given["value"]), strict=True):
-                self.written.append(self._write(rewriter, cache, self.heads[heads], rows))
-            window = given["window"] if given["window"] < self.max_seq_len else 0  # the window covers the whole cache
-            options = (given["scale"], window, *(given[name] for name in ("softcap", "slopes", "sinks")))
+            for cache, values in zip(caches, (given["key"], given["value"]), strict=True):
+                self.written.append(self._write(rewriter, cache, self.heads[heads], self.rows[room], values))
+            options = (
+                given["scale"],
+                self.sizes.window(call),
+                *(given[name] for name in ("softcap", "slopes", "sinks")),
+            )
             operands = (given["query"], *self.written[-2:], self.slots, self.lengths, *options)
             read = rewriter.call(_CACHED, operands)
         rewriter.replace(call, read)
         rewriter.erase(call)
 
-    def _write(self, rewriter: Rewriter, cache: fx.Node, heads: fx.Node, rows: fx.Node) -> fx.Node:
-        """Write new rows to a cache, in its dtype."""
+    def _write(self, rewriter: Rewriter, cache: fx.Node, heads: fx.Node, rows: fx.Node, values: fx.Node) -> fx.Node:
+        """Write values to these rows of a cache, in its dtype."""
         dtype = cache.meta["val"].dtype
-        if rows.meta["val"].dtype != dtype:
-            rows = rewriter.call(aten._to_copy.default, (rows,), {"dtype": dtype})
-        return rewriter.call(aten.index_put.default, (cache, [self.slot, heads, self.row], rows))
+        if values.meta["val"].dtype != dtype:
+            values = rewriter.call(aten._to_copy.default, (values,), {"dtype": dtype})
+        return rewriter.call(aten.index_put.default, (cache, [self.slot, heads, rows], values))
 
     def insert_outputs(self, rewriter: Rewriter) -> None:
         """Return the written caches as outputs that alias their inputs."""
@@ -362,7 +404,8 @@ class _CacheInsertion:
         ]
         ins = (*program.bindings.ins, *self.bindings)
         symbols = {**program.symbols}
-        for raw, most in ((self.axes.batch, self.max_batch), (self.axes.length, self.max_seq_len)):
+        length = self.sizes.max_prefill if self.has_rings else self.sizes.max_seq_len
+        for raw, most in ((self.axes.batch, self.sizes.max_batch), (self.axes.length, length)):
             if raw in symbols:
                 symbols[raw] = replace(symbols[raw], low=1, high=most)
         rewriter.update(
