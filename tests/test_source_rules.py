@@ -41,7 +41,6 @@ PRIVATE = {
     "transformers.modeling_gguf_pytorch_utils": {"frontend/gguf/conversion.py"},
     "transformers.core_model_loading": {"frontend/huggingface/weight_conversion.py"},
     "transformers.conversion_mapping": {"frontend/huggingface/weight_conversion.py"},
-    "transformers.initialization": {"frontend/huggingface/causal_lm.py"},
     "transformers.cache_utils": {"frontend/huggingface/static_cache.py"},
 }
 """Private API → the only files that may import it. What breaks when it changes is in tests/test_adapters.py."""

@@ -258,7 +258,7 @@ def test_a_storage_type_that_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (31, "one.gguf stores blk.0.attn_q.weight as Q4_0_4_4, a format that llama.cpp no longer has."),
+        (31, "one.gguf stores blk.0.attn_q.weight as Q4_0_4_4, a format that GGUF no longer has."),
         (
             99,
             "one.gguf stores blk.0.attn_q.weight in a format with the number 99, which the gguf package does not know.",

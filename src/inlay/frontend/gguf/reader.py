@@ -321,7 +321,7 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, Any])
 
 def _type_error(path: Path, name: str, kind: int) -> ModelError:
     if kind in _REMOVED_TYPES:
-        problem = f"{path.name} stores {name} as {_REMOVED_TYPES[kind]}, a format that llama.cpp no longer has."
+        problem = f"{path.name} stores {name} as {_REMOVED_TYPES[kind]}, a format that GGUF no longer has."
         return ModelError(problem, "Use a file in another format, such as Q4_0.")
     if kind > 255:
         return _damage_error(path, f"{name} has the unknown storage type {kind}")
