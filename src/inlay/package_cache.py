@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from inlay import machine
 from inlay.errors import MachineError, PackageError, one_line
-from inlay.frontend.gguf.reader import split_parts, split_stem
 from inlay.package import store
 from inlay.package.files import EXCLUSIVE, NON_BLOCKING, lock, lock_file, sha256, stamp, unlock
+from inlay.split_files import split_parts, split_stem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

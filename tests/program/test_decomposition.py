@@ -25,7 +25,6 @@ APART: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     _ATEN.to.device: lambda x, y: _ATEN.to.device(x, torch.device("cpu"), torch.float64),
     _ATEN.to.dtype_layout: lambda x, y: _ATEN.to.dtype_layout(x, dtype=torch.float16),
     _ATEN.to.other: lambda x, y: _ATEN.to.other(x, y.half()),
-    _ATEN.type_as.default: lambda x, y: x.type_as(y.int()),
     _ATEN.contiguous.default: lambda x, y: x.transpose(0, 1).contiguous(),
     _ATEN.reshape.default: lambda x, y: x.transpose(0, 1).reshape(-1),
     _ATEN.flatten.using_ints: lambda x, y: x.flatten(0, 1),
@@ -106,6 +105,13 @@ def test_parts_are_not_composite() -> None:
         == {*map(str, ALWAYS_DECOMPOSED)}
         == {str(each) for each in called if each in ALWAYS_DECOMPOSED}
     )
+
+
+def test_type_as_is_a_cast() -> None:
+    x, y = torch.randn(6, 6) * 9, torch.randn(6, 6)
+    program = decompose(export(_Calls(lambda x, y: x.type_as(y.int())), (x, y), strict=False))
+    assert _ATEN.type_as.default not in {node.target for node in program.graph.nodes}
+    assert torch.equal(program.module()(x, y), x.int())
 
 
 @pytest.mark.parametrize("name", OTHERS)

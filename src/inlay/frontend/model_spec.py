@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import ModelError, UsageError, one_line, suggest
-from inlay.frontend.gguf.reader import split_parts
 from inlay.frontend.safetensors_files import index_folder
 from inlay.frontend.source_model import Example, SourceModel
+from inlay.split_files import split_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -148,7 +148,7 @@ def mixed_size(parts: Sequence[tuple[int, Packing]], depth: int) -> int:
     """Return the bytes of a mixed weight of parts with these features.
 
     >>> mixed_size([(32, Packing(8, 128)), (16, Packing(5, 16))], 64)
-    3072
+    2944
     """
     return [start + size for _, _, start, size in _mixed_parts(parts, depth)][-1]
 

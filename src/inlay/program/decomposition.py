@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 ALWAYS_DECOMPOSED: frozenset[Any] = frozenset(
     {
-        *(_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default),
+        *(_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other),
         *(_ATEN.contiguous.default, _ATEN.reshape.default, _ATEN.flatten.using_ints, _ATEN.unflatten.int),
         *(_ATEN.view_as.default, _ATEN.expand_as.default, _ATEN.movedim.int, _ATEN.movedim.intlist),
         *(_ATEN.sym_size.int, _ATEN.sym_numel.default),

@@ -141,7 +141,7 @@ def steps_through(name: str, steps: Sequence[TransformStep]) -> list[TransformSt
 
     >>> from inlay.config import resolve_config
     >>> [step.key for step in steps_through("match_layer_norm", configure(resolve_config()))]
-    ['clean_noops', 'match_layer_norm']
+    ['clean_noops', 'fold_length_comparisons', 'match_layer_norm']
     """
     last = next((at for at, step in enumerate(steps) if name in (step.key, *step.aliases)), None)
     if last is None:

@@ -106,14 +106,14 @@ def test_keys(browser: Browser, smollm2_report: Path) -> None:
     current = "document.querySelector('.timeline [aria-current] .name').textContent"
     assert browser.ask(current) == "clean_noops"
     browser.press("j", 74)
-    assert browser.ask(current) == "match_layer_norm"
+    assert browser.ask(current) == "fold_length_comparisons"
     browser.press("k", 75)
     assert browser.ask(current) == "clean_noops"
     browser.ask("document.querySelector('.timeline button').focus()")
     browser.press("ArrowDown", 40)
     browser.press("ArrowDown", 40)
-    assert browser.ask(current) == "match_rms_norm"
-    assert browser.ask("document.activeElement.querySelector('.name').textContent") == "match_rms_norm"
+    assert browser.ask(current) == "match_layer_norm"
+    assert browser.ask("document.activeElement.querySelector('.name').textContent") == "match_layer_norm"
     browser.press("/", 191)
     assert browser.ask("document.activeElement.id") == "search"
     assert browser.ask("document.activeElement.value") == ""

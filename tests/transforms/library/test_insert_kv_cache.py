@@ -140,7 +140,7 @@ def test_rings_that_save_nothing(tmp_path: Path) -> None:
     """Where a window and a call need as many rows as the longest sequence has, the program is as without rings."""
     stock_model("mistral").save_pretrained(tmp_path)
     captured = capture(str(tmp_path))
-    settings = [f"insert_kv_cache.{each}" for each in ("enabled=true", f"max_length={ROOM}")]
+    settings = [f"insert_kv_cache.{each}" for each in ("enabled=true", f"max_length={ROOM}", f"max_batch={SLOTS}")]
     plain, with_rings, same = (
         dump(run(captured, configure(resolve_config(settings=[*settings, f"insert_kv_cache.max_prefill={most}"])))[0])
         for most in (0, 33, 65)

@@ -7,7 +7,6 @@ So the header is checked here first: every count and offset against the size of 
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 
 from inlay.errors import ModelError
 from inlay.program.weights import QuantizedBlocks
+from inlay.split_files import split_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -211,34 +211,6 @@ def _read_file(path: Path) -> GGUFFile:
                 raise _damage_error(path, f"the key {key} appears twice")
             metadata[key] = cursor.read_value(cursor.read_number("I", key), key)
         return GGUFFile(path, metadata, _read_tensor_table(cursor, tensor_count, metadata))
-
-
-_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-# The file names that llama-gguf-split gives to parts.
-
-
-def split_parts(path: Path) -> list[Path]:
-    """Return the parts of the split model that a file belongs to by its name, in order; else the file alone.
-
-    >>> from pathlib import Path
-    >>> [part.name for part in split_parts(Path("m-00002-of-00002.gguf"))], len(split_parts(Path("m.gguf")))
-    (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], 1)
-    """
-    part = _SPLIT_NAME.match(path.name)
-    numbers = range(1, int(part["count"]) + 1) if part else ()
-    names = [f"{part['stem']}-{number:05}-of-{part['count']}.gguf" for number in numbers] if part else []
-    return [path.with_name(name) for name in names] if path.name in names else [path]
-
-
-def split_stem(path: Path) -> str:
-    """Return the name of a GGUF model: of the file, without the number of a part.
-
-    >>> from pathlib import Path
-    >>> split_stem(Path("m-00002-of-00002.gguf")), split_stem(Path("m.gguf"))
-    ('m', 'm')
-    """
-    part = _SPLIT_NAME.match(path.name)
-    return part["stem"] if part else path.stem
 
 
 def _join_parts(given: GGUFFile) -> GGUFFile:
