@@ -182,3 +182,25 @@ def test_gated_delta_rule(tmp_path: Path) -> None:
         capture(str(tmp_path))
     assert "its code takes a path at modeling_qwen3_5.py:" in str(refused.value)
     assert "//64), 1), which is false for length 65" in str(refused.value)
+
+
+TABLE = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _rows_of_a_table(x: Tensor) -> Tensor:
+    return x + TABLE[: x.shape[1]]
+
+
+def _other_at_the_limit(x: Tensor) -> Tensor:
+    made = _rows_of_a_table(x)
+    return made * 2 if x.shape[1] < 300 else made
+
+
+def test_a_table_with_as_many_rows_as_the_limit() -> None:
+    """What torch compares while it checks `length == min(300, length)` assumes nothing; the same in the model does."""
+    program = _captured(_rows_of_a_table, 300)
+    assert {each.name: each.high for each in program.symbols.values()}["length"] == 300
+    with pytest.raises(CaptureError, match="which is false for length 301"):
+        _captured(_rows_of_a_table)
+    with pytest.raises(CaptureError, match="requires length < 300, which is false for length 300"):
+        _captured(_other_at_the_limit, 300)
