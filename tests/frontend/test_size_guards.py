@@ -184,11 +184,11 @@ def test_gated_delta_rule(tmp_path: Path) -> None:
     assert "//64), 1), which is false for length 65" in str(refused.value)
 
 
-TABLE = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
 
 
 def _rows_of_a_table(x: Tensor) -> Tensor:
-    return x + TABLE[: x.shape[1]]
+    return x + ROWS[: x.shape[1]]
 
 
 def _other_at_the_limit(x: Tensor) -> Tensor:
