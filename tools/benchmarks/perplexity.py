@@ -1,10 +1,11 @@
 """Measure the accuracy of number formats: perplexity of packages and of the float32 model on the same text.
 
-    python -m tools.benchmarks.perplexity MODEL_OR_PACKAGE... [--tokenizer PACKAGE] [--tokens 5120] [--json]
+    python -m tools.benchmarks.perplexity MODEL_OR_PACKAGE... [--tokenizer PACKAGE] [--tokens 5120] [--against PEERS]
 
 The text is an excerpt of Python's `pydoc_data.topics`, checked by its hash. It is split into windows of 512 tokens.
 Each window starts with an empty cache and is scored from its second token on. A model (GGUF file or Hugging Face
-folder) is dequantized to float32 and run by transformers; a package computes one token at a time.
+folder) is dequantized to float32 and run by transformers; a package computes one token at a time. With `--against`,
+llama.cpp computes the GGUF files too (`tools/benchmarks/peers.sh PEERS`), each window at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data import topics
@@ -20,9 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inlay.bench.worker import Contestant, Worker
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LLAMA_CPP = Path(__file__).parent / "contestants" / "peers" / "llama_cpp.py"
 WINDOW = 512
 NAMES = ("assignment", "atom-literals", "booleans", "class", "comparisons", "compound", "execmodel", "exprlists")
 SHA256 = "46e4715c35c7c396018d791ace86b96173d100dba32931b0fcd226bb5250fd8e"
@@ -67,6 +72,15 @@ def model_losses(path: Path, given: list[list[int]]) -> Iterator[float]:
         yield from losses.tolist()
 
 
+def llama_cpp_losses(peers: Path, path: Path, given: list[list[int]]) -> Iterator[float]:
+    """Yield the negative log probability of each scored token, from llama.cpp with a GGUF file."""
+    arguments = {"model": str(path.resolve()), "threads": torch.get_num_threads()}
+    worker = Worker(Contestant("llama.cpp", LLAMA_CPP.resolve(), peers.absolute() / "bin" / "python", arguments))
+    for window in given:
+        yield from worker.call("losses", tokens=window)
+    worker.close()
+
+
 def is_package(path: Path) -> bool:
     """Return whether `inlay build` wrote this folder."""
     return (path / "current").exists()
@@ -78,6 +92,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="MODEL_OR_PACKAGE")
     parser.add_argument("--tokenizer", type=Path, help="package whose tokenizer is used (default: the first package)")
     parser.add_argument("--tokens", type=int, default=10 * WINDOW)
+    parser.add_argument("--against", type=Path, metavar="PEERS")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     home = given.tokenizer or next((path for path in given.paths if is_package(path)), None)
@@ -87,13 +102,19 @@ def main() -> None:
 
     cut = windows(load(home).text.encode(text()), given.tokens)
     found: dict[str, float] = {}
-    for path in given.paths:
-        losses = list((package_losses if is_package(path) else model_losses)(path, cut))
-        found[str(path)] = math.exp(math.fsum(losses) / len(losses))
+    measured = [(str(path), package_losses if is_package(path) else model_losses, path) for path in given.paths]
+    if given.against:
+        by_llama = partial(llama_cpp_losses, given.against)
+        measured += [(f"llama.cpp {path}", by_llama, path) for path in given.paths if path.is_file()]
+    for name, compute, path in measured:
+        losses = list(compute(path, cut))
+        found[name] = math.exp(math.fsum(losses) / len(losses))
         if not given.json:
-            reference = next((found[str(each)] for each in given.paths if not is_package(each)), None)
-            more = f"  {100 * (found[str(path)] / reference - 1):+.2f} %" if reference else ""
-            print(f"{found[str(path)]:8.4f}{more}  {path.name} ({len(losses)} tokens)", flush=True)
+            reference = next(
+                (found[str(each)] for each in given.paths if str(each) in found and not is_package(each)), 0
+            )
+            more = f"  {100 * (found[name] / reference - 1):+.2f} %" if reference else ""
+            print(f"{found[name]:8.4f}{more}  {name} ({len(losses)} tokens)", flush=True)
     if given.json:
         print(json.dumps(found, indent=2))
 

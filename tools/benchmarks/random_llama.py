@@ -1,9 +1,9 @@
 """Write a Llama of any shape with random weights as a GGUF file: Q4_1 weights, and a Q8_0 embedding shared by the head.
 
-    python -m tools.benchmarks.random_llama FILE.gguf [--layers 16] [--hidden 2048] ...
+    python -m tools.benchmarks.random_llama FILE.gguf [--layers 16] [--hidden 2048] [--float16] ...
 
 The default shape is that of Llama-3.2-1B. Inlay and llama.cpp read the same file. It is as fast as a model with real
-weights; its output is noise.
+weights; its output is noise. `--float16` writes float16 weights, which `quantize.py` can quantize.
 """
 
 from __future__ import annotations
@@ -52,20 +52,31 @@ def q8_0(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return made.reshape(rows, -1)
 
 
-def write(path: Path, shape: Shape) -> None:
-    """Write the file."""
+def float16(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Return normally distributed values."""
+    return (random.standard_normal((rows, columns), np.float32) / np.float32(np.sqrt(columns))).astype(np.float16)
+
+
+def write(path: Path, shape: Shape, *, plain: bool = False) -> None:
+    """Write the file; `plain`: in float16."""
     writer = gguf.GGUFWriter(path, "llama", use_temp_file=True)
     _describe(writer, shape)
     random = np.random.default_rng(0)
     shared = shape.hidden // shape.heads * shape.kv_heads
 
     def blocks(name: str, rows: int, columns: int) -> None:
-        writer.add_tensor(f"{name}.weight", q4_1(random, rows, columns), raw_dtype=Q4_1)
+        if plain:
+            writer.add_tensor(f"{name}.weight", float16(random, rows, columns))
+        else:
+            writer.add_tensor(f"{name}.weight", q4_1(random, rows, columns), raw_dtype=Q4_1)
 
     def ones(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(shape.hidden, np.float32))
 
-    writer.add_tensor("token_embd.weight", q8_0(random, shape.vocabulary, shape.hidden), raw_dtype=Q8_0)
+    if plain:
+        blocks("token_embd", shape.vocabulary, shape.hidden)
+    else:
+        writer.add_tensor("token_embd.weight", q8_0(random, shape.vocabulary, shape.hidden), raw_dtype=Q8_0)
     ones("output_norm")
     for layer in range(shape.layers):
         prefix = f"blk.{layer}"
@@ -114,9 +125,10 @@ def main() -> None:
     parser.add_argument("path", type=Path, metavar="FILE.gguf")
     for name, value in vars(Shape()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--float16", action="store_true")
     given = vars(parser.parse_args())
-    path = given.pop("path")
-    write(path, Shape(**given))
+    path, plain = given.pop("path"), given.pop("float16")
+    write(path, Shape(**given), plain=plain)
     print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
 
 

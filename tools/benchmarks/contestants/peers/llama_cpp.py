@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import llama_cpp as lib
+import numpy as np
 
 AT_ONCE = 512
 
@@ -48,6 +49,16 @@ class Contestant:
         """Compute a prompt, including its logits."""
         context = self._empty(1, tokens)
         return [self._advance(context, [(self._tokens[at], at, 0) for at in range(tokens)])]
+
+    def losses(self, tokens: list[int]) -> list[float]:
+        """Return the negative log probability of each token but the first."""
+        context = self._empty(1, len(tokens))
+        self._advance(context, [(token, at, 0) for at, token in enumerate(tokens)], every=True)
+        vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        scores = np.ctypeslib.as_array(lib.llama_get_logits(context), (len(tokens), vocabulary))[:-1].astype(np.float64)
+        most = scores.max(1)
+        found = most + np.log(np.exp(scores - most[:, None]).sum(1)) - scores[np.arange(len(most)), tokens[1:]]
+        return [float(each) for each in found]
 
     def _empty(self, sequences: int, room: int) -> Any:
         key = sequences, -(-room // 256) * 256
