@@ -373,48 +373,6 @@ inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(d, _mm512_set1_ps(scale)), total);
 }
 
-// kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
-// both variants give bitwise the same results and the choice between them affects only speed.
-template <typename F, int kRows>
-inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, const uint8_t* at, int64_t row, __m512* total) {
-  constexpr int kBits = F::kBits;
-  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, group_bytes = l.group_bytes();
-  for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
-  const int8_t* q = x.q + row * l.depth;
-  const float *scale = x.scale + row, *sum = F::kHalves ? x.half + row : x.sum + row;
-  for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
-    const Scales<F> scales(l, at);
-    for (int64_t s = 0; s < steps; ++s, q += kStep, scale += stride, sum += F::kHalves ? 2 * stride : stride) {
-      __m512i some[kRows], others[kRows];
-      for (int r = 0; r < kRows; ++r) some[r] = others[r] = _mm512_setzero_si512();
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        __m512i a = quad<kBits>(at + s * step_bytes, i), b = quad<kBits>(at + s * step_bytes, i + 4);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          int32_t four, next;
-          std::memcpy(&four, q + r * l.depth + i * 4, 4);
-          std::memcpy(&next, q + r * l.depth + i * 4 + 16, 4);
-          some[r] = add_products<kBits>(some[r], a, _mm512_set1_epi32(four));
-          others[r] = add_products<kBits>(others[r], b, _mm512_set1_epi32(next));
-        }
-      }
-      if constexpr (F::kHalves) {
-        const __m512 d = scales.d(2 * s), low = scales.low(2 * s);
-        const __m512 other_d = scales.d(2 * s + 1), other_low = scales.low(2 * s + 1);
-        for (int r = 0; r < kRows; ++r) {
-          total[r] = scaled(total[r], some[r], d, low, scale[r], sum[r]);
-          total[r] = scaled(total[r], others[r], other_d, other_low, scale[r], sum[stride + r]);
-        }
-      } else {
-        const __m512 d = scales.d(s), low = scales.low(s);
-        for (int r = 0; r < kRows; ++r)
-          total[r] = scaled(total[r], _mm512_add_epi32(some[r], others[r]), d, low, scale[r], sum[r]);
-      }
-    }
-  }
-}
-
 inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
   int64_t left = l.features - block * kLanes;
   __mmask16 mask = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
@@ -422,26 +380,72 @@ inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
   store16(l.y, l.y_type, row * l.stride() + block * kLanes, total, mask);
 }
 
-template <typename F>
-void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
-  const int64_t block_bytes = l.block_bytes();
-  for (int64_t block = part.begin; block < part.end; ++block) {
-    const uint8_t* at = l.weight + block * block_bytes;
-    int64_t row = 0;
-    __m512 total[4];
-    for (; row + 4 <= l.rows; row += 4) {
-      block_dot<F, 4>(l, x, stride, at, row, total);
-      for (int r = 0; r < 4; ++r) finish(l, row + r, block, total[r]);
-    }
-    for (; row + 2 <= l.rows; row += 2) {
-      block_dot<F, 2>(l, x, stride, at, row, total);
-      for (int r = 0; r < 2; ++r) finish(l, row + r, block, total[r]);
-    }
-    if (row < l.rows) {
-      block_dot<F, 1>(l, x, stride, at, row, total);
-      finish(l, row, block, total[0]);
+// How many bytes ahead weights are prefetched. Converting them takes so many instructions that the processor would not
+// request the next ones early enough by itself, and its own prefetcher stops at the end of a page.
+constexpr int64_t kAhead = 6144;
+
+// kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
+// both variants give bitwise the same results and the choice between them affects only speed.
+template <typename F, int kRows, bool kPrefetch>
+inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row) {
+  constexpr int kBits = F::kBits, kTurns = F::kHalves ? 2 : 1;
+  constexpr int kSums = F::kHalves || kRows > 4 ? 1 : 2;  // two that do not wait for each other, if there are registers
+  const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, group_bytes = l.group_bytes();
+  const uint8_t* at = l.weight + block * l.block_bytes();
+  const int8_t* q = x.q + row * l.depth;
+  __m512 total[kRows];
+  for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
+  const float *scale = x.scale + row, *sum = (F::kHalves ? x.half : x.sum) + row;
+  for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
+    const Scales<F> scales(l, at);
+    for (int64_t s = 0; s < steps; ++s, scale += stride) {
+      const uint8_t* numbers = at + s * step_bytes;
+      if constexpr (kPrefetch)
+        for (int64_t line = 0; line < step_bytes; line += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(numbers + kAhead + line), _MM_HINT_T0);
+#pragma GCC unroll 2
+      for (int turn = 0; turn < kTurns; ++turn, sum += stride) {
+        __m512i sums[kSums][kRows];
+        for (int r = 0; r < kRows; ++r) sums[0][r] = sums[kSums - 1][r] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int i = 0; i < 8 / kTurns; ++i, q += 4) {
+          const __m512i w = quad<kBits>(numbers, turn * 4 + i);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            int32_t four;
+            std::memcpy(&four, q + r * l.depth, 4);
+            __m512i& mine = sums[i % kSums][r];
+            mine = add_products<kBits>(mine, w, _mm512_set1_epi32(four));
+          }
+        }
+        const __m512 d = scales.d(s * kTurns + turn), low = scales.low(s * kTurns + turn);
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i products = kSums > 1 ? _mm512_add_epi32(sums[0][r], sums[kSums - 1][r]) : sums[0][r];
+          total[r] = scaled(total[r], products, d, low, scale[r], sum[r]);
+        }
+      }
     }
   }
+  for (int r = 0; r < kRows; ++r) finish(l, row + r, block, total[r]);
+}
+
+// Rows from `row` to `end`; only the first of them find the weights in memory.
+template <typename F, int kRows>
+inline void rows_dot(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row, int64_t end,
+                     bool first) {
+  for (; row + kRows <= end; row += kRows, first = false)
+    first ? block_dot<F, kRows, true>(l, x, stride, block, row) : block_dot<F, kRows, false>(l, x, stride, block, row);
+  if constexpr (kRows > 1) rows_dot<F, kRows / 2>(l, x, stride, block, row, end, first);
+}
+
+// So many rows at a time that they stay in the processor's cache while all blocks are multiplied with them.
+template <typename F>
+void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+  constexpr int64_t kCached = 1 << 18;
+  const int64_t many = std::max<int64_t>(kCached / std::max<int64_t>(l.depth, 1) / 8, 1) * 8;
+  for (int64_t row = 0; row < l.rows; row += many)
+    for (int64_t block = part.begin; block < part.end; ++block)
+      rows_dot<F, 8>(l, x, stride, block, row, std::min(row + many, l.rows), true);
 }
 #endif
 
