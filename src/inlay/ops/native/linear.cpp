@@ -4,7 +4,7 @@
 namespace inlay {
 namespace {
 
-thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, halves_of_x, narrow_x, wide_x;
+thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, offsets_of_x, narrow_x, wide_x;
 thread_local Scratch wide_weight;
 
 // Converts a row to bfloat16; for tiles, 16 rows of 32 columns are contiguous.
@@ -42,44 +42,49 @@ void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
   }
 }
 
-void multiply_bytes(const Linear& l, const Bytes& x, int64_t stride, Way way) {
+void multiply_bytes(const Linear& l, const Bytes& x, Way way) {
   const Part part(l.blocks());
   if (way == kPortable)
     for (int64_t block = part.begin; block < part.end; ++block)
       for (int64_t row = 0; row < l.rows; ++row) {
         float y[kLanes];
-        rows_portable(l, x, stride, block, row, y);
+        rows_portable(l, x, block, row, y);
         put_row(l, block, row, y);
       }
 #ifdef __AVX512BW__
-  if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, stride, part); });
+  if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, part); });
 #endif
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-  if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, stride, part); });
+  if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, part); });
 #endif
 }
 
 // All parts of a weight have the same x, which is converted once.
 void with_bytes(const std::vector<Linear>& parts, Way way) {
   const Linear& l = parts[0];
-  const bool halves = std::any_of(parts.begin(), parts.end(), [](const Linear& each) { return each.span() < kStep; });
+  const bool six = std::any_of(parts.begin(), parts.end(), [](const Linear& each) { return each.bits == 6; });
   // Tiles read whole groups of 16 rows.
-  int64_t rows = way == kTiles8 ? up(l.rows, 16) : l.rows, steps = l.depth / kStep;
-  Bytes x{bytes_of_x.get<int8_t>(rows * l.depth), scales_of_x.get<float>(rows * steps),
-          sums_of_x.get<float>(rows * steps), halves ? halves_of_x.get<float>(2 * rows * steps) : nullptr};
-  for (int64_t step = 0; step < steps; ++step)
-    for (int64_t row = l.rows; row < rows; ++row) x.put(step, rows, row, 0.0f, 0, 0);
+  const int64_t lanes = way == kTiles8 ? kLanes : std::min<int64_t>(l.rows, kLanes), steps = l.depth / kStep;
+  const int64_t rows = lanes ? up(l.rows, lanes) : 0;
+  Bytes x{steps,
+          lanes,
+          bytes_of_x.get<int8_t>(rows * l.depth),
+          scales_of_x.get<float>(rows * steps),
+          sums_of_x.get<float>(rows * steps),
+          six ? offsets_of_x.get<int32_t>(2 * rows * steps) : nullptr};
+  for (int64_t row = l.rows; row < rows; ++row)
+    for (int64_t step = 0; step < steps; ++step) x.put(x.place(row, step), 0.0f, 0, 0);
   bool shared = l.rows > 4;  // with few rows, synchronization costs more than the work
   if (!shared)
-    for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, rows, x);
+    for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, x);
 #pragma omp parallel
   {
     if (shared) {
       Part part(l.rows * steps);
-      for (int64_t at = part.begin; at < part.end; ++at) to_bytes(l, at / steps, at % steps, rows, x);
+      for (int64_t at = part.begin; at < part.end; ++at) to_bytes(l, at / steps, at % steps, x);
 #pragma omp barrier
     }
-    for (const Linear& each : parts) multiply_bytes(each, x, rows, way);
+    for (const Linear& each : parts) multiply_bytes(each, x, way);
   }
 }
 

@@ -42,7 +42,7 @@ inline void check(const Linear& l, const char* what) {
   holds(l.bits == 4 || l.bits == 5 || l.bits == 6 || l.bits == 8 || l.bits == 16 || l.bits == 32,
         "4, 5, 6, 8, 16 or 32 bits");
   if (l.group == kSuperGroup)
-    holds(l.bits == 6 ? l.zero >= 0 : l.bits < 6 && l.zero < 0, "minima in groups of 256 of 4 or 5 bits, none with 6");
+    holds(l.bits == 6 ? l.zero == 32 : l.bits < 6 && l.zero < 0, "minima in groups of 256 of 4 or 5 bits, 32 for 6");
   else
     holds(l.bits != 6, "groups of 256 with 6 bits");
   holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
@@ -108,26 +108,30 @@ inline void by_format(const Linear& l, const Call& call) {
 }
 
 // x as int8: one scale per 32 columns, and the sums of the dequantized values. If a value is not finite, the scale is
-// NaN. Then all features of the row are NaN; those of the reference are NaN or infinite.
-struct Bytes {
-  int8_t* q;     // [rows, depth]
-  float* scale;  // [depth / 32, rows]
-  float* sum;    // [depth / 32, rows]
-  float* half;   // [depth / 16, rows], the sums of 16 columns; null if no format needs them
+// NaN. Then all features of the row are NaN; those of the reference are NaN or infinite. A step of 32 columns of up to
+// 16 rows is contiguous, so that a kernel that goes through the steps of some rows reads adjacent memory.
+constexpr int32_t kZero6 = 32;  // the zero point of all 6-bit weights
 
-  void put(int64_t step, int64_t stride, int64_t row, float factor, int32_t low, int32_t high) const {
-    scale[step * stride + row] = factor;
-    sum[step * stride + row] = factor * (static_cast<float>(low) + static_cast<float>(high));  // exact
-    if (!half) return;
-    half[2 * step * stride + row] = factor * static_cast<float>(low);
-    half[(2 * step + 1) * stride + row] = factor * static_cast<float>(high);
+struct Bytes {
+  int64_t steps, lanes;  // steps of a row, and rows that are stored together
+  int8_t* q;             // 32 per place
+  float* scale;          // one per place
+  float* sum;            // one per place
+  int32_t* offset;       // two per place, -32 times the sums of 16 values in q; null if no weight has 6 bits
+
+  int64_t place(int64_t row, int64_t step) const { return (row / lanes * steps + step) * lanes + row % lanes; }
+  void put(int64_t at, float factor, int32_t low, int32_t high) const {
+    scale[at] = factor;
+    sum[at] = factor * (static_cast<float>(low) + static_cast<float>(high));  // exact
+    if (offset) offset[2 * at] = -kZero6 * low, offset[2 * at + 1] = -kZero6 * high;
   }
 };
 
 // The factor that turns a value into int8. It would overflow below 127 / FLT_MAX, so such values become 0.
 inline float inverse_of(float most) { return most > 127.0f / std::numeric_limits<float>::max() ? 127.0f / most : 0.0f; }
 
-inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
+inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, const Bytes& out) {
+  const int64_t at = out.place(row, step);
   float values[kStep], most = 0;
   bool finite = true;
   for (int64_t k = 0; k < kStep; ++k) {
@@ -136,38 +140,38 @@ inline void to_bytes_portable(const Linear& l, int64_t row, int64_t step, int64_
     finite &= std::isfinite(values[k]);
   }
   if (!finite) {
-    std::memset(out.q + row * l.depth + step * kStep, 0, kStep);
-    out.put(step, stride, row, std::numeric_limits<float>::quiet_NaN(), 0, 0);
+    std::memset(out.q + at * kStep, 0, kStep);
+    out.put(at, std::numeric_limits<float>::quiet_NaN(), 0, 0);
     return;
   }
   const float inverse = inverse_of(most);
   int32_t sums[2] = {0, 0};
   for (int64_t k = 0; k < kStep; ++k) {
     int32_t q = static_cast<int32_t>(std::nearbyint(values[k] * inverse));
-    out.q[row * l.depth + step * kStep + k] = static_cast<int8_t>(q);
+    out.q[at * kStep + k] = static_cast<int8_t>(q);
     sums[k / 16] += q;
   }
-  out.put(step, stride, row, most / 127.0f, sums[0], sums[1]);
+  out.put(at, most / 127.0f, sums[0], sums[1]);
 }
 
-inline void to_bytes(const Linear& l, int64_t row, int64_t step, int64_t stride, const Bytes& out) {
+inline void to_bytes(const Linear& l, int64_t row, int64_t step, const Bytes& out) {
 #ifdef __AVX512F__
-  int64_t at = row * l.depth + step * kStep;
-  __m512 low = load16(l.x, l.x_type, at), high = load16(l.x, l.x_type, at + 16);
+  const int64_t from = row * l.depth + step * kStep, at = out.place(row, step);
+  __m512 low = load16(l.x, l.x_type, from), high = load16(l.x, l.x_type, from + 16);
   const __m512 size = _mm512_abs_ps(low), other = _mm512_abs_ps(high), infinite = _mm512_set1_ps(INFINITY);
   float most = _mm512_reduce_max_ps(_mm512_max_ps(size, other));
   if (_mm512_cmp_ps_mask(size, infinite, _CMP_NLT_UQ) | _mm512_cmp_ps_mask(other, infinite, _CMP_NLT_UQ))
     most = std::numeric_limits<float>::quiet_NaN();  // the bytes are then 0, the scale and the sum NaN
   __m512 inverse = _mm512_set1_ps(inverse_of(most));
   __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at), _mm512_cvtepi32_epi8(a));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at + 16), _mm512_cvtepi32_epi8(b));
-  if (out.half)
-    out.put(step, stride, row, most / 127.0f, _mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at * kStep), _mm512_cvtepi32_epi8(a));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at * kStep + 16), _mm512_cvtepi32_epi8(b));
+  if (out.offset)
+    out.put(at, most / 127.0f, _mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b));
   else
-    out.put(step, stride, row, most / 127.0f, _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)), 0);
+    out.put(at, most / 127.0f, _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)), 0);
 #else
-  to_bytes_portable(l, row, step, stride, out);
+  to_bytes_portable(l, row, step, out);
 #endif
 }
 
@@ -244,7 +248,7 @@ inline void step_dots(const uint8_t* w, const int8_t* q, int32_t bits, int32_t (
 #endif
 }
 
-inline void rows_portable(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row, float* y) {
+inline void rows_portable(const Linear& l, const Bytes& x, int64_t block, int64_t row, float* y) {
   float total[kLanes] = {};
   const uint8_t* at = l.weight + block * l.block_bytes();
   const bool halves = l.span() < kStep;
@@ -260,18 +264,17 @@ inline void rows_portable(const Linear& l, const Bytes& x, int64_t stride, int64
       sum = 0;
     };
     for (int64_t s = 0; s < l.group / kStep; ++s) {
-      int64_t step = g * (l.group / kStep) + s;
+      const int64_t place = x.place(row, g * (l.group / kStep) + s);
       int32_t dots[2][kLanes];
-      step_dots(at + s * kStep * kLanes * l.bits / 8, x.q + row * l.depth + step * kStep, l.bits, dots);
-      const float scale = x.scale[step * stride + row];
-      for (int64_t h = 0; h < 2; ++h) {
-        if (h && !halves) break;
+      step_dots(at + s * kStep * kLanes * l.bits / 8, x.q + place * kStep, l.bits, dots);
+      const float scale = x.scale[place];
+      for (int64_t h = 0; halves && h < 2; ++h)
         for (int64_t n = 0; n < kLanes; ++n)
-          part[n] += scale * static_cast<float>(halves ? dots[h][n] : dots[0][n] + dots[1][n]);
-        sum += halves ? x.half[(2 * step + h) * stride + row] : x.sum[step * stride + row];
-        if (halves) add(2 * s + h);
-      }
-      if (!halves && (s + 1) * kStep % l.span() == 0) add(s * kStep / l.span());
+          total[n] += scale * static_cast<float>(dots[h][n] + x.offset[2 * place + h]) * scale_of(l, at, 2 * s + h, n);
+      if (halves) continue;
+      for (int64_t n = 0; n < kLanes; ++n) part[n] += scale * static_cast<float>(dots[0][n] + dots[1][n]);
+      sum += x.sum[place];
+      if ((s + 1) * kStep % l.span() == 0) add(s * kStep / l.span());
     }
   }
   std::memcpy(y, total, sizeof(total));
@@ -366,11 +369,16 @@ class Scales {
   __m512 d_, low_;
 };
 
-// Adds one step of 32 columns, or half of one: the scaled products of bytes, and the zero point or minimum times the
-// sum of x.
+// Adds one step of 32 columns: the scaled products of bytes, and the zero point or minimum times the sum of x.
 inline __m512 scaled(__m512 total, __m512i products, __m512 d, __m512 low, float scale, float sum) {
   total = _mm512_fmadd_ps(_mm512_set1_ps(sum), low, total);
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(d, _mm512_set1_ps(scale)), total);
+}
+
+// The same for 16 and 16 columns with scales of their own, whose products already include the zero point.
+inline __m512 scaled_halves(__m512 total, __m512i first, __m512i second, __m512 d, __m512 other, float scale) {
+  const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), other, _mm512_mul_ps(_mm512_cvtepi32_ps(first), d));
+  return _mm512_fmadd_ps(both, _mm512_set1_ps(scale), total);
 }
 
 inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
@@ -387,40 +395,45 @@ constexpr int64_t kAhead = 6144;
 // kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
 // both variants give bitwise the same results and the choice between them affects only speed.
 template <typename F, int kRows, bool kPrefetch>
-inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row) {
-  constexpr int kBits = F::kBits, kTurns = F::kHalves ? 2 : 1;
-  constexpr int kSums = F::kHalves || kRows > 4 ? 1 : 2;  // two that do not wait for each other, if there are registers
+inline void block_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row) {
+  constexpr int kBits = F::kBits;
+  constexpr int kSums = !F::kHalves && kRows > 4 ? 1 : 2;  // two that do not wait for each other, if registers suffice
   const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, group_bytes = l.group_bytes();
   const uint8_t* at = l.weight + block * l.block_bytes();
-  const int8_t* q = x.q + row * l.depth;
+  int64_t place = x.place(row, 0);
   __m512 total[kRows];
   for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
-  const float *scale = x.scale + row, *sum = (F::kHalves ? x.half : x.sum) + row;
   for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
     const Scales<F> scales(l, at);
-    for (int64_t s = 0; s < steps; ++s, scale += stride) {
+    for (int64_t s = 0; s < steps; ++s, place += x.lanes) {
       const uint8_t* numbers = at + s * step_bytes;
+      const int8_t* q = x.q + place * kStep;
+      const float *scale = x.scale + place, *sum = x.sum + place;
       if constexpr (kPrefetch)
         for (int64_t line = 0; line < step_bytes; line += 64)
           _mm_prefetch(reinterpret_cast<const char*>(numbers + kAhead + line), _MM_HINT_T0);
-#pragma GCC unroll 2
-      for (int turn = 0; turn < kTurns; ++turn, sum += stride) {
-        __m512i sums[kSums][kRows];
-        for (int r = 0; r < kRows; ++r) sums[0][r] = sums[kSums - 1][r] = _mm512_setzero_si512();
+      __m512i sums[2][kRows];
+      for (int r = 0; r < kRows; ++r)
+        for (int k = 0; k < kSums; ++k)
+          sums[k][r] = F::kHalves ? _mm512_set1_epi32(x.offset[2 * (place + r) + k]) : _mm512_setzero_si512();
 #pragma GCC unroll 8
-        for (int i = 0; i < 8 / kTurns; ++i, q += 4) {
-          const __m512i w = quad<kBits>(numbers, turn * 4 + i);
+      for (int i = 0; i < 8; ++i, q += 4) {
+        const __m512i w = quad<kBits>(numbers, i);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            int32_t four;
-            std::memcpy(&four, q + r * l.depth, 4);
-            __m512i& mine = sums[i % kSums][r];
-            mine = add_products<kBits>(mine, w, _mm512_set1_epi32(four));
-          }
-        }
-        const __m512 d = scales.d(s * kTurns + turn), low = scales.low(s * kTurns + turn);
         for (int r = 0; r < kRows; ++r) {
-          const __m512i products = kSums > 1 ? _mm512_add_epi32(sums[0][r], sums[kSums - 1][r]) : sums[0][r];
+          int32_t four;
+          std::memcpy(&four, q + r * kStep, 4);
+          __m512i& mine = sums[kSums > 1 ? i / 4 : 0][r];
+          mine = add_products<kBits>(mine, w, _mm512_set1_epi32(four));
+        }
+      }
+      if constexpr (F::kHalves) {
+        const __m512 d = scales.d(2 * s), other = scales.d(2 * s + 1);
+        for (int r = 0; r < kRows; ++r) total[r] = scaled_halves(total[r], sums[0][r], sums[1][r], d, other, scale[r]);
+      } else {
+        const __m512 d = scales.d(s), low = scales.low(s);
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i products = kSums > 1 ? _mm512_add_epi32(sums[0][r], sums[1][r]) : sums[0][r];
           total[r] = scaled(total[r], products, d, low, scale[r], sum[r]);
         }
       }
@@ -431,28 +444,27 @@ inline void block_dot(const Linear& l, const Bytes& x, int64_t stride, int64_t b
 
 // Rows from `row` to `end`; only the first of them find the weights in memory.
 template <typename F, int kRows>
-inline void rows_dot(const Linear& l, const Bytes& x, int64_t stride, int64_t block, int64_t row, int64_t end,
-                     bool first) {
+inline void rows_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row, int64_t end, bool first) {
   for (; row + kRows <= end; row += kRows, first = false)
-    first ? block_dot<F, kRows, true>(l, x, stride, block, row) : block_dot<F, kRows, false>(l, x, stride, block, row);
-  if constexpr (kRows > 1) rows_dot<F, kRows / 2>(l, x, stride, block, row, end, first);
+    first ? block_dot<F, kRows, true>(l, x, block, row) : block_dot<F, kRows, false>(l, x, block, row);
+  if constexpr (kRows > 1) rows_dot<F, kRows / 2>(l, x, block, row, end, first);
 }
 
 // So many rows at a time that they stay in the processor's cache while all blocks are multiplied with them.
 template <typename F>
-void dot(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+void dot(const Linear& l, const Bytes& x, const Part& part) {
   constexpr int64_t kCached = 1 << 18;
   const int64_t many = std::max<int64_t>(kCached / std::max<int64_t>(l.depth, 1) / 8, 1) * 8;
   for (int64_t row = 0; row < l.rows; row += many)
     for (int64_t block = part.begin; block < part.end; ++block)
-      rows_dot<F, 8>(l, x, stride, block, row, std::min(row + many, l.rows), true);
+      rows_dot<F, 8>(l, x, block, row, std::min(row + many, l.rows), true);
 }
 #endif
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 // 16 rows at a time: bytes times bytes in tiles of 32 columns. One tile is scaled while the next is multiplied.
 template <typename F>
-void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
+void tiles8(const Linear& l, const Bytes& x, const Part& part) {
   constexpr int kBits = F::kBits, kTurns = F::kHalves ? 2 : 1, kColumns = kStep / kTurns;
   TileConfig config;
   config.set(2, 16, kColumns);  // x: 16 rows of 32 or 16 bytes
@@ -462,13 +474,12 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
   config.use();
   const int64_t per = l.group / kStep, steps = l.depth / kStep, step_bytes = kStep * kLanes * kBits / 8;
   const int64_t group_bytes = l.group_bytes(), block_bytes = l.block_bytes();
-  const float* all_sums = F::kHalves ? x.half : x.sum;
   alignas(64) uint8_t lines[2][8 * 64];
   alignas(64) int32_t sums[2][kTurns][16 * 16];
   for (int64_t block = part.begin; block < part.end; ++block) {
     for (int64_t row = 0; row < l.rows; row += 16) {
       const uint8_t* at = l.weight + block * block_bytes;
-      const int8_t* q = x.q + row * l.depth;
+      const int64_t place = x.place(row, 0);
       __m512 total[16];
       for (int r = 0; r < 16; ++r) total[r] = _mm512_setzero_ps();
       auto multiply = [&](int64_t step) {
@@ -481,16 +492,16 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
         }
         const uint8_t* from = kBits < 8 ? mine : w;
         for (int turn = 0; turn < kTurns; ++turn, from += kColumns * kLanes) {
-          const int8_t* bytes = q + step * kStep + turn * kColumns;
+          const int8_t* bytes = x.q + (place + step * kLanes) * kStep + turn * kColumns;
           if (step & 1) {
             _tile_zero(1);
-            _tile_loadd(3, bytes, l.depth);
+            _tile_loadd(3, bytes, kStep);
             _tile_loadd(5, from, 64);
             _tile_dpbsud(1, 3, 5);
             _tile_stored(1, sums[1][turn], 64);
           } else {
             _tile_zero(0);
-            _tile_loadd(2, bytes, l.depth);
+            _tile_loadd(2, bytes, kStep);
             _tile_loadd(4, from, 64);
             _tile_dpbsud(0, 2, 4);
             _tile_stored(0, sums[0][turn], 64);
@@ -499,14 +510,20 @@ void tiles8(const Linear& l, const Bytes& x, int64_t stride, const Part& part) {
       };
       auto scale = [&](int64_t step) {
         const Scales<F> scales(l, at + step / per * group_bytes);
-        const float* factors = x.scale + step * stride + row;
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const __m512 d = scales.d(step % per * kTurns + turn), low = scales.low(step % per * kTurns + turn);
-          const float* sum = all_sums + (step * kTurns + turn) * stride + row;
-          const int32_t* mine = sums[step & 1][turn];
+        const int64_t first = place + step * kLanes, part = step % per;
+        const float *factors = x.scale + first, *sum = x.sum + first;
+        const auto products = [&](int turn, int r) { return _mm512_load_si512(sums[step & 1][turn] + r * 16); };
+        if constexpr (F::kHalves) {
+          const __m512 d = scales.d(2 * part), other = scales.d(2 * part + 1);
+          const auto half = [&](int turn, int r) {
+            return _mm512_add_epi32(products(turn, r), _mm512_set1_epi32(x.offset[2 * (first + r) + turn]));
+          };
 #pragma GCC unroll 16
-          for (int r = 0; r < 16; ++r)
-            total[r] = scaled(total[r], _mm512_load_si512(mine + r * 16), d, low, factors[r], sum[r]);
+          for (int r = 0; r < 16; ++r) total[r] = scaled_halves(total[r], half(0, r), half(1, r), d, other, factors[r]);
+        } else {
+          const __m512 d = scales.d(part), low = scales.low(part);
+#pragma GCC unroll 16
+          for (int r = 0; r < 16; ++r) total[r] = scaled(total[r], products(0, r), d, low, factors[r], sum[r]);
         }
       };
       multiply(0);
