@@ -5,7 +5,7 @@ namespace inlay {
 namespace {
 
 thread_local Scratch bytes_of_x, scales_of_x, sums_of_x, offsets_of_x, narrow_x, wide_x;
-thread_local Scratch wide_weight;
+thread_local Scratch wide_weight, bytes_of_weight;
 
 // Converts a row to bfloat16; for tiles, 16 rows of 32 columns are contiguous.
 void narrow(const Linear& l, int64_t row, bool tiles, uint16_t* out) {
@@ -42,7 +42,7 @@ void put_row(const Linear& l, int64_t block, int64_t row, const float* y) {
   }
 }
 
-void multiply_bytes(const Linear& l, const Bytes& x, Way way) {
+void multiply_bytes(const Linear& l, const Bytes& x, Way way, uint8_t* bytes) {
   const Part part(l.blocks());
   if (way == kPortable)
     for (int64_t block = part.begin; block < part.end; ++block)
@@ -52,7 +52,7 @@ void multiply_bytes(const Linear& l, const Bytes& x, Way way) {
         put_row(l, block, row, y);
       }
 #ifdef __AVX512BW__
-  if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, part); });
+  if (way == kDot) by_format(l, [&](auto format) { dot<decltype(format)>(l, x, part, bytes); });
 #endif
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
   if (way == kTiles8) by_format(l, [&](auto format) { tiles8<decltype(format)>(l, x, part); });
@@ -74,6 +74,7 @@ void with_bytes(const std::vector<Linear>& parts, Way way) {
           six ? offsets_of_x.get<int32_t>(2 * rows * steps) : nullptr};
   for (int64_t row = l.rows; row < rows; ++row)
     for (int64_t step = 0; step < steps; ++step) x.put(x.place(row, step), 0.0f, 0, 0);
+  uint8_t* bytes = bytes_of_weight.get<uint8_t>(omp_get_max_threads() * l.depth * kLanes);
   bool shared = l.rows > 4;  // with few rows, synchronization costs more than the work
   if (!shared)
     for (int64_t at = 0; at < l.rows * steps; ++at) to_bytes(l, at / steps, at % steps, x);
@@ -84,7 +85,7 @@ void with_bytes(const std::vector<Linear>& parts, Way way) {
       for (int64_t at = part.begin; at < part.end; ++at) to_bytes(l, at / steps, at % steps, x);
 #pragma omp barrier
     }
-    for (const Linear& each : parts) multiply_bytes(each, x, way);
+    for (const Linear& each : parts) multiply_bytes(each, x, way, bytes + omp_get_thread_num() * l.depth * kLanes);
   }
 }
 

@@ -391,27 +391,32 @@ inline void finish(const Linear& l, int64_t row, int64_t block, __m512 total) {
 // How many bytes ahead weights are prefetched. Converting them takes so many instructions that the processor would not
 // request the next ones early enough by itself, and its own prefetcher stops at the end of a page.
 constexpr int64_t kAhead = 6144;
+inline void prefetch(const uint8_t* at, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + line), _MM_HINT_T0);
+}
+
+// Where block_dot finds the integers of a block: in memory, in the processor's cache, or unpacked to bytes.
+enum class From { kMemory, kCache, kBytes };
 
 // kRows rows of x over one block of 16 features. Products are scaled and added step by step as in `tiles8`, so that
 // both variants give bitwise the same results and the choice between them affects only speed.
-template <typename F, int kRows, bool kPrefetch>
-inline void block_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row) {
-  constexpr int kBits = F::kBits;
+template <typename F, int kRows, From kFrom>
+inline void block_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row, const uint8_t* bytes) {
+  constexpr int kBits = kFrom == From::kBytes ? 8 : F::kBits;
   constexpr int kSums = !F::kHalves && kRows > 4 ? 1 : 2;  // two that do not wait for each other, if registers suffice
   const int64_t steps = l.group / kStep, step_bytes = kStep * kLanes * kBits / 8, group_bytes = l.group_bytes();
-  const uint8_t* at = l.weight + block * l.block_bytes();
+  const uint8_t *at = l.weight + block * l.block_bytes(), *numbers = bytes;
   int64_t place = x.place(row, 0);
   __m512 total[kRows];
   for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
   for (int64_t g = 0; g < l.depth; g += l.group, at += group_bytes) {
     const Scales<F> scales(l, at);
-    for (int64_t s = 0; s < steps; ++s, place += x.lanes) {
-      const uint8_t* numbers = at + s * step_bytes;
+    if (kFrom != From::kBytes) numbers = at;
+    for (int64_t s = 0; s < steps; ++s, place += x.lanes, numbers += step_bytes) {
       const int8_t* q = x.q + place * kStep;
       const float *scale = x.scale + place, *sum = x.sum + place;
-      if constexpr (kPrefetch)
-        for (int64_t line = 0; line < step_bytes; line += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(numbers + kAhead + line), _MM_HINT_T0);
+      if constexpr (kFrom == From::kMemory) prefetch(numbers, step_bytes);
       __m512i sums[2][kRows];
       for (int r = 0; r < kRows; ++r)
         for (int k = 0; k < kSums; ++k)
@@ -442,22 +447,44 @@ inline void block_dot(const Linear& l, const Bytes& x, int64_t block, int64_t ro
   for (int r = 0; r < kRows; ++r) finish(l, row + r, block, total[r]);
 }
 
-// Rows from `row` to `end`; only the first of them find the weights in memory.
-template <typename F, int kRows>
-inline void rows_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row, int64_t end, bool first) {
-  for (; row + kRows <= end; row += kRows, first = false)
-    first ? block_dot<F, kRows, true>(l, x, block, row) : block_dot<F, kRows, false>(l, x, block, row);
-  if constexpr (kRows > 1) rows_dot<F, kRows / 2>(l, x, block, row, end, first);
+template <typename F, int kRows, From kFrom>
+inline void rows_dot(const Linear& l, const Bytes& x, int64_t block, int64_t row, int64_t end, const uint8_t* bytes) {
+  for (; row + kRows <= end; row += kRows) block_dot<F, kRows, kFrom>(l, x, block, row, bytes);
+  if constexpr (kRows > 1) rows_dot<F, kRows / 2, kFrom>(l, x, block, row, end, bytes);
 }
 
-// So many rows at a time that they stay in the processor's cache while all blocks are multiplied with them.
+// The integers of a block as bytes. For many rows this is faster than unpacking 5 or 6 bits again and again; for 4 bits
+// it is not.
 template <typename F>
-void dot(const Linear& l, const Bytes& x, const Part& part) {
-  constexpr int64_t kCached = 1 << 18;
+inline void unpack(const Linear& l, int64_t block, uint8_t* out) {
+  const int64_t step_bytes = kStep * kLanes * F::kBits / 8;
+  const uint8_t* at = l.weight + block * l.block_bytes();
+  for (int64_t g = 0; g < l.depth; g += l.group, at += l.group_bytes())
+    for (int64_t s = 0; s < l.group / kStep; ++s, out += kStep * kLanes) {
+      prefetch(at + s * step_bytes, step_bytes);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) _mm512_storeu_si512(out + i * 64, quad<F::kBits>(at + s * step_bytes, i));
+    }
+}
+
+// So many rows at a time that they stay in the processor's cache while all blocks are multiplied with them. `bytes`
+// has room for a block.
+template <typename F>
+void dot(const Linear& l, const Bytes& x, const Part& part, uint8_t* bytes) {
+  constexpr int64_t kCached = 1 << 18, kFew = 16;
   const int64_t many = std::max<int64_t>(kCached / std::max<int64_t>(l.depth, 1) / 8, 1) * 8;
-  for (int64_t row = 0; row < l.rows; row += many)
-    for (int64_t block = part.begin; block < part.end; ++block)
-      rows_dot<F, 8>(l, x, block, row, std::min(row + many, l.rows), true);
+  for (int64_t row = 0; row < l.rows; row += many) {
+    const int64_t end = std::min(row + many, l.rows), first = std::min<int64_t>(row + 8, end);
+    for (int64_t block = part.begin; block < part.end; ++block) {
+      if (F::kBits > 4 && F::kBits < 8 && end - row > kFew) {
+        unpack<F>(l, block, bytes);
+        rows_dot<F, 8, From::kBytes>(l, x, block, row, end, bytes);
+      } else {
+        rows_dot<F, 8, From::kMemory>(l, x, block, row, first, nullptr);
+        rows_dot<F, 8, From::kCache>(l, x, block, first, end, nullptr);
+      }
+    }
+  }
 }
 #endif
 
