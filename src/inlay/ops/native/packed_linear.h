@@ -161,7 +161,7 @@ inline void to_bytes(const Linear& l, int64_t row, int64_t step, const Bytes& ou
   const __m512 size = _mm512_abs_ps(low), other = _mm512_abs_ps(high), infinite = _mm512_set1_ps(INFINITY);
   float most = _mm512_reduce_max_ps(_mm512_max_ps(size, other));
   if (_mm512_cmp_ps_mask(size, infinite, _CMP_NLT_UQ) | _mm512_cmp_ps_mask(other, infinite, _CMP_NLT_UQ))
-    most = std::numeric_limits<float>::quiet_NaN();  // the bytes are then 0, the scale and the sum NaN
+    return to_bytes_portable(l, row, step, out);
   __m512 inverse = _mm512_set1_ps(inverse_of(most));
   __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + at * kStep), _mm512_cvtepi32_epi8(a));
