@@ -248,9 +248,12 @@ def _noting(run: Any, used: list[str], name: str) -> Any:
 @pytest.mark.parametrize("text", ["length", "length=x", "length=0", "width=1", "length=5..900"])
 def test_wrong_buckets(text: str) -> None:
     from inlay.lowering.lower import _parse_bucket
+    from inlay.program.program import Symbol
 
-    with pytest.raises(UsageError):
-        _parse_bucket(text, {"batch": (1, 4), "length": (1, 96)})
+    symbols = {"batch": Symbol("batch", 1, 4), "length": Symbol("length", 1, 96, limited_by="most")}
+    with pytest.raises(UsageError) as refused:
+        _parse_bucket(text, symbols)
+    assert ("The option most sets the largest length." in str(refused.value)) == (text in {"length=0", "length=5..900"})
 
 
 @pytest.fixture

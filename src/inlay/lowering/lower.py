@@ -15,12 +15,12 @@ from inlay.lowering.state.in_place_writes import copy_remarks
 from inlay.lowering.state.state_copies import find_compiled_copies, find_eager_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from inlay.lowering.plan import Plan
-    from inlay.program.program import Program
+    from inlay.program.program import Program, Symbol
 
 SizeRanges = dict[str, tuple[int, int | None]]
 
@@ -35,20 +35,26 @@ class LoweredProgram:
 
 def lower(program: Program, buckets: Sequence[str] = ()) -> LoweredProgram:
     """Make a plan for each of these buckets (`length=1`, `batch=1,length=2..64`), and one for all sizes."""
-    every: SizeRanges = {symbol.name: (symbol.low, symbol.high) for symbol in program.symbols.values()}
-    wanted = [_parse_bucket(text, every) for text in buckets]
+    symbols = {symbol.name: symbol for symbol in program.symbols.values()}
+    every = _all_sizes(symbols)
+    wanted = [_parse_bucket(text, symbols) for text in buckets]
     named = [(text.replace(" ", ""), sizes) for text, sizes in zip(buckets, wanted, strict=True)]
     plans = ((name, sizes, make_plan(program, sizes)) for name, sizes in (*named, ("all", every)))
     return LoweredProgram(program, tuple(plans))
 
 
-def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
+def _all_sizes(symbols: Mapping[str, Symbol]) -> SizeRanges:
+    return {name: (symbol.low, symbol.high) for name, symbol in symbols.items()}
+
+
+def _parse_bucket(text: str, symbols: Mapping[str, Symbol]) -> SizeRanges:
     """Parse the text of a bucket.
 
-    >>> _parse_bucket("length=1", {"batch": (1, 4), "length": (1, 64)})
+    >>> from inlay.program.program import Symbol
+    >>> _parse_bucket("length=1", {"batch": Symbol("batch", 1, 4), "length": Symbol("length", 1, 64)})
     {'batch': (1, 4), 'length': (1, 1)}
     """
-    sizes = dict(every)
+    sizes = _all_sizes(symbols)
     for part in text.split(","):
         name, equals, value = (each.strip() for each in part.partition("="))
         low, dots, high = value.partition("..")
@@ -56,12 +62,15 @@ def _parse_bucket(text: str, every: SizeRanges) -> SizeRanges:
             raise UsageError(
                 f"{text!r} is not a bucket.", "Write --buckets length=1 or --buckets batch=1,length=2..64."
             )
-        if name not in every:
-            raise UsageError(f"The program has no size {name}.", suggest(name, every) or f"It has {', '.join(every)}.")
-        floor, ceiling = every[name]
+        if name not in symbols:
+            known = suggest(name, symbols) or f"It has {', '.join(symbols)}."
+            raise UsageError(f"The program has no size {name}.", known)
+        floor, ceiling = symbols[name].low, symbols[name].high
         least, most = int(low), int(high) if high else ceiling if dots else int(low)
         if least < floor or (ceiling is not None and (most is None or most > ceiling)):
-            raise UsageError(f"{text}: {name} must be within {floor} … {ceiling}.")
+            limit = symbols[name].limited_by
+            hint = f"The option {limit} sets the largest {name}." if limit else ""
+            raise UsageError(f"{text}: {name} must be within {floor} … {ceiling}.", hint)
         sizes[name] = (least, most)
     return sizes
 

@@ -32,6 +32,8 @@ class Symbol:
     high: int | None
     example: int = 2
     """The size at capture, which is used again to compute types when a dump is read."""
+    limited_by: str = field(default="", compare=False)
+    """The option that `high` comes from, for messages."""
 
     @property
     def range_text(self) -> str:

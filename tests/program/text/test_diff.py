@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from inlay.program.bindings import Bindings
 from inlay.program.text.alignment import align
 from inlay.program.text.diff import diff
 from tests.synthetic_programs import irregular, layered
@@ -48,6 +50,14 @@ def test_one_operator_in_every_layer_is_one_row() -> None:
     assert "silu" in rows[0].left
     assert "gelu" in rows[0].right
     assert found.operator_deltas == {"aten.gelu.default": 30, "aten.silu.default": -30}
+
+
+def test_bounds_of_indices_are_compared() -> None:
+    program = layered(2)
+    row, *others = program.bindings
+    bounded = [replace(program, bindings=Bindings((replace(row, below=below), *others))) for below in (10, 20)]
+    assert diff(*bounded).binding_changes == (f"{row.role.value} {row.target} was below 10 and is below 20",)
+    assert diff(bounded[0], bounded[0]).is_equal
 
 
 def test_constant_and_wiring_changes_are_seen() -> None:

@@ -175,6 +175,8 @@ def _binding_changes(left: Program, right: Program) -> Iterator[str]:
             yield f"{key[0]} {key[1]} was {one.type_text} and is {two.type_text}"
         elif (one.alias is None) != (two.alias is None):
             yield f"{key[0]} {key[1]} has different storage"
+        elif one.below != two.below:
+            yield f"{key[0]} {key[1]} was below {one.below} and is below {two.below}"
         elif one.value != two.value:
             yield f"{key[0]} {key[1]} was {one.value!r} and is {two.value!r}"
         elif not _same_values(left.tensors.get(one.name), right.tensors.get(two.name)):

@@ -404,10 +404,11 @@ class _CacheInsertion:
         ]
         ins = (*program.bindings.ins, *self.bindings)
         symbols = {**program.symbols}
-        length = self.sizes.max_prefill if self.has_rings else self.sizes.max_seq_len
-        for raw, most in ((self.axes.batch, self.sizes.max_batch), (self.axes.length, length)):
+        sizes = self.sizes
+        length = ("max_prefill", sizes.max_prefill) if self.has_rings else ("max_length", sizes.max_seq_len)
+        for raw, (option, most) in ((self.axes.batch, ("max_batch", sizes.max_batch)), (self.axes.length, length)):
             if raw in symbols:
-                symbols[raw] = replace(symbols[raw], low=1, high=most)
+                symbols[raw] = replace(symbols[raw], low=1, high=most, limited_by=f"insert_kv_cache.{option}")
         rewriter.update(
             bindings=Bindings((*ins, *states, *program.bindings.outs)),
             symbols=symbols,
