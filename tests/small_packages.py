@@ -54,6 +54,13 @@ def eager_greedy(model: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
     return tokens[:, prompts.shape[1] :]
 
 
+def check_tokens(executable: Executable, model: Any) -> None:
+    """64 tokens, with one prompt and with four, are those of the stock model."""
+    for batch in (1, 4):
+        prompts = torch.randint(3, 250, (batch, 9), generator=torch.Generator().manual_seed(batch))
+        assert torch.equal(greedy(executable, prompts, 64), eager_greedy(model, prompts, 64))
+
+
 def assert_greedy(model: Any, prompts: torch.Tensor, found: torch.Tensor, bound: float = 0.02) -> None:
     """Each token is the likeliest of a stock model after those before it, unless others are nearly as likely."""
     with torch.no_grad():

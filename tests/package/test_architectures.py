@@ -14,7 +14,7 @@ from inlay.package.loader import load_package
 from inlay.runtime import Session
 from tests.architectures import ARCHITECTURES, NOT_BUILT, Architecture
 from tests.models import random_model
-from tests.small_packages import ROOM, eager_greedy, greedy
+from tests.small_packages import ROOM, check_tokens, eager_greedy, greedy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,9 +40,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
     path = tmp_path / "package"
     build(str(tmp_path / "model"), path, BuildOptions(max_length=ROOM, max_batch=4, buckets=()))
     loaded = load_package(path)
-    for batch in (1, 4):
-        prompts = torch.randint(3, 250, (batch, 9), generator=torch.Generator().manual_seed(batch))
-        assert torch.equal(greedy(loaded, prompts, 64), eager_greedy(eager, prompts, 64))
+    check_tokens(loaded, eager)
     proof = prove(loaded)
     assert proof.holds, proof.problems
     assert len(proof.states) == 2 * eager.config.num_hidden_layers

@@ -6,14 +6,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from inlay.errors import ContractError
-from inlay.flow import BuildOptions, compile_model
+from inlay.flow import BuildOptions, build, compile_model
 from inlay.frontend import capture
+from inlay.package.copy_proof import prove
+from inlay.package.loader import load_package
 from tests.architectures import COMPRESSED, SMALL
 from tests.models import random_model
-from tests.small_packages import ROOM, eager_greedy, greedy
+from tests.small_packages import ROOM, check_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,9 +69,19 @@ def test_real_settings(name: str, tmp_path: Path) -> None:
     eager = random_model(_config(name))
     eager.save_pretrained(tmp_path)
     executable = compile_model(str(tmp_path), "eager", BuildOptions(max_length=ROOM, max_batch=4, buckets=()))
-    for batch in (1, 4):
-        prompts = torch.randint(3, 250, (batch, 9), generator=torch.Generator().manual_seed(batch))
-        assert torch.equal(greedy(executable, prompts, 64), eager_greedy(eager, prompts, 64))
+    check_tokens(executable, eager)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SETTINGS)
+def test_real_settings_as_packages(name: str, tmp_path: Path) -> None:
+    eager = random_model(_config(name))
+    eager.save_pretrained(tmp_path / "model")
+    build(str(tmp_path / "model"), tmp_path / "package", BuildOptions(max_length=ROOM, max_batch=4, buckets=()))
+    package = load_package(tmp_path / "package")
+    check_tokens(package, eager)
+    proof = prove(package)
+    assert proof.holds, proof.problems
 
 
 def test_what_tokens_do_not_reach_is_left_out(tmp_path: Path) -> None:
