@@ -12,6 +12,11 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 # The file names that llama-gguf-split gives to parts.
 
 
+def _match_part(path: Path) -> re.Match[str] | None:
+    part = _SPLIT_NAME.match(path.name)
+    return part if part and 1 <= int(part["number"]) <= int(part["count"]) else None
+
+
 def split_parts(path: Path) -> list[Path]:
     """Return the parts of the split model that a file belongs to by its name, in order; else the file alone.
 
@@ -19,18 +24,19 @@ def split_parts(path: Path) -> list[Path]:
     >>> [part.name for part in split_parts(Path("m-00002-of-00002.gguf"))], len(split_parts(Path("m.gguf")))
     (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], 1)
     """
-    part = _SPLIT_NAME.match(path.name)
-    numbers = range(1, int(part["count"]) + 1) if part else ()
-    names = [f"{part['stem']}-{number:05}-of-{part['count']}.gguf" for number in numbers] if part else []
-    return [path.with_name(name) for name in names] if path.name in names else [path]
+    part = _match_part(path)
+    if part is None:
+        return [path]
+    numbers = range(1, int(part["count"]) + 1)
+    return [path.with_name(f"{part['stem']}-{number:05}-of-{part['count']}.gguf") for number in numbers]
 
 
 def split_stem(path: Path) -> str:
     """Return the name of a GGUF model: of the file, without the number of a part.
 
     >>> from pathlib import Path
-    >>> split_stem(Path("m-00002-of-00002.gguf")), split_stem(Path("m.gguf"))
-    ('m', 'm')
+    >>> split_stem(Path("m-00002-of-00002.gguf")), split_stem(Path("m.gguf")), split_stem(Path("m-00003-of-00002.gguf"))
+    ('m', 'm', 'm-00003-of-00002')
     """
-    part = _SPLIT_NAME.match(path.name)
+    part = _match_part(path)
     return part["stem"] if part else path.stem

@@ -125,6 +125,17 @@ def test_a_session_gives_the_tokens_of_the_model(package: Executable, model: Any
     assert all(len(set(row[100:].tolist())) > 9 for row in tokens)
 
 
+def test_a_wrong_token_in_a_later_call_appends_nothing(package: Executable) -> None:
+    """Longer prompts take several calls, which check the tokens that they get."""
+    session, prompt = Session(package), torch.tensor([_prompt(60)])
+    wrong = prompt.clone()
+    wrong[0, 50] = 10**6
+    with pytest.raises(UsageError, match="A token must be from 0 to"):
+        session.advance(wrong)
+    assert session.lengths == [0]
+    _check_same(package, session.advance(prompt), Session(package).advance(prompt))
+
+
 def test_chunks_change_no_bit(package: Executable) -> None:
     prompt = torch.tensor([_prompt(300)])
     whole = Session(package).advance(prompt)
@@ -172,6 +183,7 @@ def test_a_block_that_does_not_fit_in_a_ring(package: Executable, text: TextCode
     with pytest.raises(UsageError, match="may be overwritten before it is copied") as caught:
         _engine(package, text, block_size=most + 1)
     assert f"at most {most}" in str(caught.value.remedy)
+    _engine(package, text, block_size=most + 1, max_prefill_tokens=8, max_prefill_only_tokens=PREFILL - 1)
 
 
 @pytest.mark.nightly

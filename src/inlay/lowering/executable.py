@@ -199,12 +199,16 @@ class CacheSizes:
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Reject indices out of range, before anything is written."""
         slots = inputs[SIGNATURE.slots].tolist()
-        _check_range("A token", inputs[SIGNATURE.tokens].reshape(-1).tolist(), self.vocab_size - 1)
+        self.check_tokens(inputs[SIGNATURE.tokens])
         _check_range("A slot", slots, self.slots - 1)
         most = self.max_seq_len - inputs[SIGNATURE.tokens].shape[1]
         _check_range("The length of a sequence", inputs[SIGNATURE.lengths].tolist(), most)
         if len(set(slots)) < len(slots):
             raise UsageError(f"Two sequences use the same slot: {slots}.", "Give each sequence its own slot.")
+
+    def check_tokens(self, tokens: torch.Tensor) -> None:
+        """Reject tokens that the model does not have."""
+        _check_range("A token", tokens.reshape(-1).tolist(), self.vocab_size - 1)
 
 
 def _check_range(what: str, values: list[int], most: int) -> None:

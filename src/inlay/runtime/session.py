@@ -39,6 +39,7 @@ class Session:
                 "Build with a larger --max-batch.",
             )
         self.batch, self.max_seq_len, self._max_prefill = batch, cache.max_seq_len, executable.max_prefill
+        self._check_tokens = cache.check_tokens
         self._slots = torch.arange(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int64)
         held = {**self._state, SIGNATURE.lengths: self._lengths}
@@ -73,6 +74,8 @@ class Session:
                     f"A sequence would grow to {longest} tokens, but the limit is {self.max_seq_len}.",
                     "Build with a larger --max-length, or call restart().",
                 )
+            if given.shape[1] > self._max_prefill:
+                self._check_tokens(given)  # all of them, before the first of several calls writes
             begins = given.shape[1] > 1 or not any(self.lengths)
             given_all = {**self._state, SIGNATURE.slots: self._slots, SIGNATURE.lengths: self._lengths}
             for part in torch.split(given, self._max_prefill, 1):

@@ -156,6 +156,20 @@ def test_checkpoints_with_a_head_or_without_a_pooler(cls: str, bert: Any, tmp_pa
     torch.testing.assert_close(run(source, rows), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("cls", ["BertModel", "BertForPreTraining"])
+def test_a_configuration_that_states_another_class(cls: str, bert: Any, tmp_path: Path) -> None:
+    """Published checkpoints keep a pooler and the head of next sentences that the stated class does not have."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(bert.config).eval()
+    encoder_folder(tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    expected = hidden(model.base_model, tokens(9)).mean(0, keepdim=True)
+    torch.testing.assert_close(run(open_model(str(tmp_path)), [tokens(9)]), expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("model_type", "text", "tokenizer", "expected"),
     [
@@ -209,16 +223,34 @@ def test_an_architecture_with_several_classes(tmp_path: Path) -> None:
 
 
 def test_settings_of_texts(bert: Any, tmp_path: Path) -> None:
-    prompts = {"prompts": {"query": "query: ", "document": None}, "default_prompt_name": "query"}
+    prompts = {"prompts": {"query": "query: ", "document": "", "none": None}, "default_prompt_name": "query"}
     text = {"do_lower_case": True}
     found = open_model(str(sentence_folder(tmp_path, bert, pooling={}, text=text, prompts=prompts))).encoder
     assert found is not None
-    assert (found.lowercase, found.prompts, found.default_prompt) == (True, {"query": "query: "}, "query")
+    assert (found.lowercase, found.prompts, found.default_prompt) == (
+        True,
+        {"query": "query: ", "document": ""},
+        "query",
+    )
     assert found.normalized
 
 
+OWN = {"type": "my.Own"}
 UNSUPPORTED = [
-    ("modules.json", [{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "my.Own"}], "my.Own"),
+    (
+        "modules.json",
+        [{"type": "sentence_transformers.models.Transformer", "path": ""}, {**OWN, "path": "1"}],
+        "my.Own",
+    ),
+    ("modules.json", [1, 2], "does not give the type and the path"),
+    ("modules.json", [{"type": "my.Own"}], "does not give the type and the path"),
+    ("modules.json", [{**OWN, "path": "../other"}], "points outside its folder: ../other"),
+    ("modules.json", [{**OWN, "path": "/other"}], "points outside its folder: /other"),
+    ("1_Pooling/config.json", {"pooling_mode": 5}, "the pooling mode 5"),
+    ("sentence_bert_config.json", {"max_seq_length": "512"}, "truncates texts to 512 tokens"),
+    ("sentence_bert_config.json", {"max_seq_length": -1}, "truncates texts to -1 tokens"),
+    ("tokenizer_config.json", {"truncation_side": "middle"}, "on the middle side"),
+    ("config_sentence_transformers.json", {"prompts": ["a"]}, "have no names"),
     ("1_Pooling/config.json", {"pooling_mode": "median"}, "the pooling mode 'median'"),
     ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "module_input_name = 'token_embeddings'"),
     ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task = 'fill-mask'"),
@@ -228,7 +260,7 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("file", "content", "said"), UNSUPPORTED, ids=[each[2][:24] for each in UNSUPPORTED])
+@pytest.mark.parametrize(("file", "content", "said"), UNSUPPORTED, ids=[each[2] for each in UNSUPPORTED])
 def test_unsupported_folders(file: str, content: Any, said: str, bert: Any, tmp_path: Path) -> None:
     sentence_folder(tmp_path, bert, pooling={})
     (tmp_path / file).write_text("{" if content is None else json.dumps(content))

@@ -49,6 +49,7 @@ def _write(
 ) -> dict[str, Tensor]:
     rng = np.random.default_rng(0)
     stated = {"gptq": GPTQ, "awq": AWQ, "packed": PACKED}[layout] | {"bits": bits, "group_size": size} | more
+    stated[stated.pop("bits_name", "bits")] = stated.pop("bits")
 
     def store(stem: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
         held = random_integers(rng, shape, bits, size, symmetric=symmetric, powers=powers)
@@ -89,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gptq, 8 bits": {"layout": "gptq", "bits": 8, "symmetric": True},
     "gptq, 8 bits, asymmetric": {"layout": "gptq", "bits": 8},
     "gptq, 2 bits": {"layout": "gptq", "bits": 2},
+    "gptq, bits by their other name": {"layout": "gptq", "bits_name": "w_bit"},
     "gptq, exact minima": {"layout": "gptq", "powers": True},
     "awq": {"layout": "awq"},
     "awq, symmetric": {"layout": "awq", "symmetric": True},

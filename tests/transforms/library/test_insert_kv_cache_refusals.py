@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inlay.config import resolve_config
+from inlay.errors import UsageError
 from inlay.program.bindings import Role
 from inlay.program.call_arguments import normalize_args
 from inlay.program.text.printer import dump
 from inlay.testing import program_of
+from inlay.transforms import configure
 from tests.decoders import Parts, attend, captured, with_cache
 
 if TYPE_CHECKING:
@@ -627,3 +630,9 @@ def test_operations_along_any_axis(block: int) -> None:
 def test_more_operations_along_any_axis(block: int) -> None:
     found = [_check_drawn(seed) for seed in range(2000 + 50 * block, 2050 + 50 * block)]
     assert {"accepted", "mixing"} <= {*found}
+
+
+@pytest.mark.parametrize("setting", ["max_prefill=-1", "max_length=-5", "max_batch=0"])
+def test_sizes_that_cannot_be(setting: str) -> None:
+    with pytest.raises(UsageError, match=rf"insert_kv_cache.*{setting.partition('=')[0]}"):
+        configure(resolve_config(settings=[f"insert_kv_cache.{setting}"]))

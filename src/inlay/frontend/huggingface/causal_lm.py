@@ -15,18 +15,17 @@ from inlay.frontend.huggingface.checkpoint import (
     architecture_name,
     bind_weights,
     check_unexpected_weights,
-    holds_quantized,
     import_transformers,
     index_weights,
     load_config,
     load_tokenizer,
     map_weights,
     read_config_facts,
+    replaced_float16,
 )
 from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.decoder import SIGNATURE
 from inlay.program.tracing_lock import tracing_lock
-from inlay.program.weights import is_bfloat16, quantized_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,8 +41,8 @@ def open_folder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     stored = index_weights(folder, name)
     model = _build_module(config, name, options)
     refs, leftover = map_weights(stored, model, name)
-    if options.dtype is None and holds_quantized(stored) and _has_float16(model):
-        model = _build_module(config, name, replace(options, dtype=_find_dtype(refs)))
+    if (dtype := replaced_float16(stored, refs, model, options)) is not None:
+        model = _build_module(config, name, replace(options, dtype=dtype))
     tensors = bind_weights(model, name, refs)
     check_unexpected_weights(name, leftover, "Use the checkpoint that belongs to the configuration.")
     tokenizer = partial(load_tokenizer, folder, name, trust_remote_code=options.trust_remote_code)
@@ -65,19 +64,6 @@ def open_gguf(path: Path, options: HFOptions) -> SourceModel:
     check_unexpected_weights(path.name, leftover, "Use the Hugging Face checkpoint of the model.")
     tokenizer = partial(load_tokenizer, path.parent, path.name, gguf_file=path.name)
     return _build_source_model(model, path.name, "gguf", tensors, tokenizer)
-
-
-def _find_dtype(refs: Mapping[str, TensorRef]) -> torch.dtype:
-    """Return the dtype for a quantized checkpoint in float16, whose activations might overflow.
-
-    It is bfloat16 if that represents every value that is not stored in blocks exactly, otherwise float32.
-    """
-    plain = (ref for ref in refs.values() if quantized_blocks(ref) is None)
-    return torch.bfloat16 if all(is_bfloat16(ref.read()) for ref in plain) else torch.float32
-
-
-def _has_float16(model: Any) -> bool:
-    return any(value.dtype is torch.float16 for value in model.parameters())
 
 
 def folder_architecture(folder: Path, name: str, options: HFOptions) -> str:

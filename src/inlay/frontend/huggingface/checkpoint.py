@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from inlay.errors import ModelError, one_line
 from inlay.frontend.huggingface.quantization_checks import (
     find_quantization,
@@ -17,13 +19,11 @@ from inlay.frontend.huggingface.quantization_checks import (
 from inlay.frontend.huggingface.quantized_weights import QuantizedTensor
 from inlay.frontend.safetensors_files import SafetensorsTensor, index_folder
 from inlay.program.tracing_lock import tracing_lock
-from inlay.program.weights import CastTensor, MissingTensor
+from inlay.program.weights import CastTensor, MissingTensor, is_bfloat16, quantized_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import torch
 
     from inlay.program.weights import TensorRef
 
@@ -91,6 +91,20 @@ def index_weights(folder: Path, name: str) -> Mapping[str, SafetensorsTensor | Q
 def holds_quantized(stored: Mapping[str, TensorRef]) -> bool:
     """Whether some tensors of a checkpoint are quantized."""
     return any(isinstance(ref, QuantizedTensor) for ref in stored.values())
+
+
+def replaced_float16(
+    stored: Mapping[str, TensorRef], refs: Mapping[str, TensorRef], model: Any, options: HFOptions
+) -> torch.dtype | None:
+    """Return the dtype to use for a quantized checkpoint in float16, whose activations might overflow; None for others.
+
+    It is bfloat16 if that represents every value that is not stored in blocks exactly, otherwise float32.
+    """
+    is_float16 = any(value.dtype is torch.float16 for value in model.parameters())
+    if options.dtype is not None or not is_float16 or not holds_quantized(stored):
+        return None
+    plain = (ref for ref in refs.values() if quantized_blocks(ref) is None)
+    return torch.bfloat16 if all(is_bfloat16(ref.read()) for ref in plain) else torch.float32
 
 
 def map_weights(

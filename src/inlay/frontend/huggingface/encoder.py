@@ -10,13 +10,15 @@ import inspect
 import json
 import re
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from inlay.errors import ModelError, one_line
+from inlay.errors import ModelError, one_line, printable
 from inlay.frontend.fake_tensors import check_buffers, fake_parameters
 from inlay.frontend.huggingface.checkpoint import (
     HFOptions,
@@ -28,6 +30,7 @@ from inlay.frontend.huggingface.checkpoint import (
     load_tokenizer,
     map_weights,
     read_config_facts,
+    replaced_float16,
 )
 from inlay.frontend.source_model import Example, SourceModel
 from inlay.program.encoder import EMBEDDINGS, MASK, TOKEN_TYPES, TOKENS, EncoderFacts
@@ -36,12 +39,13 @@ from inlay.program.weights import MissingTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from inlay.program.weights import TensorRef
 
 _MODULES = "modules.json"
 _REMEDY = "For another model, write a factory that returns it and pass it as package.module:factory."
+_UNUSED_HEADS = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.")
+"""Weights of checkpoints that embeddings do not use, and that the class a configuration states may not have."""
 _UNLIMITED = 2048
 """Maximum length of a model that states none."""
 _ARGUMENTS = re.compile("(model|config|tokenizer|processor|processing)_(kw)?args")
@@ -50,9 +54,22 @@ _ARGUMENTS = re.compile("(model|config|tokenizer|processor|processing)_(kw)?args
 
 def find_transformer(folder: Path) -> Path:
     """Return the folder of the transformer: a folder of sentence-transformers may have it in a subfolder."""
+    rows = _read_modules(folder)
+    return folder / rows[0][1] if rows else folder
+
+
+def _read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Return the types of the modules in `modules.json`, and their folders; nothing if there is no such file."""
     rows = _read_json(folder / _MODULES, [])
-    first = rows[0].get("path") if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
-    return folder / str(first or "")
+    found = [(each.get("type"), each.get("path")) if isinstance(each, dict) else (None, None) for each in rows]
+    if not all(isinstance(kind, str) and isinstance(path, str) for kind, path in found):
+        raise ModelError(
+            f"{_MODULES} does not give the type and the path of every module.", "Download the model again."
+        )
+    for _, path in found:
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ModelError(f"{_MODULES} points outside its folder: {printable(path)}.", "Do not use this model.")
+    return found
 
 
 def is_encoder(folder: Path, name: str, options: HFOptions) -> bool:
@@ -80,14 +97,18 @@ def open_encoder(folder: Path, name: str, options: HFOptions) -> SourceModel:
     config = load_config(home, name, options)
     stored = index_weights(home, name)
     has_pooler = not stored or any("pooler." in key for key in stored)
-    whole = _build_transformer(config, name, options, has_pooler=has_pooler)
-    check_buffers(whole)
+    build = partial(_build_transformer, config, name, has_pooler=has_pooler)
+    whole = build(options)
     refs, leftover = map_weights(stored, whole, name)
+    if (dtype := replaced_float16(stored, refs, whole, options)) is not None:
+        whole = build(replace(options, dtype=dtype))
+    check_buffers(whole)
     encoder = whole.base_model
     (prefix,) = (f"{path}." if path else "" for path, module in whole.named_modules() if module is encoder)
     own = {key.removeprefix(prefix): ref for key, ref in refs.items() if key.startswith(prefix)}
     tensors = {f"encoder.{key}": ref for key, ref in bind_weights(encoder, name, own).items()}
-    check_unexpected_weights(name, leftover, "Use the checkpoint that belongs to the configuration.")
+    unknown = [key for key in leftover if not _UNUSED_HEADS.search(key)]
+    check_unexpected_weights(name, unknown, "Use the checkpoint that belongs to the configuration.")
     pooling, layers, layer_tensors = _open_modules(folder, name, encoder.dtype)
     module = TextEncoder(encoder, pooling, layers).eval()
     facts = _read_text_facts(folder, home, name, module)
@@ -203,17 +224,17 @@ def _open_modules(
     layers, tensors = torch.nn.Sequential(), dict[str, Any]()
     if not (folder / _MODULES).is_file():
         return ("mean",), layers, tensors
-    rows = _read_json(folder / _MODULES, [])
-    kinds = [str(row.get("type")) for row in rows]
+    rows = _read_modules(folder)
+    kinds = [kind for kind, _ in rows]
     names = [kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind for kind in kinds]
     if names[:2] != ["Transformer", "Pooling"] or not {"Dense", "Normalize"}.issuperset(names[2:]):
         raise ModelError(
             f"{name} is made of the modules {', '.join(kinds)}, which is not supported.",
             f"Supported are Transformer and Pooling, and after them Dense and Normalize. {_REMEDY}",
         )
-    pooling = _read_pooling(folder, folder / str(rows[1]["path"]), name)
-    for module, row in zip(names[2:], rows[2:], strict=True):
-        home = folder / str(row["path"])
+    pooling = _read_pooling(folder, folder / rows[1][1], name)
+    for module, (_, path) in zip(names[2:], rows[2:], strict=True):
+        home = folder / path
         settings = _read_json(home / "config.json", {})
         for key in ("module_input_name", "module_output_name"):
             _refuse(settings, key, (None, "sentence_embedding"), name)
@@ -231,11 +252,11 @@ def _read_pooling(folder: Path, home: Path, name: str) -> tuple[str, ...]:
     settings = _read_json(home / "config.json", {})
     flagged = [mode for mode, flag in _POOLING_FLAGS.items() if settings.get(flag)]
     stated = settings.get("pooling_mode") or flagged or "mean"
-    modes = (stated,) if isinstance(stated, str) else tuple(stated)
+    modes = tuple(stated) if isinstance(stated, list) else (stated,)
     for mode in modes:
         if mode not in _POOLING_FLAGS:
             raise ModelError(f"{name} has the pooling mode {mode!r}, which is not supported.", _REMEDY)
-    if _read_prompts(folder)[0]:
+    if any(_read_prompts(folder)[0].values()):
         _refuse(settings, "include_prompt", (None, True), name)
     return modes
 
@@ -266,6 +287,10 @@ def _read_text_facts(folder: Path, home: Path, name: str, module: TextEncoder) -
         _refuse(text, key, (None, {}, {"add_pooling_layer": False}), name)
     tokenizer = _read_json(home / "tokenizer_config.json", {})
     stated = text.get("max_seq_length") or tokenizer.get("model_max_length") or _UNLIMITED
+    side = tokenizer.get("truncation_side", "right")
+    if not isinstance(stated, int | float) or not stated >= 1 or side not in ("left", "right"):
+        problem = f"{name} truncates texts to {printable(str(stated))} tokens on the {printable(str(side))} side."
+        raise ModelError(problem, "Correct max_seq_length, model_max_length or truncation_side.")
     length = int(min(stated, _count_positions(module.encoder) or stated))
     config = module.encoder.config.get_text_config()
     prompts, default = _read_prompts(folder)
@@ -275,7 +300,7 @@ def _read_text_facts(folder: Path, home: Path, name: str, module: TextEncoder) -
         normalized=any(isinstance(layer, Normalize) for layer in module.layers),
         pad_token=config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0,
         lowercase=bool(text.get("do_lower_case")),
-        truncation_side=str(tokenizer.get("truncation_side", "right")),
+        truncation_side=side,
         prompts=prompts,
         default_prompt=default,
     )
@@ -297,7 +322,10 @@ def _count_positions(encoder: Any) -> int | None:
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str]:
     """Return the prompts of a folder of sentence-transformers by name, and the name of the default."""
     stated = _read_json(folder / "config_sentence_transformers.json", {})
-    prompts = {str(key): str(value) for key, value in (stated.get("prompts") or {}).items() if value}
+    given = stated.get("prompts") or {}
+    if not isinstance(given, dict):
+        raise ModelError("The prompts of config_sentence_transformers.json have no names.", "Download the model again.")
+    prompts = {str(key): str(value) for key, value in given.items() if value is not None}
     default = str(stated.get("default_prompt_name") or "")
     return prompts, default if default in prompts else ""
 

@@ -129,10 +129,15 @@ class Quantization:
     stated: Mapping[str, Any]
     config: Path
 
+    @property
+    def bits(self) -> Any:
+        """The bits of a weight, for the kinds that state them so."""
+        return self.stated.get("bits", self.stated.get("w_bit"))
+
     def unsupported(self) -> str | None:
         """Return what of a quantization is not read: a setting, an empty string for all of it, None for nothing."""
         stated, method = self.stated, self.stated["quant_method"]
-        bits = stated.get("bits", stated.get("w_bit"))
+        bits = self.bits
         if method == "gptq":
             layout = "marlin" if stated.get("is_marlin_format") else stated.get("checkpoint_format", "gptq")
             rules = stated.get("dynamic") or {}
@@ -241,7 +246,7 @@ def _gptq(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
     stem = parts.stem(".qweight")
     if stem is None:
         return None
-    bits = kind.stated["bits"]
+    bits = kind.bits
     words = parts.take(parts.key, (-1, -1), "I32")
     columns, rows = words.shape[0] * _BLOCK // bits, words.shape[1]
     size = columns if kind.group_size < 0 else kind.group_size

@@ -13,6 +13,8 @@ namespace inlay {
 
 enum Way : int32_t { kAny = 0, kDot = 1, kTiles8 = 2, kTiles16 = 3, kPortable = 4 };
 
+constexpr int32_t kZero6 = 32;  // the zero point of all 6-bit weights
+
 struct Linear {
   const void* x;
   const uint8_t* weight;
@@ -42,7 +44,8 @@ inline void check(const Linear& l, const char* what) {
   holds(l.bits == 4 || l.bits == 5 || l.bits == 6 || l.bits == 8 || l.bits == 16 || l.bits == 32,
         "4, 5, 6, 8, 16 or 32 bits");
   if (l.group == kSuperGroup)
-    holds(l.bits == 6 ? l.zero == 32 : l.bits < 6 && l.zero < 0, "minima in groups of 256 of 4 or 5 bits, 32 for 6");
+    holds(l.bits == 6 ? l.zero == kZero6 : l.bits < 6 && l.zero < 0,
+          "minima with 4 or 5 bits, or a zero point of 32 with 6 bits, in groups of 256");
   else
     holds(l.bits != 6, "groups of 256 with 6 bits");
   holds(l.rows >= 0 && l.features >= 0 && l.depth >= 0, "sizes that are not negative");
@@ -56,7 +59,8 @@ inline std::vector<Linear> mixed_parts(const Linear& whole, int64_t bytes) {
   require(bytes >= kRow, "a mixed weight of no bytes");
   std::memcpy(head, whole.weight, kRow);
   const int64_t count = head[0];
-  require(count > 0 && count < bytes / kRow && head[1] == whole.depth, "the weight does not have these columns");
+  require(count > 0 && count < bytes / kRow && head[1] == whole.depth && whole.depth > 0,
+          "the weight does not have these columns");
   std::vector<Linear> parts;
   int64_t start = kRow * (count + 1), first = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -110,8 +114,6 @@ inline void by_format(const Linear& l, const Call& call) {
 // x as int8: one scale per 32 columns, and the sums of the dequantized values. If a value is not finite, the scale is
 // NaN. Then all features of the row are NaN; those of the reference are NaN or infinite. A step of 32 columns of up to
 // 16 rows is contiguous, so that a kernel that goes through the steps of some rows reads adjacent memory.
-constexpr int32_t kZero6 = 32;  // the zero point of all 6-bit weights
-
 struct Bytes {
   int64_t steps, lanes;  // steps of a row, and rows that are stored together
   int8_t* q;             // 32 per place
@@ -476,13 +478,14 @@ void dot(const Linear& l, const Bytes& x, const Part& part, uint8_t* bytes) {
   for (int64_t row = 0; row < l.rows; row += many) {
     const int64_t end = std::min(row + many, l.rows), first = std::min<int64_t>(row + 8, end);
     for (int64_t block = part.begin; block < part.end; ++block) {
-      if (F::kBits > 4 && F::kBits < 8 && end - row > kFew) {
-        unpack<F>(l, block, bytes);
-        rows_dot<F, 8, From::kBytes>(l, x, block, row, end, bytes);
-      } else {
-        rows_dot<F, 8, From::kMemory>(l, x, block, row, first, nullptr);
-        rows_dot<F, 8, From::kCache>(l, x, block, first, end, nullptr);
-      }
+      if constexpr (F::kBits == 5 || F::kBits == 6)
+        if (end - row > kFew) {
+          unpack<F>(l, block, bytes);
+          rows_dot<F, 8, From::kBytes>(l, x, block, row, end, bytes);
+          continue;
+        }
+      rows_dot<F, 8, From::kMemory>(l, x, block, row, first, nullptr);
+      rows_dot<F, 8, From::kCache>(l, x, block, first, end, nullptr);
     }
   }
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, fx
 from torch.utils._pytree import tree_structure
 
@@ -71,9 +72,9 @@ class InsertKVCache(ProgramTransform):
         fewer rows than `max_length`; 0: all slots have `max_length` rows. `dtype`: dtype of the cache (default: that of
         keys and values)."""
 
-        max_length: int = 0
-        max_batch: int = 1
-        max_prefill: int = 512
+        max_length: int = Field(default=0, ge=0)
+        max_batch: int = Field(default=1, ge=1)
+        max_prefill: int = Field(default=512, ge=0)
         dtype: Literal["", "float32", "bfloat16", "float16"] = ""
 
     @classmethod
