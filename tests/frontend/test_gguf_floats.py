@@ -88,7 +88,8 @@ def test_small_values_of_f16_are_bfloat16(tmp_path: Path) -> None:
     assert _dtype(path) is torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["F16", pytest.param("BF16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_a_package_is_as_large_as_the_file(tmp_path: Path, kind: str) -> None:
     path = _file(tmp_path, kind, _bfloat16)
     build(str(path), tmp_path / "package", BuildOptions(max_length=32, max_batch=1, use_cache=False))
@@ -108,6 +109,7 @@ def test_a_package_is_as_large_as_the_file(tmp_path: Path, kind: str) -> None:
     assert manifest.weights_file.size <= sum(tensor.n_bytes for tensor in tensors) + 8192
 
 
+@pytest.mark.nightly
 def test_float16_on_request(tmp_path: Path) -> None:
     """Two bytes for each value, also where bfloat16 would round."""
     path = _file(tmp_path, "F16")

@@ -85,10 +85,9 @@ class Engine:
         per_sequence = per_block * self.max_seq_len // settings.block_size  # blocks have no rings
         cache_bytes = per_sequence * self.slots if settings.cache_bytes is None else settings.cache_bytes
         places = (cache_bytes // per_block, settings.host_bytes // per_block)
-        prefill = [
-            min(each, package.max_prefill) for each in (settings.max_prefill_tokens, settings.max_prefill_only_tokens)
-        ]
-        most = min(sizes.rooms) - max(prefill) + 1
+        prefill = min(settings.max_prefill_tokens, package.max_prefill)
+        prefill_only = min(settings.max_prefill_only_tokens, package.max_prefill)
+        most = min(sizes.rooms) - max(prefill, prefill_only) + 1
         if places[0] and min(sizes.rooms) < sizes.max_seq_len and settings.block_size > most:
             problem = f"A block of {settings.block_size} tokens may be overwritten before it is copied."
             raise UsageError(problem, f"Use a block_size of at most {most}.")
@@ -111,7 +110,7 @@ class Engine:
             bucket.sizes.get("batch", (1, None)) for bucket, _ in package.buckets if bucket.sizes["length"][0] == 1
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
-        self._limits = Limits(self.slots, *prefill, batches)
+        self._limits = Limits(self.slots, prefill, prefill_only, batches)
         self._waiting: dict[int, SequenceState] = {}
         self._running: dict[int, SequenceState] = {}
         self._outputs: dict[asyncio.AbstractEventLoop | None, list[tuple[RequestHandle, TokenOutput | InlayError]]] = (

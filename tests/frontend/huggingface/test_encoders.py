@@ -50,7 +50,12 @@ def hidden(model: Any, row: torch.Tensor) -> torch.Tensor:
         return model(input_ids=row, attention_mask=torch.ones_like(row))[0][0]
 
 
-@pytest.mark.parametrize("model_type", ENCODERS)
+IN_CI = ("bert", "modernbert")
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=() if each in IN_CI else pytest.mark.nightly) for each in ENCODERS]
+)
 def test_bare_encoder(model_type: str, tmp_path: Path) -> None:
     """Mean pooling; neither the neighbours in a batch nor more padding change an embedding."""
     model = random_encoder(model_type)

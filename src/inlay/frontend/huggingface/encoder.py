@@ -60,15 +60,15 @@ def find_transformer(folder: Path) -> Path:
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:
     """Return the types of the modules in `modules.json`, and their folders; nothing if there is no such file."""
-    rows = _read_json(folder / _MODULES, [])
-    found = [(each.get("type"), each.get("path")) if isinstance(each, dict) else (None, None) for each in rows]
-    if not all(isinstance(kind, str) and isinstance(path, str) for kind, path in found):
-        raise ModelError(
-            f"{_MODULES} does not give the type and the path of every module.", "Download the model again."
-        )
-    for _, path in found:
+    found = []
+    for row in _read_json(folder / _MODULES, []):
+        kind, path = (row.get("type"), row.get("path")) if isinstance(row, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(path, str):
+            problem = f"{_MODULES} does not give the type and the path of every module."
+            raise ModelError(problem, "Download the model again.")
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise ModelError(f"{_MODULES} points outside its folder: {printable(path)}.", "Do not use this model.")
+        found.append((kind, path))
     return found
 
 
