@@ -182,9 +182,17 @@ class Quantization:
     @property
     def block_size(self) -> Any:
         """Rows and columns of a block of values with one scale, or None."""
-        weights = [each for group in self._groups() if isinstance(each := group.get("weights"), dict)]
-        structures = [each.get("block_structure") for each in weights]
+        structures = [each.get("block_structure") for each in self._weights()]
         return self.stated.get("weight_block_size") or next(filter(None, structures), None)
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Whether all weights have zero points."""
+        found = [each.get("symmetric") for each in self._weights()]
+        return bool(found) and all(each is False for each in found)
+
+    def _weights(self) -> list[Mapping[str, Any]]:
+        return [each for group in self._groups() if isinstance(each := group.get("weights"), dict)]
 
     def _groups(self) -> list[Mapping[str, Any]]:
         groups = self.stated.get("config_groups")
@@ -237,8 +245,11 @@ class _Parts:
             )
         return part
 
-    def take_optional(self, name: str, shape: tuple[int, ...], *dtypes: str) -> tuple[SafetensorsTensor, ...]:
-        return (self.take(name, shape, *dtypes),) if name in self.stored else ()
+    def take_optional(
+        self, name: str, shape: tuple[int, ...], *dtypes: str, required: bool = False
+    ) -> tuple[SafetensorsTensor, ...]:
+        """Return a tensor if there is one. `required` says that the configuration states one."""
+        return (self.take(name, shape, *dtypes),) if required or name in self.stored else ()
 
 
 def _gptq(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
@@ -253,7 +264,8 @@ def _gptq(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
     groups = -(-columns // size)
     scales = parts.take(f"{stem}.scales", (groups, rows), *_FLOATS)
     zeros = parts.take(f"{stem}.qzeros", (groups, -(-rows * bits // _BLOCK)), "I32")
-    order = parts.take_optional(f"{stem}.g_idx", (columns,), "I32", "I64")
+    is_ordered = bool(kind.stated.get("desc_act")) and groups > 1
+    order = parts.take_optional(f"{stem}.g_idx", (columns,), "I32", "I64", required=is_ordered)
     is_shifted = kind.stated.get("checkpoint_format", "gptq") == "gptq"
 
     def decode(
@@ -315,7 +327,7 @@ def _packed(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
     zero_name = f"{name}_zero_point"
     is_word = zero_name in parts.stored and parts.stored[zero_name].dtype_name == "I32"
     zero_shape = (-(-rows * bits // _BLOCK), groups) if is_word else (rows, groups)
-    zeros = parts.take_optional(zero_name, zero_shape, "I32", "I8")
+    zeros = parts.take_optional(zero_name, zero_shape, "I32", "I8", required=kind.is_asymmetric)
     order = parts.take_optional(f"{name}_g_idx", (columns,), "I32", "I64")
     half = 1 << (bits - 1)
 
@@ -338,7 +350,7 @@ def _int8(kind: Quantization, parts: _Parts) -> QuantizedTensor | None:
     weight = parts.take(parts.key, (-1, -1), "I8")
     rows, columns = weight.shape
     scale, size = _group_scale(parts, f"{parts.key}_scale", rows, columns)
-    zeros = parts.take_optional(f"{parts.key}_zero_point", scale.shape, "I8")
+    zeros = parts.take_optional(f"{parts.key}_zero_point", scale.shape, "I8", required=kind.is_asymmetric)
 
     def decode(weight: SafetensorsTensor, scale: SafetensorsTensor, *zeros: SafetensorsTensor) -> Groups:
         zero = zeros[0].read().short() + 128 if zeros else torch.full(scale.shape, 128, dtype=torch.int16)
