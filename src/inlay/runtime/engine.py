@@ -24,6 +24,7 @@ from inlay.errors import InlayError, ProgramError, UsageError, one_line
 from inlay.program.decoder import SIGNATURE
 from inlay.runtime.decode_replay import open_steps
 from inlay.runtime.generation_state import GenerationState
+from inlay.runtime.grammar import MaskWorker
 from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.kv.events import EventLog
 from inlay.runtime.kv.memory import KVMemory, bytes_per_token
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
     from inlay.lowering.executable import Executable
+    from inlay.runtime.grammar import Masks
     from inlay.runtime.request import Request
     from inlay.runtime.text_codec import TextCodec
 
@@ -121,6 +123,7 @@ class Engine:
         self._next, self._closing, self._stop = 0, False, False
         self._last_finish_time, self._pace = monotonic(), 1.0
         self._thread: threading.Thread | None = None
+        self._masks = MaskWorker()
 
     @classmethod
     def open(cls, package: Path | str, settings: EngineSettings | None = None) -> Engine:
@@ -150,6 +153,7 @@ class Engine:
 
         With `wait`, block until the queue has room instead of raising.
         """
+        generation = GenerationState(request, self.text, self.max_seq_len)
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._closing or not self.is_full)
@@ -159,7 +163,7 @@ class Engine:
                 self._counts["rejected"] += 1
                 raise QueueFullError(len(self._waiting), max(1.0, math.ceil(len(self._waiting) * self._pace)))
             answer = RequestHandle(self._next, request, loop)
-            self._waiting[answer.id] = SequenceState(answer, GenerationState(request, self.text, self.max_seq_len))
+            self._waiting[answer.id] = SequenceState(answer, generation)
             self._next += 1
             self._counts["accepted"] += 1
             self._changed.notify_all()
@@ -183,6 +187,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self.close)
+        self._masks.close()
         for sequence in [*self._waiting.values(), *self._running.values()]:
             self._abort(sequence, FinishReason.CANCELLED)
         self._deliver()
@@ -261,6 +266,7 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run one prefill chunk and one decode of all slots, at the end of the slots, past the rows of any sequence."""
+        self.text.grammars.preload()
         if self._populate_thread is not None:
             self._populate_thread.join()
         chunk = self._limits.max_prefill_tokens
@@ -291,9 +297,10 @@ class Engine:
         slots, rows = [each.slot for each in sequences], [each.computed_tokens for each in sequences]
         self._counts["padding_rows"] += len(padding)
         self._observe("batch", len(sequences))
+        masks = self._masks.start(each.generation.matcher for each in sequences)
         scores = self._call(sequences, tokens, [*slots, *padding], rows + [0] * len(padding), prompt=False)
         if scores is not None:
-            self._sample(sequences, scores, 1)
+            self._sample(sequences, scores, 1, masks)
 
     def _prefill(self, sequence: SequenceState, count: int) -> None:
         """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
@@ -301,11 +308,13 @@ class Engine:
             self._prefix_cache.reuse(sequence)
         prompt = sequence.handle.request.prompt
         part = prompt[sequence.computed_tokens : sequence.computed_tokens + count]
+        is_last = sequence.prefill_tokens_left == len(part)
+        masks = self._masks.start([sequence.generation.matcher] if is_last else ())
         scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.computed_tokens], prompt=True)
         if scores is not None:
             self._counts["prompt_tokens"] += len(part)
-            if sequence.prefill_tokens_left == len(part):
-                self._sample([sequence], scores, len(part))
+            if is_last:
+                self._sample([sequence], scores, len(part), masks)
             else:
                 sequence.computed_tokens += len(part)
                 self._prefix_cache.store(sequence)
@@ -339,8 +348,8 @@ class Engine:
         scores: torch.Tensor = results[SIGNATURE.logits][: len(sequences), -1]
         return scores.float()
 
-    def _sample(self, sequences: Several[SequenceState], scores: torch.Tensor, rows: int) -> None:
-        """Sample a token for each sequence and deliver it."""
+    def _sample(self, sequences: Several[SequenceState], scores: torch.Tensor, rows: int, masks: Masks) -> None:
+        """Sample a token for each sequence, among those that its mask allows, and deliver it."""
         numbers = scores.numpy()
         likeliest = numbers.argmax(-1).tolist()
         now = monotonic()
@@ -349,7 +358,9 @@ class Engine:
             sequence.computed_tokens += rows
             try:
                 check_finite(numbers[place, best])
-                token = best if writer.is_plain_greedy else writer.sample(scores[place])
+                allowed = masks[place].result() if place in masks else None
+                is_best = writer.is_plain_greedy and (allowed is None or (best < len(allowed) and allowed[best]))
+                token = best if is_best else writer.sample(scores[place], allowed)
                 likelihood = writer.logprobs(scores[place], token) if writer.request.logprobs is not None else None
                 text, finish = writer.add(token)
             except InlayError as error:

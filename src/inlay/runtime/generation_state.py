@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inlay.errors import UsageError
+from inlay.runtime.grammar import mask_logits
 from inlay.runtime.outputs import FinishReason, TokenLogprobs
 from inlay.runtime.sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import torch
 
     from inlay.runtime.request import Request
@@ -22,7 +24,11 @@ class GenerationState:
 
     def __init__(self, request: Request, text: TextCodec, max_seq_len: int) -> None:
         check_length(len(request.prompt), max_seq_len, request.max_tokens)
+        if request.grammar and request.ignore_eos:
+            raise UsageError("ignore_eos and a grammar exclude each other.", "Leave one of them out.")
         self.request = request
+        self.matcher = None if request.grammar is None else text.grammars.open(request.grammar)
+        """Follows the answer if the request has a grammar."""
         self.history = list(request.prompt)
         """Prompt tokens and generated tokens."""
         self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token is not cached
@@ -32,8 +38,10 @@ class GenerationState:
         self._stops, self._stream = StopStrings(request.stop), text.detokenizer()
         self._ends: frozenset[int] = frozenset() if request.ignore_eos else text.eos
 
-    def sample(self, scores: torch.Tensor) -> int:
-        """Sample the next token from the logits."""
+    def sample(self, scores: torch.Tensor, allowed: np.ndarray | None = None) -> int:
+        """Sample the next token from the logits, among those that are allowed."""
+        if allowed is not None:
+            scores = mask_logits(scores, allowed)
         return sample(scores, self.history, self.request.sampling, self._generator)
 
     def logprobs(self, scores: torch.Tensor, token: int) -> TokenLogprobs:
@@ -46,8 +54,12 @@ class GenerationState:
         """Append a token; return the text that is final now, and the finish reason if the generation ends."""
         self.history.append(token)
         self.left -= 1
-        ended = FinishReason.EOS if token in self._ends else FinishReason.LENGTH if self.left == 0 else None
-        shown = self._stops.add("" if ended is FinishReason.EOS else self._stream.add(token))
+        is_complete = self.matcher is not None and self.matcher.add(token)
+        is_end = token in self._ends
+        ended = FinishReason.EOS if is_end else FinishReason.STOP if is_complete else None
+        if ended is None and self.left == 0:
+            ended = FinishReason.LENGTH
+        shown = self._stops.add("" if is_end else self._stream.add(token))
         if ended and not self._stops.is_found:
             shown += self._stops.add(self._stream.finish())
         if self._stops.is_found:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast, overload
 
 from inlay.errors import UsageError
 from inlay.runtime.generation_state import GenerationState
+from inlay.runtime.grammar import Grammar
 from inlay.runtime.outputs import Completion, TokenOutput, collect
 from inlay.runtime.request import QueueFullError, Request, RequestHandle
 from inlay.runtime.sampling import Sampling
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from inlay.runtime.chat_template import Messages
     from inlay.runtime.engine import Engine
+    from inlay.runtime.grammar import Schema
     from inlay.runtime.text_codec import TextCodec
 
 
@@ -106,6 +108,8 @@ class LanguageModel:
         sampling: Sampling = ...,
         max_tokens: int = ...,
         stop: Sequence[str] = ...,
+        schema: Schema | None = ...,
+        grammar: Grammar | None = ...,
         raw: bool = ...,
         stream: Literal[False] = ...,
     ) -> Completion: ...
@@ -118,6 +122,8 @@ class LanguageModel:
         sampling: Sampling = ...,
         max_tokens: int = ...,
         stop: Sequence[str] = ...,
+        schema: Schema | None = ...,
+        grammar: Grammar | None = ...,
         raw: bool = ...,
         stream: Literal[False] = ...,
         on_progress: Callable[[int], None] | None = ...,
@@ -131,6 +137,8 @@ class LanguageModel:
         sampling: Sampling = ...,
         max_tokens: int = ...,
         stop: Sequence[str] = ...,
+        schema: Schema | None = ...,
+        grammar: Grammar | None = ...,
         raw: bool = ...,
         stream: Literal[True],
     ) -> Iterator[TokenOutput]: ...
@@ -142,6 +150,8 @@ class LanguageModel:
         sampling: Sampling = GREEDY,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
+        schema: Schema | None = None,
+        grammar: Grammar | None = None,
         raw: bool = False,
         stream: bool = False,
         on_progress: Callable[[int], None] | None = None,
@@ -151,10 +161,14 @@ class LanguageModel:
         A prompt becomes a conversation with one message if the model has a chat template. `raw` continues the prompt
         without the template, which is also what happens if there is none. A list of prompts is answered in batches;
         each prompt gets the answer that it gets alone. `on_progress` is called with the number of finished answers.
+
+        With `schema`, a JSON schema or a pydantic model, the answer is JSON of it; with `grammar`, what that states. It
+        is incomplete if it ends with the finish reason `length`.
         """
-        prompts = _as_many(prompt)
+        prompts, rules = _as_many(prompt), _as_grammar(schema, grammar)
         if prompts is None:
-            pieces = self._stream(self._encode(cast("str | Messages", prompt), raw), sampling, max_tokens, stop)
+            tokens = self._encode(cast("str | Messages", prompt), raw)
+            pieces = self._stream(tokens, sampling, max_tokens, stop, rules)
             return pieces if stream else collect(pieces)
         if stream:
             raise UsageError("A list of prompts cannot be streamed.", "Use `astream` for each prompt.")
@@ -163,7 +177,7 @@ class LanguageModel:
         engine, requests = self.engine, []
         for place, each in enumerate(prompts):
             try:
-                request = Request(tuple(self._encode(each, raw)), sampling, max_tokens, stop)
+                request = Request(tuple(self._encode(each, raw)), sampling, max_tokens, stop, grammar=rules)
                 GenerationState(request, self.text, engine.max_seq_len)
             except UsageError as error:
                 raise UsageError(f"Prompt {place}: {error.problem}", error.remedy) from error
@@ -177,6 +191,8 @@ class LanguageModel:
         sampling: Sampling = GREEDY,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
+        schema: Schema | None = None,
+        grammar: Grammar | None = None,
         raw: bool = False,
     ) -> AsyncGenerator[TokenOutput, None]:
         """Answer a prompt or a conversation token by token in an event loop.
@@ -184,7 +200,8 @@ class LanguageModel:
         All streams of a model are batched. Ending the iteration early cancels the request.
         """
         engine = await asyncio.to_thread(lambda: self.engine)
-        request = Request(tuple(self._encode(prompt, raw)), sampling, max_tokens, stop)
+        rules = _as_grammar(schema, grammar)
+        request = Request(tuple(self._encode(prompt, raw)), sampling, max_tokens, stop, grammar=rules)
         while True:
             with suppress(QueueFullError):  # another thread may submit in between
                 if not engine.is_full:
@@ -209,14 +226,14 @@ class LanguageModel:
         return self.text.encode_chat([{"role": "user", "content": prompt}])
 
     def _stream(
-        self, prompt: list[int], sampling: Sampling, max_tokens: int, stop: Sequence[str]
+        self, prompt: list[int], sampling: Sampling, max_tokens: int, stop: Sequence[str], grammar: Grammar | None
     ) -> Iterator[TokenOutput]:
         try:
             stepper = self._idle.pop()
         except IndexError:
             stepper = self._open()
         try:
-            yield from generate(stepper, self.text, prompt, sampling, max_tokens=max_tokens, stop=stop)
+            yield from generate(stepper, self.text, prompt, sampling, max_tokens=max_tokens, stop=stop, grammar=grammar)
         finally:
             self._idle.append(stepper)
 
@@ -240,6 +257,14 @@ def _generate_all(engine: Engine, requests: Sequence[Request], on_progress: Call
         for handle in pending:
             handle.cancel()
     return completed
+
+
+def _as_grammar(schema: Schema | None, grammar: Grammar | None) -> Grammar | None:
+    if schema is None:
+        return grammar
+    if grammar is not None:
+        raise UsageError("schema and grammar exclude each other.", "Leave one of them out.")
+    return Grammar.json_schema(schema)
 
 
 def _as_many(prompt: Any) -> list[str | Messages] | None:
@@ -287,17 +312,20 @@ def generate(
     *,
     max_tokens: int,
     stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
 ) -> Iterator[TokenOutput]:
     """Pieces of the answer to a prompt of tokens, which `TextCodec.encode` and `TextCodec.encode_chat` make.
 
     The tokens after the first are timed without what happens between two pieces.
     """
     started, aside = perf_counter(), 0.0
-    writer = GenerationState(Request(tuple(prompt), sampling, max_tokens, stop), text, stepper.max_seq_len)
+    request = Request(tuple(prompt), sampling, max_tokens, stop, grammar=grammar)
+    writer = GenerationState(request, text, stepper.max_seq_len)
     given = list(prompt)
     stepper.restart()
     while True:
-        token = writer.sample(stepper.advance(given))
+        scores = stepper.advance(given)
+        token = writer.sample(scores, None if writer.matcher is None else writer.matcher.allowed())
         given = [token]
         shown, ended = writer.add(token)
         paused = perf_counter()

@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"
-    """A stop string was generated; it is not part of the text."""
+    """A stop string was generated, which is not part of the text, or all that the grammar of the request asks for."""
     EOS = "eos"
     """The model generated an end token."""
     LENGTH = "length"

@@ -15,6 +15,7 @@ from inlay.runtime.sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from inlay.runtime.grammar import Grammar
     from inlay.runtime.outputs import TokenOutput
 
 
@@ -30,6 +31,8 @@ class Request:
     """Continue after an end token."""
     logprobs: int | None = None
     """Return the logprob of each token, and this many top logprobs."""
+    grammar: Grammar | None = None
+    """What the answer must be. Without one it is free."""
     priority: int = 0
     """Requests of higher priority are scheduled first, and their blocks are evicted last."""
     salt: str = ""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from inlay.errors import ModelError, UsageError, one_line
 from inlay.runtime.chat_template import ChatTemplate
+from inlay.runtime.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,6 +42,8 @@ class TextCodec:
         self.tokenizer = tokenizer
         self.eos = facts.eos
         self.chat = chat
+        self.grammars = GrammarCompiler(self)
+        """Compiles what answers must be, for this tokenizer."""
 
     @classmethod
     def load(cls, folder: Path | str) -> TextCodec:

@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from inlay.serve.http.server_context import ServerContext
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
-REASONS = dict.fromkeys(
-    ("union_tag_invalid", "union_tag_not_found"), "its role must be system, developer, user or assistant"
-)
-"""Reasons that replace pydantic's messages, by error type."""
+ROLE_ERRORS = ("union_tag_invalid", "union_tag_not_found")
+"""pydantic's errors for a message with an unknown role."""
 JSON_ERRORS: dict[type[BaseException], str] = {
     UnicodeDecodeError: "its bytes are not UTF-8",
     RecursionError: "it is nested too deeply",
@@ -120,7 +118,9 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
         raise ApiError(400, "stream_options requires stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
     prompts = await request_builder.encode(asked, serving.engine.text, serving.limits)
-    wanted = request_builder.build_requests(asked, prompts, serving.limits, state["record"].id, state["tenant"])
+    grammar = await request_builder.read_grammar(asked, serving.engine.text)
+    given = (serving.limits, state["record"].id, state["tenant"], grammar)
+    wanted = request_builder.build_requests(asked, prompts, *given)
     if len(wanted) > serving.admission.share:
         message = f"The request has {len(wanted)} completions, but the limit is {serving.admission.share} per request."
         raise ApiError(400, message, param="n" if choices > 1 else "prompt")
@@ -178,8 +178,10 @@ async def _handle_validation_error(request: Request, error: Exception) -> Respon
     first = found[0][0][:1]
     place, worst = max((each for each in found if each[0][:1] == first), key=_nearness)
     name = ".".join(map(str, place))[:LONGEST_ECHO]
-    reason = REASONS.get(worst["type"], str(worst["msg"]))
-    if place[-1:] == ("type",) and "content" in place:
+    reason = str(worst["msg"])
+    if place[:1] == ("messages",) and worst["type"] in ROLE_ERRORS:
+        reason = "its role must be system, developer, user or assistant"
+    elif place[-1:] == ("type",) and "content" in place:
         reason = "only content parts of type text are supported"
     if worst["type"] == "json_invalid":
         said = str(worst["ctx"]["error"]).removesuffix(" at").removesuffix(" starting")

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import ModelError, UsageError
+from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request
 from inlay.runtime.sampling import MIN_TEMPERATURE, Sampling
 from inlay.serve.http.errors import ApiError
-from inlay.serve.http.schema import AssistantInputMessage, ChatRequest, CompletionRequest
+from inlay.serve.http.schema import AssistantInputMessage, ChatRequest, CompletionRequest, JsonSchemaFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from inlay.runtime.text_codec import TextCodec
-    from inlay.serve.http.schema import InputMessage, TokenizeRequest
+    from inlay.serve.http.schema import InputMessage, ResponseFormat, StructuredOutputs, TokenizeRequest
 
 MAX_INLINE_CHARS = 4096
 """Prompts of this many characters or more are tokenized in another thread, to keep the event loop responsive."""
@@ -83,8 +84,51 @@ def check_tokens(tokens: list[int], bounds: RequestLimits, param: str) -> None:
         raise ApiError(400, f"Token {largest} does not exist. {known}, counted from 0.", param=param)
 
 
+async def read_grammar(body: ChatRequest | CompletionRequest, text: TextCodec) -> Grammar | None:
+    """Return what the answer must be, after it was compiled; None if it is free."""
+    both, form = body.structured_outputs, body.response_format
+    param = "structured_outputs" if both else "response_format"
+    if both and form and form.type != "text":
+        raise ApiError(400, "Send either structured_outputs or response_format.", param="response_format")
+
+    def compile_it() -> Grammar | None:
+        made = _grammar(both, form)
+        if made is not None:
+            text.grammars.open(made)
+        return made
+
+    if both is None and (form is None or form.type == "text"):
+        return None
+    if body.ignore_eos:
+        raise ApiError(400, f"ignore_eos and {param} exclude each other.", param="ignore_eos")
+    try:
+        return await asyncio.to_thread(compile_it)
+    except UsageError as error:
+        raise ApiError(400, str(error), param=param) from error
+
+
+def _grammar(asked: StructuredOutputs | None, form: ResponseFormat | None) -> Grammar | None:
+    if asked is None:
+        schema = form.json_schema.schema_ if isinstance(form, JsonSchemaFormat) else None
+        return Grammar.json_schema(schema or {"type": "object"})
+    if asked.regex is not None:
+        return Grammar("regex", asked.regex)
+    if asked.grammar is not None:
+        return Grammar("grammar", asked.grammar)
+    if asked.choice is not None:
+        return Grammar.choice(asked.choice)
+    if isinstance(asked.json_, str):
+        return Grammar("json", asked.json_)
+    return Grammar.json_schema(asked.json_ or {"type": "object"})
+
+
 def build_requests(
-    body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], bounds: RequestLimits, id_: str, tenant: str
+    body: ChatRequest | CompletionRequest,
+    prompts: list[tuple[int, ...]],
+    bounds: RequestLimits,
+    id_: str,
+    tenant: str,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """Return one engine request for each prompt and choice, ordered by prompt."""
     tokens, stop = _tokens(body, bounds), body.stop or ()
@@ -96,6 +140,7 @@ def build_requests(
             (stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
+            grammar=grammar,
             salt="/".join(filter(None, (tenant, body.cache_salt))),
             owner=tenant or id_,
             id=id_,

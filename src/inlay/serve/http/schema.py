@@ -7,7 +7,7 @@ are typing errors. Fields that cannot change the output are accepted and ignored
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -113,6 +114,56 @@ StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
+class TextFormat(_RequestModel):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(_RequestModel):
+    """A JSON schema with a name."""
+
+    name: Annotated[str, Field(max_length=64)]
+    description: IgnoredField = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Accepted for OpenAI's clients. Answers always follow the schema."""
+
+
+class JsonSchemaFormat(_RequestModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(_RequestModel):
+    """What the answer must be: exactly one of the fields, which have vLLM's names."""
+
+    json_: Annotated[dict[str, Any] | ValidText | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: ValidText | None = None
+    choice: Annotated[list[Annotated[ValidText, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = (
+        None
+    )
+    grammar: ValidText | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if sum(getattr(self, name) is not None for name in type(self).model_fields) != 1:
+            raise PydanticCustomError("one_constraint", "send exactly one of json, json_object, regex, choice, grammar")
+        return self
+
+
 class _GenerationRequest(_RequestModel):
     """Fields that both generation routes accept."""
 
@@ -131,6 +182,8 @@ class _GenerationRequest(_RequestModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # outside it logits may not be finite
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     # not supported: neutral values only
     presence_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
     frequency_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
@@ -155,7 +208,6 @@ class ChatRequest(_GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Annotated[Any, Unsupported(({"type": "text"},))] = None
     modalities: Annotated[Any, Unsupported((["text"],))] = None
     tools: Annotated[Any, Unsupported(([],))] = None
     tool_choice: Annotated[Any, Unsupported(("none", "auto"))] = None
