@@ -149,3 +149,35 @@ def test_largest_seed_and_coldest_temperature_work() -> None:
 def test_logits_that_are_no_numbers(value: float) -> None:
     with pytest.raises(ProgramError, match="not finite"):
         sample(torch.tensor([0.0, value]), [], Sampling(), torch.Generator())
+
+
+def test_biases_and_penalties_of_generated_tokens() -> None:
+    """A bias is added; the penalties count generated tokens only, as a loop over them does."""
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        logits, history = torch.randn(50, generator=rng), torch.randint(0, 60, (30,), generator=rng).tolist()
+        given = Sampling(1.0, presence_penalty=0.7, frequency_penalty=-0.3, logit_bias=((3, 5.0), (7, -100.0)))
+        wanted = logits.clone()
+        wanted[3] += 5
+        wanted[7] -= 100
+        for token in range(50):
+            count = history[12:].count(token)
+            wanted[token] -= -0.3 * count + 0.7 * (count > 0)
+        torch.testing.assert_close(probabilities(logits, history, given, 12), wanted.softmax(-1))
+        greedy = Sampling(presence_penalty=0.7, frequency_penalty=-0.3, logit_bias=given.logit_bias)
+        assert sample(logits, history, greedy, None, 12) == int(wanted.argmax())
+        assert not greedy.is_plain_greedy
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"presence_penalty": 2.1}, {"frequency_penalty": -3}, {"logit_bias": ((-1, 1.0),)}, {"logit_bias": ((1, 101.0),)}],
+)
+def test_biases_and_penalties_are_bounded(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Sampling(**given)
+
+
+def test_a_bias_of_no_token() -> None:
+    with pytest.raises(UsageError, match=r"logit_bias has the token 50\. The model has 50 tokens\."):
+        sample(torch.zeros(50), [], Sampling(logit_bias=((50, 1.0),)), None)

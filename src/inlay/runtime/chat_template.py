@@ -9,20 +9,24 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from inlay.errors import ModelError, UsageError, one_line
+from inlay.runtime.tool_format import Markup, explain_tools
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
     from jinja2.parser import Parser
 
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `[{"role": "user", "content": "Hello"}]`."""
 
@@ -39,18 +43,47 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens)
 
-    def render(self, messages: Messages) -> str:
-        """Return the prompt for the next message of this conversation."""
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the prompt for the next message of this conversation. `options` are variables of the template.
+
+        If the template shows no tools, a system message does.
+        """
+        unknown = sorted(options.keys() - self.variables | options.keys() & (_RESERVED | self.special_tokens.keys()))
+        if unknown:
+            usual = ", ".join(sorted(self.variables - _RESERVED - self.special_tokens.keys())) or "none"
+            raise UsageError(f"The chat template of this model has no option {unknown[0]}.", f"Its options: {usual}.")
         template, plain = self._compiled, _plain(messages)
+        if not self.markup.shows_tools:
+            has_calls = any(each["role"] == "tool" or each.get("tool_calls") for each in plain)
+            plain, tools = (explain_tools(plain, tools) if tools or has_calls else plain), ()
+        shown = [{"type": "function", "function": dict(each)} for each in tools] or None
+        variables = {**options, "messages": plain, "tools": shown, "documents": None, "add_generation_prompt": True}
         try:
-            return template.render(
-                messages=plain, tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
-            )
+            prompt = template.render(**{**self.special_tokens, **variables})
+            prompt.encode()  # JSON allows halves of characters, tokenizers do not
+            return prompt
         except Exception as error:  # untrusted template code may raise anything
             raise UsageError(
                 f"The chat template of this model rejects the messages: {one_line(error)}.",
                 "Change the roles or their order, or pass the prompt as plain text.",
             ) from error
+
+    @cached_property
+    def markup(self) -> Markup:
+        """How the model writes tool calls and reasoning."""
+        return Markup.of(self.source, self.variables)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        self._compiled  # noqa: B018 - reports syntax errors
+        environment = _environment()
+        return frozenset(find_undeclared_variables(environment.parse(self.source))) - environment.globals.keys()
 
     @cached_property
     def _compiled(self) -> Template:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from inlay.errors import UsageError
 from inlay.runtime.grammar import mask_logits
 from inlay.runtime.outputs import FinishReason, TokenLogprobs
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-    import torch
 
+    from inlay.runtime.grammar import Matcher
     from inlay.runtime.request import Request
     from inlay.runtime.text_codec import TextCodec
 
@@ -27,22 +29,47 @@ class GenerationState:
         if request.grammar and request.ignore_eos:
             raise UsageError("ignore_eos and a grammar exclude each other.", "Leave one of them out.")
         self.request = request
-        self.matcher = None if request.grammar is None else text.grammars.open(request.grammar)
-        """Follows the answer if the request has a grammar."""
+        if request.grammar and request.min_tokens:
+            raise UsageError("min_tokens and a grammar exclude each other.", "Leave one of them out.")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            problem = f"min_tokens is {request.min_tokens}, but must be from 0 to max_tokens."
+            raise UsageError(problem, f"max_tokens is {request.max_tokens}.")
+        self._grammar = None if request.grammar is None else text.grammars.open(request.grammar)
+        self._before: str | None = "" if self._grammar is not None and request.grammar_after else None
+        """What was generated of the text before the grammar applies."""
         self.history = list(request.prompt)
         """Prompt tokens and generated tokens."""
         self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token is not cached
-        self.is_plain_greedy = request.sampling.is_greedy and request.sampling.repetition_penalty == 1
-        """Whether sampling is a plain argmax of the logits, without repetition penalty."""
         self._generator = None if request.sampling.is_greedy else request.sampling.generator()
-        self._stops, self._stream = StopStrings(request.stop), text.detokenizer()
+        self._encode = text.encode_part
+        self._stops, self._stream = (
+            StopStrings(request.stop),
+            text.detokenizer(with_special=request.with_special_tokens),
+        )
         self._ends: frozenset[int] = frozenset() if request.ignore_eos else text.eos
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Follows the answer while a grammar applies to it."""
+        return self._grammar if self._before is None else None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether sampling is a plain argmax of the logits."""
+        return self.request.sampling.is_plain_greedy and not self._must_continue
+
+    @property
+    def _must_continue(self) -> bool:
+        return len(self.history) - len(self.request.prompt) < self.request.min_tokens
 
     def sample(self, scores: torch.Tensor, allowed: np.ndarray | None = None) -> int:
         """Sample the next token from the logits, among those that are allowed."""
         if allowed is not None:
             scores = mask_logits(scores, allowed)
-        return sample(scores, self.history, self.request.sampling, self._generator)
+        if self._must_continue:
+            scores = scores.index_fill(0, torch.tensor(sorted(self._ends), dtype=torch.long), -float("inf"))
+        prompt = len(self.request.prompt)
+        return sample(scores, self.history, self.request.sampling, self._generator, prompt)
 
     def logprobs(self, scores: torch.Tensor, token: int) -> TokenLogprobs:
         """Return the logprob of a token, and the top logprobs that the request asks for."""
@@ -59,7 +86,10 @@ class GenerationState:
         ended = FinishReason.EOS if is_end else FinishReason.STOP if is_complete else None
         if ended is None and self.left == 0:
             ended = FinishReason.LENGTH
-        shown = self._stops.add("" if is_end else self._stream.add(token))
+        text = "" if is_end else self._stream.add(token)
+        if self._before is not None:
+            self._begin_grammar(self._before + text)
+        shown = self._stops.add(text)
         if ended and not self._stops.is_found:
             shown += self._stops.add(self._stream.finish())
         if self._stops.is_found:
@@ -67,6 +97,14 @@ class GenerationState:
         elif ended:
             shown += self._stops.finish()
         return shown, ended
+
+    def _begin_grammar(self, text: str) -> None:
+        """Apply the grammar if this text has what comes before it. What follows in the same token must be allowed."""
+        before, found, rest = text.partition(self.request.grammar_after)
+        self._before = None if found else before[-len(self.request.grammar_after) :]
+        if self.matcher is not None and rest.strip():
+            for token in self._encode(rest.lstrip()):
+                self.matcher.add(token)
 
     def flush(self) -> str:
         """Return the text that was held back, when the generation is aborted."""
@@ -110,7 +148,7 @@ class StopStrings:
         if ends:
             self.is_found, self._held = True, ""
             return text[: min(ends)[1]]
-        keep = max((_overlap(text, stop) for stop in self._strings), default=0)
+        keep = max((overlap(text, stop) for stop in self._strings), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -120,6 +158,6 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

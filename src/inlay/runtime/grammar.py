@@ -30,7 +30,7 @@ MAX_CHARS = 1 << 16
 """A longer grammar is rejected before it is compiled."""
 _KEPT = 64
 """Compiled grammars that are kept for later requests."""
-_JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it. With free whitespace, small models write it without end."""
 
 Schema = Mapping[str, Any] | type[BaseModel]
@@ -110,7 +110,7 @@ class GrammarCompiler:
         try:
             if grammar.kind == "json":
                 schema = json.dumps(prepare_schema(json.loads(grammar.text)))
-                source = library.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+                source = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
             else:
                 source = library.grammar_from(grammar.kind, grammar.text)
         except (ValueError, RecursionError) as error:

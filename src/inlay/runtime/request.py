@@ -33,6 +33,12 @@ class Request:
     """Return the logprob of each token, and this many top logprobs."""
     grammar: Grammar | None = None
     """What the answer must be. Without one it is free."""
+    grammar_after: str = ""
+    """The grammar applies after this text, such as the end of the reasoning. Empty: from the start."""
+    min_tokens: int = 0
+    """End tokens are not sampled before this many tokens."""
+    with_special_tokens: bool = False
+    """The text contains special tokens, except for end tokens."""
     priority: int = 0
     """Requests of higher priority are scheduled first, and their blocks are evicted last."""
     salt: str = ""

@@ -35,6 +35,12 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens, for each time that they were generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits."""
 
     def __post_init__(self) -> None:
         _check(
@@ -54,6 +60,11 @@ class Sampling:
             f"repetition_penalty is {self.repetition_penalty}, but must be above 0.",
             "Use 1 for no penalty, or more than 1 to discourage repetition.",
         )
+        for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _check(-2 <= value <= 2, f"{name}_penalty is {value}, but must be from -2 to 2.", "Use 0 for no penalty.")
+        for token, bias in self.logit_bias:
+            _check(token >= 0, f"logit_bias has the token {token}.", "Tokens are counted from 0.")
+            _check(-100 <= bias <= 100, f"logit_bias of token {token} is {bias}.", "Use values from -100 to 100.")
         _check(
             self.seed is None or 0 <= self.seed < 2**64,
             f"seed is {self.seed}, but must be from 0 to 2**64 - 1.",
@@ -65,6 +76,15 @@ class Sampling:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token with the largest logit is always chosen."""
+        return self.is_greedy and not self._changes_logits
+
+    @property
+    def _changes_logits(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
     def generator(self) -> torch.Generator:
         """Return a new random generator, with the given seed or a random one."""
         generator = torch.Generator()
@@ -75,16 +95,22 @@ class Sampling:
         return generator
 
 
-def sample(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Sample the next token after `history` (prompt and generated tokens) from its logits.
+def sample(
+    logits: torch.Tensor,
+    history: Sequence[int],
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    prompt_tokens: int = 0,
+) -> int:
+    """Sample the next token from its logits, after `history`: the tokens of the prompt, then generated ones.
 
     >>> sample(torch.tensor([0.1, 2.0, 0.3]), [], Sampling(), torch.Generator())
     1
     """
     check_finite(float(logits.max()))
     if sampling.is_greedy:
-        return int(_penalize(logits, history, sampling.repetition_penalty).argmax())
-    weights = probabilities(logits, history, sampling)
+        return int(_adjust(logits, history, sampling, prompt_tokens).argmax())
+    weights = probabilities(logits, history, sampling, prompt_tokens)
     return int(torch.multinomial(weights, 1, generator=generator))
 
 
@@ -97,13 +123,15 @@ def check_finite(largest: float) -> None:
         )
 
 
-def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:
+def probabilities(
+    logits: torch.Tensor, history: Sequence[int], sampling: Sampling, prompt_tokens: int = 0
+) -> torch.Tensor:
     """Return the probability of each token at a temperature above 0; 0 for tokens removed by top-k, top-p or min-p.
 
     >>> probabilities(torch.tensor([1.0, 3.0, 3.0]), [], Sampling(temperature=1, top_k=2))
     tensor([0.0000, 0.5000, 0.5000])
     """
-    scores = _penalize(logits, history, sampling.repetition_penalty) / sampling.temperature
+    scores = _adjust(logits, history, sampling, prompt_tokens) / sampling.temperature
     if sampling.top_k:
         kept = torch.topk(scores, min(sampling.top_k, len(scores))).values
         scores = _mask_out(scores, scores < kept[-1])
@@ -113,6 +141,21 @@ def probabilities(logits: torch.Tensor, history: Sequence[int], sampling: Sampli
         likely = scores.softmax(-1)
         scores = _mask_out(scores, likely < sampling.min_p * likely.max())
     return scores.softmax(-1)
+
+
+def _adjust(logits: torch.Tensor, history: Sequence[int], sampling: Sampling, prompt_tokens: int) -> torch.Tensor:
+    """Apply logit_bias, then the penalties."""
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        if max(tokens) >= len(logits):
+            raise UsageError(f"logit_bias has the token {max(tokens)}.", f"The model has {len(logits)} tokens.")
+        logits = logits.index_add(0, torch.tensor(tokens), torch.tensor(biases, dtype=logits.dtype))
+    logits = _penalize(logits, history, sampling.repetition_penalty)
+    generated = history[prompt_tokens:]
+    if (sampling.presence_penalty or sampling.frequency_penalty) and generated:
+        counts = torch.bincount(torch.tensor(generated, dtype=torch.long), minlength=len(logits))[: len(logits)]
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    return logits
 
 
 def _penalize(logits: torch.Tensor, history: Sequence[int], penalty: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ Reads the files of `inlay.frontend.tokenizer.save_tokenizer`: `tokenizer.json`, 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,21 +68,25 @@ class TextCodec:
         """Return the tokens of a plain prompt, after the BOS token if the model has one."""
         return list(self.tokenizer.encode(prompt).ids)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Return the tokens of a part of a text, without special tokens around it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation up to the next message; the template adds the special tokens."""
         if self.chat is None:
             raise UsageError(
                 "This model has no chat template, so it does not support chat.", "Pass one prompt as plain text."
             )
-        return list(self.tokenizer.encode(self.chat.render(messages), add_special_tokens=False).ids)
+        return self.encode_part(self.chat.render(messages))
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    def decode(self, tokens: list[int], *, with_special: bool = False) -> str:
+        """Return the text of tokens, without special tokens unless they are asked for."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not with_special))
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, with_special: bool = False) -> Detokenizer:
         """Return a detokenizer for a new generation."""
-        return Detokenizer(self)
+        return Detokenizer(self, with_special)
 
 
 class Detokenizer:
@@ -91,8 +96,8 @@ class Detokenizer:
     follow a character of several byte tokens.
     """
 
-    def __init__(self, text: TextCodec) -> None:
-        self._text = text
+    def __init__(self, text: TextCodec, with_special: bool) -> None:
+        self._decode = partial(text.decode, with_special=with_special)
         self._tokens: list[int] = []
         """The last tokens whose text was returned (decoders treat a first token differently), and those held back."""
         self._given = 0
@@ -112,10 +117,10 @@ class Detokenizer:
         return self._new() if len(self._tokens) > self._given else ""
 
     def _new(self) -> str:
-        before, whole = self._text.decode(self._tokens[: self._given]), self._text.decode(self._tokens)
+        before, whole = self._decode(self._tokens[: self._given]), self._decode(self._tokens)
         if whole.startswith(before):
             return whole[len(before) :]
-        return self._text.decode(self._tokens[self._given :])
+        return self._decode(self._tokens[self._given :])
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -240,10 +240,8 @@ def test_errors_are_the_clients_own(client: Any) -> None:
         client.chat.completions.create(model="gpt-4o", messages=TALK)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(
-            model=NAME, messages=TALK, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert refused.value.param == "tools"
+        client.chat.completions.create(model=NAME, messages=TALK, functions=[{"name": "f"}])
+    assert refused.value.param == "functions"
     assert refused.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=NAME, prompt="fox, " * 5000)

@@ -57,6 +57,15 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
+def _tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def _called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("path", "given", "param", "sentence"),
     [
@@ -67,13 +76,13 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
             CHAT,
             {"messages": [{"role": "pirate", "content": "fox"}]},
             "messages.0",
-            "must be system, developer, user or assistant",
+            "must be system, developer, user, assistant or tool",
         ),
         (
             CHAT,
-            {"messages": [{"role": "tool", "content": "fox"}]},
+            {"messages": [{"role": "function", "content": "fox"}]},
             "messages.0",
-            "must be system, developer, user or assistant",
+            "must be system, developer, user, assistant or tool",
         ),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid string"),
@@ -90,11 +99,54 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (
             CHAT,
             {"messages": [*TALK, {"role": "assistant", "tool_calls": [{}]}]},
-            "messages.1.tool_calls",
-            "does not support it",
+            "messages.1.tool_calls.0.id",
+            "required",
         ),
-        (CHAT, {"messages": TALK, "tools": [{}]}, "tools", "does not support it"),
-        (CHAT, {"messages": TALK, "tool_choice": "required"}, "tool_choice", "does not support it"),
+        (
+            CHAT,
+            {"messages": [*TALK, _called("[1]")]},
+            "messages",
+            "The arguments of the call of f are not a JSON object",
+        ),
+        (CHAT, {"messages": [*TALK, _called("{")]}, "messages", "The arguments of the call of f are not JSON"),
+        (CHAT, {"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id", "required"),
+        (CHAT, {"messages": TALK, "tools": [{}]}, "tools.0.type", "required"),
+        (CHAT, {"messages": TALK, "tools": [_tool("a b")]}, "tools.0.function.name", "pattern"),
+        (CHAT, {"messages": TALK, "tools": [_tool("f"), _tool("f")]}, "tools", "same name"),
+        (CHAT, {"messages": TALK, "tools": [_tool(f"f{at}") for at in range(129)]}, "tools", "at most 128"),
+        (CHAT, {"messages": TALK, "tool_choice": "required"}, "tool_choice", "requires tools"),
+        (
+            CHAT,
+            {"messages": TALK, "tools": [_tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "names no function",
+        ),
+        (CHAT, {"messages": TALK, "tools": [_tool("f")], "tool_choice": "any"}, "tool_choice", "'auto'"),
+        (
+            CHAT,
+            {"messages": TALK, "tools": [_tool("f", {"type": 3})], "tool_choice": "required"},
+            "tools",
+            "The grammar cannot be used",
+        ),
+        (
+            CHAT,
+            {
+                "messages": TALK,
+                "tools": [_tool("f")],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+            "exclude each other",
+        ),
+        (
+            CHAT,
+            {"messages": TALK, "tools": [_tool("f")], "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "exclude each other",
+        ),
+        (CHAT, {"messages": TALK, "tools": [_tool("f", {"title": "\ud83e"})]}, "messages", "surrogates not allowed"),
+        (CHAT, {"messages": TALK, "chat_template_kwargs": {"x": 1}}, "messages", "has no option x"),
         (
             CHAT,
             {"messages": TALK, "response_format": {"type": "structural_tag"}},
@@ -125,10 +177,14 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
             "ignore_eos",
             "exclude each other",
         ),
-        (CHAT, {"messages": TALK, "logit_bias": {"1": 5}}, "logit_bias", "does not support it"),
-        (CHAT, {"messages": TALK, "presence_penalty": 0.5}, "presence_penalty", "does not support it"),
+        (CHAT, {"messages": TALK, "logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
+        (CHAT, {"messages": TALK, "logit_bias": {"x": 5}}, "logit_bias.x", "pattern"),
+        (CHAT, {"messages": TALK, "logit_bias": {"312": 5}}, "logit_bias", "Token 312 does not exist"),
+        (CHAT, {"messages": TALK, "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        (CHAT, {"messages": TALK, "frequency_penalty": -2.5}, "frequency_penalty", "greater than or equal to -2"),
+        (CHAT, {"messages": TALK, "min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens is 8"),
         (CHAT, {"messages": TALK, "modalities": ["text", "audio"]}, "modalities", "does not support it"),
-        (CHAT, {"messages": TALK, "reasoning_effort": "high"}, "reasoning_effort", "does not support it"),
+        (CHAT, {"messages": TALK, "reasoning_effort": "high"}, "reasoning_effort", "no setting for the reasoning"),
         (CHAT, {"messages": TALK, "temprature": 1}, "temprature", "Did you mean temperature?"),
         (CHAT, {"messages": TALK, "temperature": 2.5}, "temperature", "less than or equal to 2"),
         (CHAT, {"messages": TALK, "temperature": "hot"}, "temperature", "valid number"),

@@ -28,7 +28,7 @@ from inlay.serve.http.schema import (
     ModelCard,
     Models,
 )
-from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer
+from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
 from inlay.serve.kv_events.json_feed import add_kv_routes
 
 if TYPE_CHECKING:
@@ -117,9 +117,11 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options requires stream to be true.", param="stream_options")
     state, choices = request.scope["state"], asked.n or 1
-    prompts = await request_builder.encode(asked, serving.engine.text, serving.limits)
-    grammar = await request_builder.read_grammar(asked, serving.engine.text)
-    given = (serving.limits, state["record"].id, state["tenant"], grammar)
+    text, limits = serving.engine.text, serving.limits
+    prompts = await request_builder.encode(asked, text, limits)
+    form = request_builder.AnswerForm.of(asked, prompts, text)
+    grammar = await request_builder.read_grammar(asked, form, text)
+    given = (limits, state["record"].id, state["tenant"], form, grammar)
     wanted = request_builder.build_requests(asked, prompts, *given)
     if len(wanted) > serving.admission.share:
         message = f"The request has {len(wanted)} completions, but the limit is {serving.admission.share} per request."
@@ -135,11 +137,13 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     }
     with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
     spelling = None if wanted[0].logprobs is None else serving.token_text
-    form = (ChatSerializer if chat else CompletionSerializer)(head, spelling, with_usage)
+    serializer: ResponseSerializer = CompletionSerializer(head, spelling, with_usage)
+    if chat:
+        serializer = ChatSerializer(head, spelling, with_usage, form)
     seconds = serving.settings.write_seconds
     if asked.stream:
-        return EventStreamResponse(answers, form, seconds, with_usage)
-    return FullResponse(answers, form, seconds)
+        return EventStreamResponse(answers, serializer, seconds, with_usage)
+    return FullResponse(answers, serializer, seconds)
 
 
 def _submit(wanted: list[Any], serving: ServerContext) -> list[RequestHandle]:
@@ -180,7 +184,7 @@ async def _handle_validation_error(request: Request, error: Exception) -> Respon
     name = ".".join(map(str, place))[:LONGEST_ECHO]
     reason = str(worst["msg"])
     if place[:1] == ("messages",) and worst["type"] in ROLE_ERRORS:
-        reason = "its role must be system, developer, user or assistant"
+        reason = "its role must be system, developer, user, assistant or tool"
     elif place[-1:] == ("type",) and "content" in place:
         reason = "only content parts of type text are supported"
     if worst["type"] == "json_invalid":
@@ -211,7 +215,7 @@ async def _handle_internal_error(request: Request, error: Exception) -> Response
 
 def _field_path(loc: tuple[Any, ...]) -> tuple[str | int, ...]:
     """Return the path of a field, without the names of the union members that pydantic tried."""
-    types = ("str", "system", "developer", "user", "assistant")
+    types = ("str", "system", "developer", "user", "assistant", "tool", "NamedTool")
     return tuple(
         each
         for at, each in enumerate(loc[1:])

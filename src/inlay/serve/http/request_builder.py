@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import ModelError, UsageError
+from inlay.runtime.answer_parser import AnswerParser
 from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request
 from inlay.runtime.sampling import MIN_TEMPERATURE, Sampling
+from inlay.runtime.tool_format import END_THINK, FINAL, THINK, ToolFormat, force_calls
 from inlay.serve.http.errors import ApiError
-from inlay.serve.http.schema import AssistantInputMessage, ChatRequest, CompletionRequest, JsonSchemaFormat
+from inlay.serve.http.schema import (
+    AssistantInputMessage,
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    NamedTool,
+    ToolMessage,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from tokenizers import Tokenizer
 
     from inlay.runtime.text_codec import TextCodec
-    from inlay.serve.http.schema import InputMessage, ResponseFormat, StructuredOutputs, TokenizeRequest
+    from inlay.runtime.tool_format import Markup
+    from inlay.serve.http.schema import InputMessage, ResponseFormat, StructuredOutputs, TokenizeRequest, ToolCall
 
 MAX_INLINE_CHARS = 4096
 """Prompts of this many characters or more are tokenized in another thread, to keep the event loop responsive."""
@@ -46,7 +58,8 @@ async def encode(
 ) -> list[tuple[int, ...]]:
     """Return the prompts of a request as tokens."""
     if isinstance(body, ChatRequest):
-        prompts = [await _encode_messages(body.messages, text, bounds)]
+        tools = () if body.tool_choice == "none" else _tools_of(body)
+        prompts = [await _encode_messages(body.messages, text, bounds, tools, _template_options(body, text))]
     elif isinstance(body.prompt, str) or isinstance(body.prompt[0], str):
         texts: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         prompts = await _run_encoding(
@@ -84,27 +97,99 @@ def check_tokens(tokens: list[int], bounds: RequestLimits, param: str) -> None:
         raise ApiError(400, f"Token {largest} does not exist. {known}, counted from 0.", param=param)
 
 
-async def read_grammar(body: ChatRequest | CompletionRequest, text: TextCodec) -> Grammar | None:
+async def read_grammar(body: ChatRequest | CompletionRequest, form: AnswerForm, text: TextCodec) -> Grammar | None:
     """Return what the answer must be, after it was compiled; None if it is free."""
-    both, form = body.structured_outputs, body.response_format
-    param = "structured_outputs" if both else "response_format"
-    if both and form and form.type != "text":
+    stated, asked = body.structured_outputs, body.response_format
+    if asked is not None and asked.type == "text":
+        asked = None
+    if stated and asked:
         raise ApiError(400, "Send either structured_outputs or response_format.", param="response_format")
+    param = "structured_outputs" if stated else "response_format" if asked else "tools"
+    if form.must_call and (stated or asked):
+        raise ApiError(400, f"A tool_choice that forces a call and {param} exclude each other.", param=param)
+    if form.tools and stated and stated.json_ is None and not stated.json_object:
+        raise ApiError(400, "structured_outputs other than JSON and tools exclude each other.", param=param)
 
-    def compile_it() -> Grammar | None:
-        made = _grammar(both, form)
-        if made is not None:
-            text.grammars.open(made)
+    def compile_it() -> Grammar:
+        made = _grammar(stated, asked) if stated or asked else None
+        if form.markup is not None and form.tools:
+            has_many = isinstance(body, ChatRequest) and body.parallel_tool_calls is not False
+            made = force_calls(form.markup, form.tools, text, has_many=has_many, otherwise=made)
+        assert made is not None
+        text.grammars.open(made)
         return made
 
-    if both is None and (form is None or form.type == "text"):
+    if not (stated or asked or form.must_call):
         return None
-    if body.ignore_eos:
-        raise ApiError(400, f"ignore_eos and {param} exclude each other.", param="ignore_eos")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise ApiError(400, f"{name} and {param} exclude each other.", param=name)
     try:
         return await asyncio.to_thread(compile_it)
     except UsageError as error:
         raise ApiError(400, str(error), param=param) from error
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How the answers to a request are split into reasoning, content and tool calls."""
+
+    markup: Markup | None = None
+    """None: all of an answer is content."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The functions that may be called."""
+    must_call: bool = False
+    is_thinking: bool = False
+    """Whether the prompt ends within the reasoning."""
+    shows_reasoning: bool = True
+
+    @classmethod
+    def of(cls, body: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]], text: TextCodec) -> AnswerForm:
+        """Return the form of the answers to a request, of which the prompts were encoded."""
+        if isinstance(body, CompletionRequest) or text.chat is None:
+            return cls()
+        markup, tools, choice = text.chat.markup, _tools_of(body), body.tool_choice
+        if isinstance(choice, NamedTool):
+            tools = tuple(each for each in tools if each["name"] == choice.function.name)
+        elif choice == "none":
+            tools = ()
+        must_call = isinstance(choice, NamedTool) or choice == "required"
+        if must_call and not tools:
+            problem = "tool_choice names no function of tools." if body.tools else "tool_choice requires tools."
+            raise ApiError(400, problem, param="tool_choice")
+        if body.separate_reasoning is False:
+            markup = replace(markup, has_reasoning=False)
+        if not (tools or markup.has_reasoning or markup.tools is ToolFormat.CHANNELS):
+            return cls()
+        end = text.decode(list(prompts[0][-8:]), with_special=True).rstrip()
+        is_thinking = markup.has_reasoning and end.endswith(THINK)
+        return cls(markup, tools, must_call, is_thinking, body.include_reasoning is not False)
+
+    @property
+    def before_grammar(self) -> str:
+        """The text after which a grammar applies."""
+        if self.markup is not None and self.markup.tools is ToolFormat.CHANNELS and not self.tools:
+            return FINAL
+        return END_THINK if self.is_thinking else ""
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the text of an answer must contain special tokens."""
+        return self.markup is not None and self.markup.has_special_tokens
+
+    def parser(self) -> AnswerParser | None:
+        """Return a parser for one answer; None if all of it is content."""
+        if self.markup is None:
+            return None
+        return AnswerParser(self.markup, has_tools=bool(self.tools), is_thinking=self.is_thinking)
+
+
+def _tools_of(body: ChatRequest) -> tuple[dict[str, Any], ...]:
+    """Return the functions of a request."""
+    found = [each.function.model_dump(exclude_none=True, exclude={"strict"}) for each in body.tools or ()]
+    if len({each["name"] for each in found}) < len(found):
+        raise ApiError(400, "Two tools have the same name.", param="tools")
+    return tuple({"description": "", "parameters": {"type": "object", "properties": {}}, **each} for each in found)
 
 
 def _grammar(asked: StructuredOutputs | None, form: ResponseFormat | None) -> Grammar | None:
@@ -128,10 +213,14 @@ def build_requests(
     bounds: RequestLimits,
     id_: str,
     tenant: str,
+    form: AnswerForm,
     grammar: Grammar | None = None,
 ) -> list[Request]:
     """Return one engine request for each prompt and choice, ordered by prompt."""
     tokens, stop = _tokens(body, bounds), body.stop or ()
+    if (body.min_tokens or 0) > tokens:
+        raise ApiError(400, f"min_tokens is {body.min_tokens}, but max_tokens is {tokens}.", param="min_tokens")
+    check_tokens(list(map(int, body.logit_bias or ())), bounds, "logit_bias")
     return [
         Request(
             prompt,
@@ -141,6 +230,9 @@ def build_requests(
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
             grammar=grammar,
+            grammar_after=form.before_grammar if grammar else "",
+            min_tokens=body.min_tokens or 0,
+            with_special_tokens=form.needs_special_tokens,
             salt="/".join(filter(None, (tenant, body.cache_salt))),
             owner=tenant or id_,
             id=id_,
@@ -151,18 +243,36 @@ def build_requests(
 
 
 async def _encode_messages(
-    messages: list[InputMessage | AssistantInputMessage], text: TextCodec, bounds: RequestLimits
+    messages: list[InputMessage | AssistantInputMessage | ToolMessage],
+    text: TextCodec,
+    bounds: RequestLimits,
+    tools: Sequence[dict[str, Any]] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     turns = [_turn(message) for message in messages]
-    size = sum(len(each["content"]) for each in turns)
-    made: list[int] = await _run_encoding(size, lambda: _encode_chat(text, turns, bounds), "messages")
+
+    def encode() -> list[int]:
+        if text.chat is None:
+            return text.encode_chat(turns)  # raises the error
+        return _encode(text, text.chat.render(turns, tools, options), bounds, special=False)
+
+    size = sum(len(each["content"]) for each in turns) + sum(len(str(each)) for each in tools)
+    made: list[int] = await _run_encoding(size, encode, "messages")
     return made
 
 
-def _encode_chat(text: TextCodec, messages: list[dict[str, Any]], bounds: RequestLimits) -> list[int]:
-    if text.chat is None:
-        return text.encode_chat(messages)  # raises the error
-    return _encode(text, text.chat.render(messages), bounds, special=False)
+def _template_options(body: ChatRequest, text: TextCodec) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets."""
+    options, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    if effort is not None and text.chat is not None:
+        if "reasoning_effort" not in text.chat.variables and "enable_thinking" in text.chat.variables:
+            options.setdefault("enable_thinking", effort != "none")
+        elif "reasoning_effort" in text.chat.variables:
+            options["reasoning_effort"] = effort
+        else:
+            problem = "The chat template of this model has no setting for the reasoning. Leave reasoning_effort out."
+            raise ApiError(400, problem, param="reasoning_effort")
+    return options
 
 
 def _encode(text: TextCodec, prompt: str, bounds: RequestLimits, special: bool = True) -> list[int]:
@@ -177,15 +287,34 @@ def longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab())) * (1 if tokenizer.normalizer is None else 4)
 
 
-def _turn(message: InputMessage | AssistantInputMessage) -> dict[str, Any]:
+def _turn(message: InputMessage | AssistantInputMessage | ToolMessage) -> dict[str, Any]:
     """Return a message for a chat template: content as one string, OpenAI's developer role as system."""
     content = message.content
     if content is None:
         content = (isinstance(message, AssistantInputMessage) and message.refusal) or ""
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if isinstance(message, ToolMessage):
+        turn["tool_call_id"] = message.tool_call_id
+    elif isinstance(message, AssistantInputMessage):
+        if message.reasoning_content is not None:
+            turn["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            turn["tool_calls"] = [_call(each) for each in message.tool_calls]
     return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call for a chat template, which expects the arguments as an object."""
+    name = call.function.name
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The arguments of the call of {name} are not JSON.", param="messages") from error
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"The arguments of the call of {name} are not a JSON object.", param="messages")
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 async def _run_encoding(size: int, work: Callable[[], Any], param: str) -> Any:
@@ -230,6 +359,9 @@ def _sampling(asked: ChatRequest | CompletionRequest, choice: int) -> Sampling:
         asked.min_p or 0.0,
         1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         None if asked.seed is None else (asked.seed + choice) % 2**64,
+        asked.presence_penalty or 0.0,
+        asked.frequency_penalty or 0.0,
+        tuple((int(token), bias) for token, bias in (asked.logit_bias or {}).items()),
     )
 
 

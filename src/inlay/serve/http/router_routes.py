@@ -89,7 +89,9 @@ async def _render(
 ) -> list[dict[str, Any]]:
     context.check_model(asked.model)
     prompts = await request_builder.encode(asked, context.engine.text, context.limits)
-    built = request_builder.build_requests(asked.model_copy(update={"n": 1}), prompts, context.limits, "", "")
+    form = request_builder.AnswerForm.of(asked, prompts, context.engine.text)
+    one = asked.model_copy(update={"n": 1})
+    built = request_builder.build_requests(one, prompts, context.limits, "", "", form)
     kind = "chatcmpl" if isinstance(asked, ChatRequest) else "cmpl"
     return [
         {

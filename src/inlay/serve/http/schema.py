@@ -25,6 +25,8 @@ from pydantic_core import PydanticCustomError, core_schema
 
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
+MOST_TOOLS = 128
+MOST_BIASES = 1024
 LONGEST_STOP = 256
 """In characters. The limit exists because the text is compared with every stop string at every token."""
 
@@ -61,6 +63,9 @@ def _check_surrogates(text: str) -> str:
 
 
 ValidText = Annotated[str, AfterValidator(_check_surrogates)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+"""A token as a key of JSON."""
 
 
 def _shape(value: Any) -> str:
@@ -96,6 +101,22 @@ class InputMessage(_RequestModel):
     name: ValidText | None = None
 
 
+class CalledFunction(_RequestModel):
+    """A function and its arguments, which are JSON in a text."""
+
+    name: FunctionName
+    arguments: ValidText
+
+
+class ToolCall(_RequestModel):
+    """A call in an earlier assistant message, as clients send it back."""
+
+    id: ValidText
+    type: Literal["function"]
+    function: CalledFunction
+    index: IgnoredField = None
+
+
 class AssistantInputMessage(_RequestModel):
     """An earlier assistant message, as clients send it back."""
 
@@ -104,14 +125,55 @@ class AssistantInputMessage(_RequestModel):
     name: ValidText | None = None
     refusal: ValidText | None = None
     annotations: IgnoredField = None
-    tool_calls: Annotated[Any, Unsupported(([],))] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    reasoning_content: ValidText | None = None
     function_call: Annotated[Any, Unsupported()] = None
     audio: Annotated[Any, Unsupported()] = None
 
 
-Message = Annotated[InputMessage | AssistantInputMessage, Field(discriminator="role")]
+class ToolMessage(_RequestModel):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: ValidText | list[TextPart]
+    tool_call_id: ValidText
+    name: ValidText | None = None
+
+
+Message = Annotated[InputMessage | AssistantInputMessage | ToolMessage, Field(discriminator="role")]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+
+class Function(_RequestModel):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: ValidText | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+    """Accepted for OpenAI's clients. Calls that `tool_choice` forces always follow the schema."""
+
+
+class Tool(_RequestModel):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_RequestModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedTool(_RequestModel):
+    """A tool that the model must use."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class TextFormat(_RequestModel):
@@ -184,11 +246,13 @@ class _GenerationRequest(_RequestModel):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None
+    ) = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     # not supported: neutral values only
-    presence_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
-    frequency_penalty: Annotated[Any, Unsupported((0, 0.0))] = None
-    logit_bias: Annotated[Any, Unsupported(({},))] = None
-    min_tokens: Annotated[Any, Unsupported((0,))] = None
     stop_token_ids: Annotated[Any, Unsupported(([],))] = None
     skip_special_tokens: Annotated[Any, Unsupported((True,))] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported((True,))] = None
@@ -209,12 +273,18 @@ class ChatRequest(_GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     modalities: Annotated[Any, Unsupported((["text"],))] = None
-    tools: Annotated[Any, Unsupported(([],))] = None
-    tool_choice: Annotated[Any, Unsupported(("none", "auto"))] = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
+    """False: the reasoning stays in the content."""
+    include_reasoning: bool | None = None
+    """False: the reasoning is not returned."""
     functions: Annotated[Any, Unsupported(([],))] = None
     function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
     audio: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported()] = None
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
@@ -222,11 +292,7 @@ class ChatRequest(_GenerationRequest):
     continue_final_message: Annotated[Any, Unsupported((False,))] = None
     add_special_tokens: Annotated[Any, Unsupported((False,))] = None
     chat_template: Annotated[Any, Unsupported()] = None
-    chat_template_kwargs: Annotated[Any, Unsupported(({},))] = None
-    separate_reasoning: IgnoredField = None  # reasoning is not parsed: the text is the same with and without
     stream_reasoning: IgnoredField = None
-    include_reasoning: IgnoredField = None
-    parallel_tool_calls: IgnoredField = None
     prediction: IgnoredField = None
     metadata: IgnoredField = None
     store: IgnoredField = None
@@ -319,15 +385,33 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptDetails
 
 
-ApiFinishReason = Literal["stop", "length"]
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class FunctionCall(BaseModel):
+    """A function that the model calls."""
+
+    name: str
+    arguments: str
+    """JSON. It may be incomplete or not fit the function, unless `tool_choice` forces the call."""
+
+
+class AnswerToolCall(BaseModel):
+    """A call that the model generated."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class AssistantMessage(BaseModel):
     """The message that the model generated."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

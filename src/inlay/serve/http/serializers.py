@@ -6,11 +6,13 @@ Every token is one chunk, so chunks are assembled from text that is serialized o
 from __future__ import annotations
 
 import json
+import secrets
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any
 
 from inlay.runtime.outputs import FinishReason
 from inlay.serve.http.schema import (
+    AnswerToolCall,
     AssistantMessage,
     ChatChoice,
     ChatLogprobs,
@@ -18,6 +20,7 @@ from inlay.serve.http.schema import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    FunctionCall,
     SampledTokenLogprob,
     TokenLogprob,
 )
@@ -25,7 +28,9 @@ from inlay.serve.http.schema import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inlay.runtime.answer_parser import AnswerParser, Delta
     from inlay.runtime.outputs import TokenOutput
+    from inlay.serve.http.request_builder import AnswerForm
     from inlay.serve.http.schema import ApiFinishReason, Usage
     from inlay.serve.http.token_text import TokenText
 
@@ -71,8 +76,12 @@ class ResponseSerializer:
 class ChatSerializer(ResponseSerializer):
     """`/v1/chat/completions`"""
 
-    def __init__(self, head: dict[str, Any], spelling: TokenText | None, usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], spelling: TokenText | None, usage: bool, form: AnswerForm) -> None:
         super().__init__(head, "chat.completion.chunk", spelling, usage)
+        self._form = form
+        self._parsers: dict[int, AnswerParser | None] = {}
+        self._calls: dict[int, int] = {}
+        """The number of calls of each choice, as far as it was sent."""
 
     def first_chunk(self, index: int) -> str:
         return self._chunk(index, '"delta":{"role":"assistant","content":""}', "null", None)
@@ -81,23 +90,70 @@ class ChatSerializer(ResponseSerializer):
         written, logprobs = "", "null"
         if self._token_text is not None and _has_logprobs(piece):
             logprobs = ChatLogprobs(content=[_sampled_logprob(piece, self._token_text)]).model_dump_json()
-        if piece.text or logprobs != "null":
-            written = self._chunk(index, f'"delta":{{"content":{quoted(piece.text)}}}', logprobs, None)
+        deltas = self._deltas(index, piece)
+        if not deltas and logprobs != "null":
+            deltas = ['"content":""']
+        for delta in deltas:
+            written += self._chunk(index, f'"delta":{{{delta}}}', logprobs, None)
+            logprobs = "null"
         if piece.finish_reason is not None:
-            written += self._chunk(index, '"delta":{}', "null", API_FINISH_REASONS[piece.finish_reason])
+            finish = _with_calls(API_FINISH_REASONS[piece.finish_reason], index in self._calls)
+            written += self._chunk(index, '"delta":{}', "null", finish)
         return written
+
+    def _deltas(self, index: int, piece: TokenOutput) -> list[str]:
+        """Return the content of the deltas of a chunk."""
+        if index not in self._parsers:
+            self._parsers[index] = self._form.parser()
+        parser = self._parsers[index]
+        if parser is None:
+            return [f'"content":{quoted(piece.text)}'] if piece.text else []
+        found = parser.add(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
+        return [written for each in found if (written := self._delta(index, each))]
+
+    def _delta(self, index: int, delta: Delta) -> str:
+        if delta.kind == "content":
+            return f'"content":{quoted(delta.text)}'
+        if delta.kind == "reasoning":
+            return f'"reasoning_content":{quoted(delta.text)}' if self._form.shows_reasoning else ""
+        if delta.kind == "name":
+            self._calls[index] = self._calls.get(index, 0) + 1
+            head = f'"id":"{_call_id()}","type":"function",'
+            function = f'{{"name":{quoted(delta.text)},"arguments":""}}'
+        else:
+            head, function = "", f'{{"arguments":{quoted(delta.text)}}}'
+        return f'"tool_calls":[{{"index":{self._calls[index] - 1},{head}"function":{function}}}]'
 
     def full_response(self, choices: Sequence[Sequence[TokenOutput]], usage: Usage) -> bytes:
         made = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content="".join(piece.text for piece in pieces)),
+                message=(message := self._message("".join(piece.text for piece in pieces))),
                 logprobs=self._logprobs(pieces),
-                finish_reason=_finish_reason(pieces),
+                finish_reason=_with_calls(_finish_reason(pieces), bool(message.tool_calls)),
             )
             for index, pieces in enumerate(choices)
         ]
         return ChatResponse(**self._head, choices=made, usage=usage).model_dump_json().encode()
+
+    def _message(self, text: str) -> AssistantMessage:
+        parser = self._form.parser()
+        if parser is None:
+            return AssistantMessage(content=text)
+        parts = {"content": "", "reasoning": ""}
+        calls: list[AnswerToolCall] = []
+        for each in parser.add(text) + parser.finish():
+            if each.kind == "name":
+                calls.append(AnswerToolCall(id=_call_id(), function=FunctionCall(name=each.text, arguments="")))
+            elif each.kind == "arguments":
+                calls[-1].function.arguments += each.text
+            else:
+                parts[each.kind] += each.text
+        return AssistantMessage(
+            content=parts["content"] if parts["content"] or not calls else None,
+            reasoning_content=(parts["reasoning"] or None) if self._form.shows_reasoning else None,
+            tool_calls=calls or None,
+        )
 
     def _logprobs(self, pieces: Sequence[TokenOutput]) -> ChatLogprobs | None:
         if self._token_text is None:
@@ -135,6 +191,15 @@ class CompletionSerializer(ResponseSerializer):
             for index, pieces in enumerate(choices)
         ]
         return CompletionResponse(**self._head, choices=made, usage=usage).model_dump_json().encode()
+
+
+def _call_id() -> str:
+    """Return the id of a call: nine letters and digits, because some chat templates accept no other."""
+    return secrets.token_hex(5)[:9]
+
+
+def _with_calls(finish: ApiFinishReason, has_calls: bool) -> ApiFinishReason:
+    return "tool_calls" if has_calls and finish == "stop" else finish
 
 
 def _has_logprobs(piece: TokenOutput) -> bool:
