@@ -75,6 +75,10 @@ def serve(
             help="Memory for blocks evicted from the prefix cache, such as 2GB. 0 disables it.",
         ),
     ] = "0",
+    speculation: Annotated[
+        int,
+        typer.Option("--speculation", min=0, help="Maximum tokens of a sequence drafted in a step. 0 disables drafts."),
+    ] = 7,
     read_seconds: Annotated[
         float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
@@ -162,7 +166,7 @@ def serve(
     version = server.fingerprint(package)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{at.getsockname()[1]}"
-    limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes)
+    limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes, speculation=speculation)
     if err.is_terminal:
         err.print("loading the package …")
     engine = Engine.open(package, limits)
@@ -186,6 +190,8 @@ def _welcome(serving: ServerContext, engine: Engine, url: str) -> None:
         f" {engine.memory_bytes / 1e6:.0f} MB for keys and values, {peak_memory() / 1e6:.0f} MB of memory in all.",
         soft_wrap=True,
     )
+    if engine.settings.speculation and engine.speculation_problem:
+        out.print(f"No tokens are drafted: {engine.speculation_problem}.", markup=False, soft_wrap=True)
     line = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{asked}'"
     out.print(f"Try: {line}", markup=False, soft_wrap=True)
     out.file.flush()

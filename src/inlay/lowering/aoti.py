@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_unflatten
 
 from inlay.errors import ProgramError
+from inlay.lowering.buckets import READS_FILLED_ROWS
 from inlay.lowering.state.index_put import canonicalize_updates
 from inlay.ops import native
 from inlay.ops.registration import DECOMPOSITIONS, SHIMS
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 FILLED_ROW_OPS = {"inlay.cached_attention.default"}
 """Operators that read only the filled rows of a state."""
-READS_FILLED_ROWS = "filled rows"
-"""The `reads` text of those operators."""
-
 
 _LEVELS: dict[str, dict[str, Any]] = {
     "native": {},

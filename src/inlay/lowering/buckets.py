@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 _LENGTH = "length"
 """The size that is the number of tokens per sequence in a call."""
+READS_FILLED_ROWS = "filled rows"
+"""The `reads` text of operators that read only the filled rows of a state."""
 
 
 def find_decode_buckets(buckets: Sequence[Mapping[str, tuple[int, int | None]]]) -> list[bool]:
@@ -128,3 +130,28 @@ def measured_kernels(buckets: Sequence[Bucket]) -> dict[tuple[str, int, int, int
         for row in piece.kernels
         if row.timings
     }
+
+
+def find_shared_slot_problem(buckets: Sequence[Bucket], states: Sequence[str]) -> str:
+    """Return why rows of one call must not share a slot; empty if each row may read the rows before it.
+
+    They may if the code writes all rows of a state before attention reads any, and does nothing else with it. The
+    proof reads the accesses that the compiler recorded.
+    """
+    for bucket in buckets:
+        pieces = {piece.name: piece for piece in bucket.pieces}
+        written, read = set[str](), set[str]()
+        for step in bucket.steps:
+            piece = pieces[step.piece]
+            for access in piece.accesses:
+                state, reads = step.ins[piece.ins.index(access["state"])], access.get("reads", "")
+                if state not in states:
+                    continue
+                if access.get("unknown") or (reads and (reads != READS_FILLED_ROWS or state not in written)):
+                    return f"{access['kernel']} reads {state} in another way than attention to rows that are written"
+                if access.get("writes") and state in read:
+                    return f"{access['kernel']} writes to {state} after attention has read it"
+                (read if reads else written).add(state)
+        if missing := sorted(set(states) - (written & read)):
+            return f"how the code {bucket.name} writes and reads {missing[0]} was not recorded"
+    return ""

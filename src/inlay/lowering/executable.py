@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inlay.errors import PackageError, UsageError
-from inlay.lowering.buckets import find_decode_buckets
+from inlay.lowering.buckets import find_decode_buckets, find_shared_slot_problem
 from inlay.lowering.owned_state import OwnedState
 from inlay.program.bindings import Role, tensor_text
 from inlay.program.decoder import SIGNATURE, has_kv_cache
@@ -102,6 +102,9 @@ class Executable:
         self._decode = [index for index, decodes in enumerate(answers) if decodes] + self._prefill
         self.has_decode_buckets = any(answers)
         """Whether prefill and decode use different code."""
+        names = [row.name for row in bindings.state]
+        self.shared_slot_problem = find_shared_slot_problem([bucket for bucket, _ in self.buckets], names)
+        """Why the rows of a call must not share a slot; empty if they may, at different lengths."""
 
     def new_state(self) -> dict[str, torch.Tensor]:
         """Allocate all state, by name. State without an initial value is uninitialized memory."""
@@ -146,7 +149,7 @@ class Executable:
         """Check the inputs of a call, and return the index of the bucket that runs it."""
         sizes = self._sizes(inputs)
         if self.cache is not None:
-            self.cache.check(inputs)
+            self.cache.check(inputs, may_share=not self.shared_slot_problem)
         for index in self._prefill if is_prefill else self._decode:
             if self.buckets[index][0].fits(sizes):
                 return index
@@ -196,14 +199,18 @@ class CacheSizes:
         """Whether a state of this shape, `[slot, head, row, …]`, is a KV cache."""
         return len(shape) == 4 and shape[0] == self.slots and shape[2] in self.rooms
 
-    def check(self, inputs: Mapping[str, Any]) -> None:
-        """Reject indices out of range, before anything is written."""
-        slots = inputs[SIGNATURE.slots].tolist()
+    def check(self, inputs: Mapping[str, Any], *, may_share: bool = False) -> None:
+        """Reject indices out of range, before anything is written.
+
+        `may_share`: single tokens may be in one slot at different lengths. Each then follows those at lower lengths.
+        """
+        slots, lengths = inputs[SIGNATURE.slots].tolist(), inputs[SIGNATURE.lengths].tolist()
+        count = inputs[SIGNATURE.tokens].shape[1]
         self.check_tokens(inputs[SIGNATURE.tokens])
         _check_range("A slot", slots, self.slots - 1)
-        most = self.max_seq_len - inputs[SIGNATURE.tokens].shape[1]
-        _check_range("The length of a sequence", inputs[SIGNATURE.lengths].tolist(), most)
-        if len(set(slots)) < len(slots):
+        _check_range("The length of a sequence", lengths, self.max_seq_len - count)
+        rows = set(zip(slots, lengths, strict=True)) if may_share and count == 1 else set(slots)
+        if len(rows) < len(slots):
             raise UsageError(f"Two sequences use the same slot: {slots}.", "Give each sequence its own slot.")
 
     def check_tokens(self, tokens: torch.Tensor) -> None:

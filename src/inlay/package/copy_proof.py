@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
-from inlay.lowering.aoti import READS_FILLED_ROWS
+from inlay.lowering.buckets import READS_FILLED_ROWS
 from inlay.package.memory_traffic import measure_in_subprocess
 from inlay.program.symbols import evaluate
 

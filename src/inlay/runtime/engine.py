@@ -30,6 +30,7 @@ from inlay.runtime.kv.events import EventLog
 from inlay.runtime.kv.memory import KVMemory, bytes_per_token
 from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
 from inlay.runtime.outputs import FinishReason, TokenOutput
+from inlay.runtime.prompt_lookup import CallCosts, choose_lengths
 from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
 from inlay.runtime.sampling import check_finite
 from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
@@ -62,6 +63,8 @@ class EngineSettings:
     """Memory of the prefix cache. Default: as many tokens as all slots can have. 0: no prefix cache."""
     host_bytes: int = 0
     """Memory of the second cache level, which receives blocks that are evicted from the first."""
+    speculation: int = 7
+    """Maximum tokens of a sequence that are drafted by prompt lookup and verified in one step. 0: none."""
 
 
 class Observer(Protocol):
@@ -89,7 +92,8 @@ class Engine:
         places = (cache_bytes // per_block, settings.host_bytes // per_block)
         prefill = min(settings.max_prefill_tokens, package.max_prefill)
         prefill_only = min(settings.max_prefill_only_tokens, package.max_prefill)
-        most = min(sizes.rooms) - max(prefill, prefill_only) + 1
+        longest = max(prefill, prefill_only)
+        most = min(sizes.rooms) - longest + 1
         if places[0] and min(sizes.rooms) < sizes.max_seq_len and settings.block_size > most:
             problem = f"A block of {settings.block_size} tokens may be overwritten before it is copied."
             raise UsageError(problem, f"Use a block_size of at most {most}.")
@@ -113,6 +117,12 @@ class Engine:
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
         self._limits = Limits(self.slots, prefill, prefill_only, batches)
+        self._max_rows = package.buckets[-1][0].sizes.get("batch", (1, 1))[1] or sizes.slots
+        self._max_draft = min(settings.speculation, longest - 1)  # rings have room for the rows of a prefill call
+        self.speculation_problem = _find_speculation_problem(self._max_draft, self._max_rows, package)
+        """Why no tokens are drafted; empty if they may be."""
+        self._costs = CallCosts()
+        self._checked_rows: set[int] = set()
         self._waiting: dict[int, SequenceState] = {}
         self._running: dict[int, SequenceState] = {}
         self._outputs: dict[asyncio.AbstractEventLoop | None, list[tuple[RequestHandle, TokenOutput | InlayError]]] = (
@@ -219,10 +229,11 @@ class Engine:
                 WaitingRequest(each.handle.id, each.handle.id, each.handle.request.priority, each.handle.request.owner)
                 for each in self._waiting.values()
             ]
+        drafts = self._draft()
         running = [
             RunningSequence(
                 *(each.handle.id, each.handle.id, each.slot, each.prefill_tokens_left),
-                *(each.handle.request.priority, each.handle.request.owner),
+                *(each.handle.request.priority, each.handle.request.owner, len(drafts.get(each.handle.id, ()))),
             )
             for each in self._running.values()
         ]
@@ -231,7 +242,7 @@ class Engine:
             self._admit(number, slot, started)
         answering = [self._running[number] for number in plan.decode]
         if answering:
-            self._decode(answering, plan.padding)
+            self._decode(answering, [drafts.get(number, []) for number in plan.decode], plan.padding)
         for number, count in plan.prefill:
             self._prefill(self._running[number], count)
         if not (plan.admit or plan.decode or plan.prefill):
@@ -291,16 +302,52 @@ class Engine:
         sequence.slot = slot
         self._observe("queue_seconds", now - sequence.handle.arrival_time)
 
-    def _decode(self, sequences: Several[SequenceState], padding: Several[int]) -> None:
-        """Generate the next token of each sequence."""
-        tokens = [[each.generation.history[-1]] for each in sequences] + [[0]] * len(padding)
-        slots, rows = [each.slot for each in sequences], [each.computed_tokens for each in sequences]
+    def _draft(self) -> dict[int, list[int]]:
+        """Return the tokens that this step verifies, by sequence; no sequences in the decode phase are left out."""
+        if self.speculation_problem:
+            return {}
+        sequences = [each for each in self._running.values() if not each.prefill_tokens_left]
+        drafts = [
+            each.drafter.draft(each.generation.history, min(self._max_draft, each.generation.left - 1))
+            for each in sequences
+        ]
+        counts = choose_lengths([(len(found), chance) for found, chance in drafts], self._max_rows, self._costs)
+        parts = zip(sequences, drafts, counts, strict=True)
+        return {each.handle.id: found[:count] for each, (found, _), count in parts if count}
+
+    def _decode(self, sequences: Several[SequenceState], drafts: Several[list[int]], padding: Several[int]) -> None:
+        """Generate the next token of each sequence, and those after it while they are equal to its draft."""
+        rows = [
+            ([token], each.slot, each.computed_tokens + place)
+            for each, draft in zip(sequences, drafts, strict=True)
+            for place, token in enumerate([each.generation.history[-1], *draft])
+        ]
         self._counts["padding_rows"] += len(padding)
         self._observe("batch", len(sequences))
         masks = self._masks.start(each.generation.matcher for each in sequences)
-        scores = self._call(sequences, tokens, [*slots, *padding], rows + [0] * len(padding), prompt=False)
-        if scores is not None:
-            self._sample(sequences, scores, 1, masks)
+        scores = self._call(sequences, *_columns([*rows, *(([0], slot, 0) for slot in padding)]), prompt=False)
+        if scores is None:
+            return
+        if any(drafts) and not self._is_exact(rows, scores):
+            self._decode(sequences, [[] for _ in sequences], padding)
+        else:
+            self._sample(sequences, scores[: len(rows)], 1, masks, drafts)
+
+    def _is_exact(self, rows: Several[tuple[list[int], int, int]], scores: torch.Tensor) -> bool:
+        """Whether single steps give the logits of a verify call bit by bit; if not, no tokens are drafted any more.
+
+        The first call of each number of rows is checked, with some rows of one sequence. Its cache is the same after.
+        """
+        if len(rows) in self._checked_rows:
+            return True
+        slot, _ = Counter(slot for _, slot, _ in rows).most_common(1)[0]
+        for place in [place for place, row in enumerate(rows) if row[1] == slot][:_CHECKED_ROWS]:
+            single = self._run(*_columns([rows[place]]), prompt=False)
+            if not torch.equal(single[0].view(torch.int32), scores[place].view(torch.int32)):
+                self.speculation_problem = f"last bits of the logits differ between calls of 1 and {len(rows)} rows"
+                return False
+        self._checked_rows.add(len(rows))
+        return True
 
     def _prefill(self, sequence: SequenceState, count: int) -> None:
         """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
@@ -324,16 +371,13 @@ class Engine:
         sequences: Several[SequenceState],
         tokens: list[list[int]],
         slots: list[int],
-        rows: list[int],
+        lengths: list[int],
         *,
         prompt: bool,
     ) -> torch.Tensor | None:
-        """Return the logits after the last token of each sequence. If the call fails, abort them and return None."""
-        given = {SIGNATURE.tokens: _numbers(tokens), SIGNATURE.slots: _numbers(slots)}
-        given[SIGNATURE.lengths] = _numbers(rows)
-        started = monotonic()
+        """Return the logits after the last token of each row. If the call fails, abort the sequences; return None."""
         try:
-            results = self._package({**self._memory.state, **given}, is_prefill=prompt)
+            return self._run(tokens, slots, lengths, prompt=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
             if not isinstance(error, InlayError):
@@ -342,44 +386,84 @@ class Engine:
                 self._fail(sequence, error)
             self._deliver()
             return None
-        self._counts["call_microseconds"] += round((monotonic() - started) * 1e6)
+
+    def _run(self, tokens: list[list[int]], slots: list[int], lengths: list[int], *, prompt: bool) -> torch.Tensor:
+        given = {SIGNATURE.tokens: _numbers(tokens), SIGNATURE.slots: _numbers(slots)}
+        given[SIGNATURE.lengths] = _numbers(lengths)
+        started = monotonic()
+        results = self._package({**self._memory.state, **given}, is_prefill=prompt)
+        seconds = monotonic() - started
+        if not prompt:
+            self._costs.note(len(tokens), seconds)
+        self._counts["call_microseconds"] += round(seconds * 1e6)
         self._counts["calls"] += 1
         self._counts["rows"] += len(tokens) * len(tokens[0])
-        scores: torch.Tensor = results[SIGNATURE.logits][: len(sequences), -1]
+        scores: torch.Tensor = results[SIGNATURE.logits][:, -1]
         return scores.float()
 
-    def _sample(self, sequences: Several[SequenceState], scores: torch.Tensor, rows: int, masks: Masks) -> None:
-        """Sample a token for each sequence, among those that its mask allows, and deliver it."""
+    def _sample(
+        self,
+        sequences: Several[SequenceState],
+        scores: torch.Tensor,
+        rows: int,
+        masks: Masks,
+        drafts: Several[list[int]] | None = None,
+    ) -> None:
+        """Sample a token for each sequence, among those that its mask allows, and deliver it.
+
+        With drafts, a sequence has one more row for each drafted token. It is sampled if that token was sampled.
+        """
         numbers = scores.numpy()
         likeliest = numbers.argmax(-1).tolist()
-        now = monotonic()
-        for place, (sequence, best) in enumerate(zip(sequences, likeliest, strict=True)):
-            writer = sequence.generation
-            sequence.computed_tokens += rows
-            try:
-                check_finite(numbers[place, best])
-                allowed = masks[place].result() if place in masks else None
-                is_best = writer.is_plain_greedy and (allowed is None or (best < len(allowed) and allowed[best]))
-                token = best if is_best else writer.sample(scores[place], allowed)
-                likelihood = writer.logprobs(scores[place], token) if writer.request.logprobs is not None else None
-                text, finish = writer.add(token)
-            except InlayError as error:
-                self._fail(sequence, error)
-                continue
-            self._outputs[sequence.handle.loop].append(
-                (sequence.handle, TokenOutput(text, token, now - sequence.handle.arrival_time, finish, likelihood))
-            )
-            first = sequence.last_token_time == sequence.handle.arrival_time
-            self._observe("first_token_seconds" if first else "inter_token_seconds", now - sequence.last_token_time)
-            sequence.last_token_time = now
-            self._counts["generation_tokens"] += 1
-            if finish:
-                self._finish(sequence, finish)
+        now, row = monotonic(), 0
+        for place, sequence in enumerate(sequences):
+            mask, draft, accepted = masks.get(place), drafts[place] if drafts else [], 0
+            for expected in (*draft, None):
+                sequence.computed_tokens += rows
+                token = self._sample_row(sequence, scores[row + accepted], likeliest[row + accepted], mask, now)
+                if token is None or token != expected:
+                    break
+                mask, accepted = None, accepted + 1
+            if draft:
+                self._counts["drafted_tokens"] += len(draft)
+                self._counts["accepted_tokens"] += accepted
+                sequence.drafter.note(accepted, rejected=token is not None and accepted < len(draft))
+            row += 1 + len(draft)
         self._deliver()
         for sequence in sequences:
             self._prefix_cache.store(sequence)
             if sequence.handle.id not in self._running:
                 self._prefix_cache.release(sequence)
+
+    def _sample_row(
+        self, sequence: SequenceState, scores: torch.Tensor, best: int, mask: Future[np.ndarray] | None, now: float
+    ) -> int | None:
+        """Sample a token and add it to the outputs; return it, or None if the sequence ended.
+
+        `best` is the likeliest token. Without a mask, that of the sequence's grammar is computed here.
+        """
+        writer = sequence.generation
+        try:
+            check_finite(float(scores[best]))
+            matcher = writer.matcher
+            allowed = None if matcher is None else matcher.allowed() if mask is None else mask.result()
+            is_best = writer.is_plain_greedy and (allowed is None or (best < len(allowed) and allowed[best]))
+            token = best if is_best else writer.sample(scores, allowed)
+            likelihood = writer.logprobs(scores, token) if writer.request.logprobs is not None else None
+            text, finish = writer.add(token)
+        except InlayError as error:
+            self._fail(sequence, error)
+            return None
+        self._outputs[sequence.handle.loop].append(
+            (sequence.handle, TokenOutput(text, token, now - sequence.handle.arrival_time, finish, likelihood))
+        )
+        first = sequence.last_token_time == sequence.handle.arrival_time
+        self._observe("first_token_seconds" if first else "inter_token_seconds", now - sequence.last_token_time)
+        sequence.last_token_time = now
+        self._counts["generation_tokens"] += 1
+        if finish:
+            self._finish(sequence, finish)
+        return None if finish else token
 
     def _abort(self, sequence: SequenceState, finish: FinishReason) -> None:
         token = sequence.generation.history[-1]
@@ -422,10 +506,28 @@ class Engine:
 _COUNTERS = (
     *("accepted", "rejected", "steps", "step_microseconds", "calls", "call_microseconds", "rows", "padding_rows"),
     *("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_cache_hits", "prefix_cache_misses"),
+    *("drafted_tokens", "accepted_tokens"),
     *("fallback.call_failed", "fallback.step_failed", "fallback.promote_failed", "fallback.cache_full"),
     *(f"finished.{finish}" for finish in (*FinishReason, "failed")),
 )
 """All counters, so that each is reported as 0 before its first event."""
+
+
+_CHECKED_ROWS = 3
+"""Rows of the first verify call of each size that are compared with single steps."""
+
+
+def _find_speculation_problem(max_draft: int, max_rows: int, package: Executable) -> str:
+    if max_draft < 1:
+        return "it is disabled"
+    if max_rows < 2:
+        return "the package decodes one token at a time"
+    return package.shared_slot_problem
+
+
+def _columns(rows: Several[tuple[list[int], int, int]]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return the tokens, slots and lengths of rows."""
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def _numbers(values: list[int] | list[list[int]]) -> torch.Tensor:

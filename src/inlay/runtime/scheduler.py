@@ -51,6 +51,8 @@ class RunningSequence(NamedTuple):
     """Prompt tokens that are not computed yet; 0 in the decode phase."""
     priority: int = 0
     owner: str = ""
+    drafted_tokens: int = 0
+    """Tokens that this step verifies. They are rows of the decode batch too."""
 
 
 class StepPlan(NamedTuple):
@@ -89,7 +91,7 @@ def schedule(waiting: Iterable[WaitingRequest], running: Sequence[RunningSequenc
     return StepPlan(
         tuple((each.id, slot) for each, slot in zip(joining, free, strict=False)),
         tuple(each.id for each in answer),
-        tuple(_padding(len(answer), free[len(joining) :], limits.batches)),
+        tuple(_padding(sum(1 + each.drafted_tokens for each in answer), free[len(joining) :], limits.batches)),
         tuple(_split_prefill(running, limits.max_prefill_tokens if answer else limits.max_prefill_only_tokens)),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inlay.runtime.prompt_lookup import Drafter
+
 if TYPE_CHECKING:
     from collections import Counter
 
@@ -18,7 +20,7 @@ class SequenceState:
     """The state of a request in the engine."""
 
     def __init__(self, answer: RequestHandle, writer: GenerationState) -> None:
-        self.handle, self.generation = answer, writer
+        self.handle, self.generation, self.drafter = answer, writer, Drafter()
         self.slot = -1
         self.computed_tokens = 0
         """Tokens whose keys and values are in the slot."""

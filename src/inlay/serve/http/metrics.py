@@ -46,6 +46,8 @@ COUNTERS = {
     "call_microseconds": "Total duration of calls of the compiled model in microseconds.",
     "prompt_tokens": "Prompt tokens computed in prefill, without cached tokens.",
     "generation_tokens": "Tokens generated.",
+    "drafted_tokens": "Tokens drafted by prompt lookup and verified in decode calls.",
+    "accepted_tokens": "Drafted tokens that were generated.",
     "cached_tokens": "Prompt tokens taken from the prefix cache.",
     "rows": "Token rows computed in prefill and decode, including padding rows.",
     "padding_rows": "Padding rows computed in decode batches.",
