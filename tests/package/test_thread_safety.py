@@ -96,6 +96,7 @@ def test_one_session_on_two_threads_is_refused(package: Path) -> None:
         ({"slots": [0, 4]}, "A slot must be from 0 to 3; got 4"),
         ({"slots": [-1, 0]}, "A slot must be from 0 to 3; got -1"),
         ({"slots": [1, 1]}, r"Two sequences use the same slot: \[1, 1\]"),
+        ({"input_ids": [[1], [2]], "slots": [1, 1], "lengths": [7, 7]}, "Two sequences use the same slot"),
         ({"lengths": [0, -3]}, f"The length of a sequence must be from 0 to {ROOM - 2}; got -3"),
         ({"lengths": [ROOM - 1, 0]}, f"The length of a sequence must be from 0 to {ROOM - 2}; got {ROOM - 1}"),
         ({"input_ids": [[1, 2], [3, 320]]}, "A token must be from 0 to 319; got 320"),

@@ -40,7 +40,8 @@ def opened(package: Path) -> Iterator[Open]:
             Engine.open(
                 package,
                 EngineSettings(
-                    **{"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64} | settings
+                    **{"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64, "speculation": 0}
+                    | settings
                 ),
             )
         )

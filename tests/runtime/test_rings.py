@@ -22,6 +22,7 @@ from inlay.runtime.request import Request, RequestHandle
 from inlay.transforms.pass_manager import configure, run
 from tests.models import random_model
 from tests.runtime.single_request import CLOSE, alone, first_difference
+from tests.runtime.test_prompt_lookup import Constant
 from tests.shared_cache import once_a_run
 from tests.small_packages import FIELDS, greedy
 from tests.text_models import byte_tokenizer, text_of
@@ -184,6 +185,25 @@ def test_a_block_that_does_not_fit_in_a_ring(package: Executable, text: TextCode
         _engine(package, text, block_size=most + 1)
     assert f"at most {most}" in str(caught.value.remedy)
     _engine(package, text, block_size=most + 1, max_prefill_tokens=8, max_prefill_only_tokens=PREFILL - 1)
+
+
+@pytest.mark.nightly
+def test_drafts_in_rings(built: LoadedPackage, text: TextCodec) -> None:
+    """Rejected rows overwrite only rows that have left the window, also where a slot wraps around."""
+    rng = random.Random(5)
+    phrases = [_prompt(rng.randrange(2, 12), seed) for seed in range(4)]
+    requests = [
+        Request(sum((rng.choice(phrases) for _ in range(rng.randrange(3, 20))), ()), max_tokens=200, ignore_eos=True)
+        for _ in range(12)
+    ]
+    found = []
+    for speculation in (0, 7):
+        engine = _engine(built, text, block_size=8, speculation=speculation)
+        engine._costs = Constant()
+        found.append([[(piece.token, piece.text) for piece in each] for each in _answers(engine, *requests)])
+    assert found[0] == found[1]
+    counts = engine.counts()
+    assert counts["drafted_tokens"] > counts["accepted_tokens"] > 100
 
 
 @pytest.mark.nightly

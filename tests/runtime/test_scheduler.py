@@ -105,6 +105,7 @@ def test_a_batch_is_filled_up_to_a_size_that_there_is_code_for() -> None:
     running = [RunningSequence(number, number, slot, 0) for number, slot in enumerate((0, 2, 5))]
     assert schedule([], running, limits).padding == (1,)
     assert schedule([WaitingRequest(9, 9)], running, limits).padding == (3,), "slot 1 goes to who joins"
+    assert schedule([], [running[0]._replace(drafted_tokens=1), *running[1:]], limits).padding == (), "a row each"
     assert schedule([], running[:0], limits).padding == ()
     assert schedule([], running, replace(limits, batches=(2,))).padding == (), "there is no larger one"
     full = [RunningSequence(number, number, number, 5 if number > 4 else 0) for number in range(8)]

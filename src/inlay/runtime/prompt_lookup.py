@@ -143,6 +143,8 @@ def choose_lengths(drafts: Sequence[tuple[int, float]], rows: int, costs: CallCo
     """
     gains = sorted(((-(chance ** (n + 1)), place) for place, (most, chance) in enumerate(drafts) for n in range(most)))
     gains = gains[: max(0, rows - len(drafts))]
+    if not gains:
+        return [0] * len(drafts)
     tokens = accumulate((-gain for gain, _ in gains), initial=float(len(drafts)))
     rates = [expected / costs.seconds(len(drafts) + count) for count, expected in enumerate(tokens)]
     chosen = Counter(place for _, place in gains[: rates.index(max(rates))])
