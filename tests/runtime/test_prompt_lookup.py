@@ -15,8 +15,9 @@ from inlay.package.loader import load_package
 from inlay.runtime import FinishReason, Sampling
 from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.grammar import Grammar
-from inlay.runtime.prompt_lookup import MATCH_SIZES, CallCosts, Drafter, PromptLookup, choose_lengths
+from inlay.runtime.prompt_lookup import MATCH_SIZES, Drafter, PromptLookup
 from inlay.runtime.request import Request, RequestHandle
+from inlay.runtime.speculation import CallCosts, choose_lengths
 from tests.shared_cache import once_a_run
 from tests.small_packages import ROOM
 
@@ -56,7 +57,7 @@ def _engine(loaded: LoadedPackage, text: Any, costs: CallCosts | None = None, **
     engine = Engine(loaded, text, EngineSettings(**small | settings))
     for value in engine._memory.state.values():
         value.fill_(float("nan"))  # whoever reads what was not written shows
-    engine._costs = costs or Constant()
+    engine.speculation.costs = costs or Constant()
     return engine
 
 
@@ -234,8 +235,8 @@ def test_answers_are_those_without_drafts(loaded: LoadedPackage, text: Any, seed
     assert (before["drafted_tokens"], before["accepted_tokens"]) == (0, 0)
     assert after["drafted_tokens"] > after["accepted_tokens"] > 20
     assert after["generation_tokens"] == before["generation_tokens"]
-    assert drafting.speculation_problem == ""
-    assert plain.speculation_problem == "it is disabled"
+    assert drafting.speculation.problem == ""
+    assert plain.speculation.problem == "it is disabled"
 
 
 def test_grammars(loaded: LoadedPackage, text: Any) -> None:
@@ -319,13 +320,13 @@ def test_off_where_it_does_not_pay(loaded: LoadedPackage, text: Any) -> None:
     engine = _engine(loaded, text, Proportional())
     assert _answer(engine, requests) == _answer(_engine(loaded, text, speculation=0), requests)
     assert engine.counts()["drafted_tokens"] == 0
-    assert engine.speculation_problem == ""
+    assert engine.speculation.problem == ""
 
 
 def _watch_problem(engine: Engine, requests: Sequence[Request], plain: Engine) -> None:
     wanted = _answer(plain, requests)
     assert _answer(engine, requests) == wanted
-    assert "last bits of the logits differ between calls of 1 and" in engine.speculation_problem
+    assert "last bits of the logits differ between calls of 1 and" in engine.speculation.problem
     assert engine.counts()["drafted_tokens"] == 0
 
 
@@ -348,7 +349,7 @@ def test_off_where_rows_must_not_share_a_slot(
 ) -> None:
     monkeypatch.setattr(loaded, "shared_slot_problem", "it gathers slots")
     engine = _engine(loaded, text)
-    assert engine.speculation_problem == "it gathers slots"
+    assert engine.speculation.problem == "it gathers slots"
     _answer(engine, _mixed(5, 9))
     assert engine.counts()["drafted_tokens"] == 0
     given = {"input_ids": [[1], [2]], "slots": [1, 1], "lengths": [3, 4]}
@@ -365,7 +366,7 @@ def test_weights_that_are_not_packed(model_folder: Path, text: Any) -> None:
     made = once_a_run("not packed", lambda path: build(str(model_folder), path / "package", options))
     engine = _engine(load_package(made / "package"), text)
     _answer(engine, _mixed(10, 8))
-    assert "last bits of the logits differ" in engine.speculation_problem
+    assert "last bits of the logits differ" in engine.speculation.problem
 
 
 @pytest.mark.nightly

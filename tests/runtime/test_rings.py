@@ -199,7 +199,7 @@ def test_drafts_in_rings(built: LoadedPackage, text: TextCodec) -> None:
     found = []
     for speculation in (0, 7):
         engine = _engine(built, text, block_size=8, speculation=speculation)
-        engine._costs = Constant()
+        engine.speculation.costs = Constant()
         found.append([[(piece.token, piece.text) for piece in each] for each in _answers(engine, *requests)])
     assert found[0] == found[1]
     counts = engine.counts()

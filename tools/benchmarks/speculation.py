@@ -147,7 +147,7 @@ def main() -> None:
     finally:
         for engine in engines:
             engine.close()
-    off = engines[1].speculation_problem
+    off = engines[1].speculation.problem
     print(json.dumps({"answers": result, "differing": differing, "speculation_problem": off}, indent=1))
     sys.exit(1 if differing else 0)
 

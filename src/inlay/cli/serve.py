@@ -190,8 +190,8 @@ def _welcome(serving: ServerContext, engine: Engine, url: str) -> None:
         f" {engine.memory_bytes / 1e6:.0f} MB for keys and values, {peak_memory() / 1e6:.0f} MB of memory in all.",
         soft_wrap=True,
     )
-    if engine.settings.speculation and engine.speculation_problem:
-        out.print(f"No tokens are drafted: {engine.speculation_problem}.", markup=False, soft_wrap=True)
+    if engine.settings.speculation and engine.speculation.problem:
+        out.print(f"No tokens are drafted: {engine.speculation.problem}.", markup=False, soft_wrap=True)
     line = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{asked}'"
     out.print(f"Try: {line}", markup=False, soft_wrap=True)
     out.file.flush()

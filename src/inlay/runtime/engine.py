@@ -30,10 +30,10 @@ from inlay.runtime.kv.events import EventLog
 from inlay.runtime.kv.memory import KVMemory, bytes_per_token
 from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
 from inlay.runtime.outputs import FinishReason, TokenOutput
-from inlay.runtime.prompt_lookup import CallCosts, choose_lengths
 from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
 from inlay.runtime.sampling import check_finite
 from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
+from inlay.runtime.speculation import Speculation
 
 if TYPE_CHECKING:
     import asyncio
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from inlay.lowering.executable import Executable
     from inlay.runtime.grammar import Masks
     from inlay.runtime.request import Request
+    from inlay.runtime.speculation import Row
     from inlay.runtime.text_codec import TextCodec
 
 
@@ -117,12 +118,8 @@ class Engine:
         }
         batches = tuple(sorted(low for low, high in fixed if low == high))
         self._limits = Limits(self.slots, prefill, prefill_only, batches)
-        self._max_rows = package.buckets[-1][0].sizes.get("batch", (1, 1))[1] or sizes.slots
-        self._max_draft = min(settings.speculation, longest - 1)  # rings have room for the rows of a prefill call
-        self.speculation_problem = _find_speculation_problem(self._max_draft, self._max_rows, package)
-        """Why no tokens are drafted; empty if they may be."""
-        self._costs = CallCosts()
-        self._checked_rows: set[int] = set()
+        # Rings have room for the rows of a prefill call.
+        self.speculation = Speculation(package, min(settings.speculation, longest - 1))
         self._waiting: dict[int, SequenceState] = {}
         self._running: dict[int, SequenceState] = {}
         self._outputs: dict[asyncio.AbstractEventLoop | None, list[tuple[RequestHandle, TokenOutput | InlayError]]] = (
@@ -229,7 +226,7 @@ class Engine:
                 WaitingRequest(each.handle.id, each.handle.id, each.handle.request.priority, each.handle.request.owner)
                 for each in self._waiting.values()
             ]
-        drafts = self._draft()
+        drafts = self.speculation.draft(each for each in self._running.values() if not each.prefill_tokens_left)
         running = [
             RunningSequence(
                 *(each.handle.id, each.handle.id, each.slot, each.prefill_tokens_left),
@@ -302,19 +299,6 @@ class Engine:
         sequence.slot = slot
         self._observe("queue_seconds", now - sequence.handle.arrival_time)
 
-    def _draft(self) -> dict[int, list[int]]:
-        """Return the tokens that this step verifies, by sequence; no sequences in the decode phase are left out."""
-        if self.speculation_problem:
-            return {}
-        sequences = [each for each in self._running.values() if not each.prefill_tokens_left]
-        drafts = [
-            each.drafter.draft(each.generation.history, min(self._max_draft, each.generation.left - 1))
-            for each in sequences
-        ]
-        counts = choose_lengths([(len(found), chance) for found, chance in drafts], self._max_rows, self._costs)
-        parts = zip(sequences, drafts, counts, strict=True)
-        return {each.handle.id: found[:count] for each, (found, _), count in parts if count}
-
     def _decode(self, sequences: Several[SequenceState], drafts: Several[list[int]], padding: Several[int]) -> None:
         """Generate the next token of each sequence, and those after it while they are equal to its draft."""
         rows = [
@@ -325,29 +309,10 @@ class Engine:
         self._counts["padding_rows"] += len(padding)
         self._observe("batch", len(sequences))
         masks = self._masks.start(each.generation.matcher for each in sequences)
-        scores = self._call(sequences, *_columns([*rows, *(([0], slot, 0) for slot in padding)]), prompt=False)
-        if scores is None:
-            return
-        if any(drafts) and not self._is_exact(rows, scores):
-            self._decode(sequences, [[] for _ in sequences], padding)
-        else:
-            self._sample(sequences, scores[: len(rows)], 1, masks, drafts)
-
-    def _is_exact(self, rows: Several[tuple[list[int], int, int]], scores: torch.Tensor) -> bool:
-        """Whether single steps give the logits of a verify call bit by bit; if not, no tokens are drafted any more.
-
-        The first call of each number of rows is checked, with some rows of one sequence. Its cache is the same after.
-        """
-        if len(rows) in self._checked_rows:
-            return True
-        slot, _ = Counter(slot for _, slot, _ in rows).most_common(1)[0]
-        for place in [place for place, row in enumerate(rows) if row[1] == slot][:_CHECKED_ROWS]:
-            single = self._run(*_columns([rows[place]]), prompt=False)
-            if not torch.equal(single[0].view(torch.int32), scores[place].view(torch.int32)):
-                self.speculation_problem = f"last bits of the logits differ between calls of 1 and {len(rows)} rows"
-                return False
-        self._checked_rows.add(len(rows))
-        return True
+        scores = self._call(sequences, [*rows, *(([0], slot, 0) for slot in padding)], prompt=False)
+        if scores is None or (any(drafts) and not self.speculation.is_exact(rows, scores, self._run)):
+            return  # if it is not exact, the next step repeats it without drafts
+        self._sample(sequences, scores[: len(rows)], 1, masks, drafts)
 
     def _prefill(self, sequence: SequenceState, count: int) -> None:
         """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
@@ -357,7 +322,7 @@ class Engine:
         part = prompt[sequence.computed_tokens : sequence.computed_tokens + count]
         is_last = sequence.prefill_tokens_left == len(part)
         masks = self._masks.start([sequence.generation.matcher] if is_last else ())
-        scores = self._call([sequence], [list(part)], [sequence.slot], [sequence.computed_tokens], prompt=True)
+        scores = self._call([sequence], [(list(part), sequence.slot, sequence.computed_tokens)], prompt=True)
         if scores is not None:
             self._counts["prompt_tokens"] += len(part)
             if is_last:
@@ -366,18 +331,10 @@ class Engine:
                 sequence.computed_tokens += len(part)
                 self._prefix_cache.store(sequence)
 
-    def _call(
-        self,
-        sequences: Several[SequenceState],
-        tokens: list[list[int]],
-        slots: list[int],
-        lengths: list[int],
-        *,
-        prompt: bool,
-    ) -> torch.Tensor | None:
+    def _call(self, sequences: Several[SequenceState], rows: list[Row], *, prompt: bool) -> torch.Tensor | None:
         """Return the logits after the last token of each row. If the call fails, abort the sequences; return None."""
         try:
-            return self._run(tokens, slots, lengths, prompt=prompt)
+            return self._run(rows, prompt=prompt)
         except Exception as error:
             self._counts["fallback.call_failed"] += 1
             if not isinstance(error, InlayError):
@@ -387,14 +344,15 @@ class Engine:
             self._deliver()
             return None
 
-    def _run(self, tokens: list[list[int]], slots: list[int], lengths: list[int], *, prompt: bool) -> torch.Tensor:
+    def _run(self, rows: list[Row], *, prompt: bool = False) -> torch.Tensor:
+        tokens, slots, lengths = zip(*rows, strict=True)
         given = {SIGNATURE.tokens: _numbers(tokens), SIGNATURE.slots: _numbers(slots)}
         given[SIGNATURE.lengths] = _numbers(lengths)
         started = monotonic()
         results = self._package({**self._memory.state, **given}, is_prefill=prompt)
         seconds = monotonic() - started
         if not prompt:
-            self._costs.note(len(tokens), seconds)
+            self.speculation.costs.note(len(tokens), seconds)
         self._counts["call_microseconds"] += round(seconds * 1e6)
         self._counts["calls"] += 1
         self._counts["rows"] += len(tokens) * len(tokens[0])
@@ -513,24 +471,7 @@ _COUNTERS = (
 """All counters, so that each is reported as 0 before its first event."""
 
 
-_CHECKED_ROWS = 3
-"""Rows of the first verify call of each size that are compared with single steps."""
-
-
-def _find_speculation_problem(max_draft: int, max_rows: int, package: Executable) -> str:
-    if max_draft < 1:
-        return "it is disabled"
-    if max_rows < 2:
-        return "the package decodes one token at a time"
-    return package.shared_slot_problem
-
-
-def _columns(rows: Several[tuple[list[int], int, int]]) -> tuple[list[list[int]], list[int], list[int]]:
-    """Return the tokens, slots and lengths of rows."""
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
-
-
-def _numbers(values: list[int] | list[list[int]]) -> torch.Tensor:
+def _numbers(values: Several[int] | Several[list[int]]) -> torch.Tensor:
     """Return the values as a tensor, through numpy, which converts lists faster."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
