@@ -79,6 +79,16 @@ def serve(
         int,
         typer.Option("--speculation", min=0, help="Maximum tokens of a sequence drafted in a step. 0 disables drafts."),
     ] = 7,
+    disk_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--disk-cache", help="Folder that keeps blocks of the prefix cache on disk; needs --disk-cache-size."
+        ),
+    ] = None,
+    disk_cache_size: Annotated[
+        str | None,
+        typer.Option("--disk-cache-size", metavar="SIZE", help="Maximum size of this folder, such as 20GB."),
+    ] = None,
     read_seconds: Annotated[
         float, typer.Option("--read-seconds", min=0.1, help="Time limit for receiving a request's header or body.")
     ] = 30.0,
@@ -125,7 +135,7 @@ def serve(
     Example: [bold]inlay serve ./package --host 0.0.0.0 --port 80 --api-key-file keys.txt[/]
     """
     from inlay.package_cache import model_name
-    from inlay.serve.http.api_keys import read_keys
+    from inlay.serve.http.api_keys import Keys, read_keys
     from inlay.serve.http.settings import ServerSettings, is_loopback, resolve_allowed_hosts
     from inlay.serve.kv_events.wire_format import encode_events
 
@@ -155,6 +165,8 @@ def serve(
     )
     cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
     host_bytes = parse_bytes(host_cache_memory)
+    if (disk_cache is None) != (disk_cache_size is None):
+        raise UsageError("Blocks on disk need --disk-cache and --disk-cache-size.", "Pass both.")
     try:
         from inlay.serve.http import server
     except ImportError as error:
@@ -166,7 +178,15 @@ def serve(
     version = server.fingerprint(package)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{at.getsockname()[1]}"
-    limits = EngineSettings(max_waiting=queue, cache_bytes=cache_bytes, host_bytes=host_bytes, speculation=speculation)
+    limits = EngineSettings(
+        max_waiting=queue,
+        cache_bytes=cache_bytes,
+        host_bytes=host_bytes,
+        speculation=speculation,
+        disk_folder=disk_cache,
+        disk_bytes=parse_bytes(disk_cache_size or "0"),
+        disk_owner=Keys(keys).owner,
+    )
     if err.is_terminal:
         err.print("loading the package …")
     engine = Engine.open(package, limits)

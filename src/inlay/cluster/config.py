@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,11 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from inlay.errors import UsageError
 from inlay.package.loader import read_manifest
 from inlay.runtime.engine import EngineSettings
+from inlay.serve.http.api_keys import Keys, read_keys
 from inlay.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from inlay.package.manifest import Manifest
 
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*[KMGT]?i?B?$")]
@@ -60,6 +61,10 @@ class ClusterConfig(BaseModel):
     """Memory for the prefix cache of a replica; by default for as many tokens as the slots."""
     host_cache_memory: Size = "0"
     """Memory for blocks that are evicted from the prefix cache."""
+    disk_cache: str | None = None
+    """Folder on every node that keeps blocks of the prefix cache on disk. Replicas on a node share it."""
+    disk_cache_size: Size = "0"
+    """Maximum size of this folder."""
     routing: Literal["kv", "least_loaded", "random"] = "kv"
     """How a replica is chosen: by cached prefix and load, by load, or at random."""
     ingress_replicas: Annotated[int, Field(ge=1)] = 1
@@ -93,8 +98,17 @@ def read_package(config: ClusterConfig) -> tuple[Manifest, Path]:
 def engine_settings(config: ClusterConfig) -> EngineSettings:
     """Return the settings of the engine of each replica."""
     cache = None if config.cache_memory is None else parse_bytes(config.cache_memory)
-    host = parse_bytes(config.host_cache_memory)
-    return EngineSettings(slots=config.slots, max_waiting=config.queue, cache_bytes=cache, host_bytes=host)
+    settings = EngineSettings(
+        slots=config.slots,
+        max_waiting=config.queue,
+        cache_bytes=cache,
+        host_bytes=parse_bytes(config.host_cache_memory),
+    )
+    if config.disk_cache is None:
+        return settings
+    keys = read_keys(None if config.api_key_file is None else Path(config.api_key_file))
+    size, owner = parse_bytes(config.disk_cache_size), Keys(keys).owner
+    return replace(settings, disk_folder=Path(config.disk_cache), disk_bytes=size, disk_owner=owner)
 
 
 def text_fingerprint(manifest: Manifest) -> str:

@@ -83,6 +83,8 @@ class Executable:
         self.bindings, self.buckets, self.initial = bindings, list(buckets), dict(initial)
         self.device = device
         self.remarks = tuple(remarks)
+        self.version = ""
+        """The hash of the package that it was loaded from."""
         self.results = [row.name for row in bindings.outs if row.alias is None]
         self._state: OwnedState | None = None
         self._state_lock = threading.Lock()

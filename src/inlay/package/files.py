@@ -70,7 +70,7 @@ def sweep(home: Path, prefixes: tuple[str, ...]) -> None:
         if not path.name.startswith(prefixes):
             continue
         with suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             if lock(handle, EXCLUSIVE | NON_BLOCKING) and is_same_file(handle, path):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
             unlock(handle)

@@ -67,6 +67,7 @@ class LoadedPackage(Executable):
         ]
         initial = {name: self.weights[of] for name, of in manifest.initial.items()}
         super().__init__(manifest.bindings, buckets, initial, _read_copy_remarks(folder))
+        self.version = folder.name
 
     def _bind_steps(self, bucket: Bucket, code: dict[str, BindConstants]) -> list[BoundStep]:
         return [

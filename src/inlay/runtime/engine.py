@@ -25,6 +25,7 @@ from inlay.program.decoder import SIGNATURE
 from inlay.runtime.decode_replay import open_steps
 from inlay.runtime.generation_state import GenerationState
 from inlay.runtime.grammar import MaskWorker
+from inlay.runtime.kv import disk
 from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.kv.events import EventLog
 from inlay.runtime.kv.memory import KVMemory, bytes_per_token
@@ -66,6 +67,12 @@ class EngineSettings:
     """Memory of the second cache level, which receives blocks that are evicted from the first."""
     speculation: int = 7
     """Maximum tokens of a sequence that are drafted by prompt lookup and verified in one step. 0: none."""
+    disk_folder: Path | None = None
+    """Folder that keeps blocks on disk, also after the engine ends. Engines may share it. Default: none."""
+    disk_bytes: int = 0
+    """Maximum size of all files in this folder."""
+    disk_owner: str = ""
+    """Engines share blocks on disk only if they have the same owner."""
 
 
 class Observer(Protocol):
@@ -109,8 +116,11 @@ class Engine:
             self._memory = KVMemory(states, settings.block_size, places if places[0] else (), self.slots)
         self._populate_thread = self._memory.populate() if package.device.type == "cpu" else None
         self._counts: Counter[str] = Counter()
+        self._files = None if settings.disk_folder is None else self._open_files(settings.disk_folder, package)
         self._prefix_cache = PrefixCache(
-            self.cache, self._memory, self._counts, can_store_generated=not package.has_decode_buckets
+            *(self.cache, self._memory, self._counts),
+            can_store_generated=not package.has_decode_buckets,
+            files=self._files,
         )
         self._package = open_steps(package, self._memory.state)
         fixed = {
@@ -140,6 +150,14 @@ class Engine:
 
         loaded = load_package(package)
         return cls(loaded, TextCodec.load(Path(loaded.folder, "tokenizer")), settings)
+
+    def _open_files(self, folder: Path, package: Executable) -> disk.BlockFiles:
+        if self.cache is None or not package.version:
+            problem = "Blocks on disk need a prefix cache in memory, and a program that was loaded from a package."
+            raise UsageError(problem, "Allow memory for the cache, and build a package, or do without blocks on disk.")
+        settings = self.settings
+        by = disk.identity(package.version, settings.block_size, package.device.type, settings.disk_owner)
+        return disk.BlockFiles(folder, settings.disk_bytes, by, self._memory.block_bytes)
 
     def add_observer(self, observer: Observer) -> None:
         """Add an observer of measurements."""
@@ -198,6 +216,8 @@ class Engine:
         for sequence in [*self._waiting.values(), *self._running.values()]:
             self._abort(sequence, FinishReason.CANCELLED)
         self._deliver()
+        if self._files is not None:
+            self._files.close()
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start and current gauges, by name."""
@@ -210,9 +230,12 @@ class Engine:
             "prefill_sequences": reading,
             "decode_sequences": len(running) - reading,
         }
-        fixed = {"slots": self.slots, "kv_memory_bytes": self.memory_bytes, "blocks": 0, "blocks_used": 0}
+        fixed = {"slots": self.slots, "kv_memory_bytes": self.memory_bytes}
+        fixed |= dict.fromkeys(("blocks", "blocks_used", "disk_bytes"), 0)
         if self.cache is not None:
             fixed |= {"blocks": sum(self.cache.capacities), "blocks_used": len(self.cache)}
+        if self._files is not None:
+            fixed |= {"disk_bytes": self._files.bytes, **self._files.counts}
         zero = dict.fromkeys(_COUNTERS, 0)
         return {**zero, **self._counts, **now, **fixed, "events": self.event_log.next}
 
@@ -318,6 +341,8 @@ class Engine:
         """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
         if not sequence.has_lookup:
             self._prefix_cache.reuse(sequence)
+            if not sequence.has_lookup:
+                return  # the next step goes on with it
         prompt = sequence.handle.request.prompt
         part = prompt[sequence.computed_tokens : sequence.computed_tokens + count]
         is_last = sequence.prefill_tokens_left == len(part)
@@ -466,6 +491,7 @@ _COUNTERS = (
     *("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_cache_hits", "prefix_cache_misses"),
     *("drafted_tokens", "accepted_tokens"),
     *("fallback.call_failed", "fallback.step_failed", "fallback.promote_failed", "fallback.cache_full"),
+    *("disk_tokens", *disk.COUNTERS),
     *(f"finished.{finish}" for finish in (*FinishReason, "failed")),
 )
 """All counters, so that each is reported as 0 before its first event."""

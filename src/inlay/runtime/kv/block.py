@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,16 @@ def hash_block(parent: int | None, tokens: Sequence[int], salt: str = "") -> int
     return int.from_bytes(made.digest(), "big") >> 1
 
 
+def digest_block(parent: bytes | None, tokens: Sequence[int], salt: str = "") -> bytes:
+    """Return a hash of a block that no two blocks share: for blocks that are not at hand to be compared.
+
+    >>> digest_block(None, [1, 2]) == digest_block(None, [1, 2]) != digest_block(None, [1, 2], "tenant")
+    True
+    """
+    start = hashlib.blake2b(salt.encode(), digest_size=32).digest() if parent is None else parent
+    return hashlib.blake2b(start + struct.pack(f">{len(tokens)}Q", *tokens), digest_size=32).digest()
+
+
 @dataclass(eq=False)
 class Block:
     """A run of tokens whose keys and values are stored."""
@@ -50,6 +61,11 @@ class Block:
     """How many sequences use it. A block in use is neither demoted nor evicted, and its ancestors are not evicted."""
     children: dict[int, int] = field(default_factory=dict)
     """The number of its child blocks on each level that has any."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Its `digest_block`. Ask for that of its parent first: a chain may be too long for a recursion."""
+        return digest_block(self.parent.digest if self.parent else None, self.tokens, self.salt)
 
     @property
     def is_evictable(self) -> bool:

@@ -88,6 +88,23 @@ class KVMemory:
             for group in self._groups:
                 group.pools[new_level][new_place].copy_(group.pools[level][place])
 
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block."""
+        return sum(group.pools[0][0].nbytes for group in self._groups)
+
+    def pack(self, level: int, index: int) -> torch.Tensor:
+        """Return a copy of a block as bytes."""
+        return torch.cat([group.pools[level][index].flatten().view(torch.uint8) for group in self._groups]).cpu()
+
+    def unpack(self, index: int, data: torch.Tensor) -> None:
+        """Copy a block that was packed to the first level."""
+        start = 0
+        for group in self._groups:
+            place = group.pools[0][index].flatten().view(torch.uint8)
+            place.copy_(data[start : start + place.nbytes])
+            start += place.nbytes
+
     def populate(self) -> threading.Thread | None:
         """Allocate all pages in a background thread; return it, or None if the system does not support that."""
         pieces = [

@@ -36,6 +36,7 @@ GAUGES = {
     "kv_memory_bytes": "Memory reserved for keys and values, in slots and in the prefix cache.",
     "blocks": "Capacity of the prefix cache in blocks, over all levels.",
     "blocks_used": "Blocks stored in the prefix cache, over all levels.",
+    "disk_bytes": "Size of the blocks on disk.",
 }
 COUNTERS = {
     "accepted": "Sequences accepted by the engine, one for each prompt and choice.",
@@ -49,6 +50,8 @@ COUNTERS = {
     "drafted_tokens": "Tokens drafted by prompt lookup and verified in decode calls.",
     "accepted_tokens": "Drafted tokens that were generated.",
     "cached_tokens": "Prompt tokens taken from the prefix cache.",
+    "disk_tokens": "Prompt tokens taken from blocks on disk.",
+    "disk_writes": "Blocks written to disk.",
     "rows": "Token rows computed in prefill and decode, including padding rows.",
     "padding_rows": "Padding rows computed in decode batches.",
     "prefix_cache_hits": "Prompts that reused at least one block of the prefix cache.",
