@@ -167,6 +167,7 @@ def serve(
     host_bytes = parse_bytes(host_cache_memory)
     if (disk_cache is None) != (disk_cache_size is None):
         raise UsageError("Blocks on disk need --disk-cache and --disk-cache-size.", "Pass both.")
+    disk_bytes = parse_bytes(disk_cache_size or "0")
     try:
         from inlay.serve.http import server
     except ImportError as error:
@@ -184,7 +185,7 @@ def serve(
         host_bytes=host_bytes,
         speculation=speculation,
         disk_folder=disk_cache,
-        disk_bytes=parse_bytes(disk_cache_size or "0"),
+        disk_bytes=disk_bytes,
         disk_owner=Keys(keys).owner,
     )
     if err.is_terminal:
