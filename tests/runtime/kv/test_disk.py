@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from inlay.errors import UsageError
+from inlay.package.files import lock
 from inlay.package.loader import load_package
 from inlay.program.bindings import Binding, Role
 from inlay.runtime import Sampling
@@ -24,7 +25,7 @@ from inlay.runtime.kv.block import digest_block
 from inlay.runtime.kv.disk import BlockFiles, identity
 from inlay.runtime.kv.events import CacheMirror
 from inlay.runtime.kv.memory import KVMemory
-from inlay.runtime.request import Request
+from inlay.runtime.request import Request, RequestHandle
 from tests.runtime.single_request import alone
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def test_another_engine_goes_on_with_them(opened: Open, tmp_path: Path) -> None:
         Request((*_prompt(100, 1)[:60], *_prompt(30, 3)), max_tokens=12, ignore_eos=True, logprobs=1, salt="mine"),
     ]
 
-    def run(engine: Engine) -> list[Any]:
+    def run(engine: Engine) -> tuple[list[int], list[Any]]:
         answers = [engine.submit(request) for request in requests]
         while engine.step():
             pass
@@ -188,7 +189,7 @@ def test_what_memory_has_no_room_for(opened: Open) -> None:
         )
         for _ in range(60)
     ]
-    answers = []
+    answers: list[RequestHandle] = []
     while len(answers) < len(requests) or engine._running or engine._waiting:
         for request in requests[len(answers) :][: rng.randrange(3)]:
             answers.append(engine.submit(request))
@@ -408,7 +409,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     left.write_bytes(b"half")
     os.mkfifo(tmp_path / ".inlay-kv-pipe")
     with live.open("wb") as file:
-        disk.lock(file.fileno())
+        lock(file.fileno())
         other = _open(tmp_path)
         assert live.exists()
         assert not left.exists()
