@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from inlay.cli.main import app
-from inlay.cluster.config import ClusterConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from inlay.cluster.config import ClusterConfig, engine_settings
 
 pytestmark = pytest.mark.fast
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -53,6 +51,21 @@ def test_help_has_an_example() -> None:
 def test_a_wrong_argument_is_an_error(args: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         ClusterConfig.model_validate(args)
+
+
+def test_blocks_on_disk_belong_to_the_keys_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INLAY_API_KEYS", raising=False)
+    assert engine_settings(ClusterConfig(package="p")).disk_folder is None
+    owners = []
+    for keys in ("", "one", "two", "one\ntwo"):
+        (tmp_path / "keys").write_text(keys)
+        file = str(tmp_path / "keys") if keys else None
+        args = {"package": "p", "disk_cache": "/kv", "disk_cache_size": "2GB", "api_key_file": file}
+        made = engine_settings(ClusterConfig.model_validate(args))
+        assert (made.disk_folder, made.disk_bytes) == (Path("/kv"), 2 * 10**9)
+        owners.append(made.disk_owner)
+    assert owners[0] == ""
+    assert len(set(owners)) == 4
 
 
 @needs_ray

@@ -177,6 +177,22 @@ def test_a_hit_changes_no_bit(package: Executable, text: TextCodec) -> None:
     _check_same(package, torch.tensor(one), torch.tensor(two))
 
 
+def test_blocks_from_disk_change_no_bit(
+    package: Executable, text: TextCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "version", package.version or "eager")
+    request, found = Request(_prompt(303), max_tokens=20, ignore_eos=True, logprobs=3), []
+    for cached in (0, 296):
+        engine = _engine(package, text, block_size=8, disk_folder=tmp_path, disk_bytes=1 << 26)
+        for value in engine._memory.state.values():
+            value.fill_(float("nan"))
+        (answer,) = _answers(engine, request)
+        assert answer.cached_tokens == engine.counts()["disk_tokens"] == cached
+        found.append(torch.tensor([(piece.token, piece.logprobs.logprob) for piece in answer if piece.logprobs]))
+        engine.close()
+    _check_same(package, *found)
+
+
 def test_a_block_that_does_not_fit_in_a_ring(package: Executable, text: TextCodec) -> None:
     most = ROWS - PREFILL + 1
     _engine(package, text, block_size=most)

@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     Open = Callable[..., Engine]
 
 BLOCK, SIZE, MINE = 8, 1000, b"m" * 32
-FILE = SIZE + 40
+FILE = SIZE + 44
 
 
 @pytest.fixture(autouse=True)
@@ -401,6 +403,50 @@ def test_the_limit_holds_for_what_is_found(tmp_path: Path) -> None:
     files.close()
 
 
+def test_several_writers_share_a_limit(tmp_path: Path) -> None:
+    """Each looks at the folder after a sixteenth of the limit, so all of them exceed it by few of these."""
+    limit = 64 * FILE
+    writers = [_open(tmp_path, limit, by=bytes([number]) * 32) for number in range(3)]
+    for number in range(100):
+        for files in writers:
+            _write(files, number)
+            assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= limit + 3 * limit // 16
+    for files in writers:
+        assert files.counts["disk_writes"] == 100
+        files.close()
+
+
+WRITE = """
+import sys, torch
+from pathlib import Path
+from inlay.runtime.kv.disk import BlockFiles
+files = BlockFiles(Path(sys.argv[1]), 1 << 30, b"m" * 32, 1 << 20)
+for number in range(250):
+    files._write(files.name(bytes([number])), torch.full((1 << 20,), number, dtype=torch.uint8))
+    print(number, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed(tmp_path: Path) -> None:
+    """What it has left is whole."""
+    process = subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(20):
+        process.stdout.readline()
+    process.kill()
+    written = 20 + len(process.stdout.read().split())
+    process.wait(60)
+    process.stdout.close()
+    files = _open(tmp_path, 1 << 30, size=1 << 20)
+    assert all(name.endswith(".kv") for name in _names(tmp_path)), "what it had begun is gone"
+    assert len(_names(tmp_path)) in (written, written + 1)
+    for number in range(written):
+        data = files.read(bytes([number]))
+        assert data is not None
+        assert set(data.unique().tolist()) == {number}
+    files.close()
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """Not what a process writes that is alive. A pipe with such a name stops nobody."""
     files = _open(tmp_path)
@@ -462,7 +508,7 @@ def test_a_writer_that_is_behind(opened: Open, monkeypatch: pytest.MonkeyPatch) 
 
 def test_two_engines_with_one_folder(opened: Open) -> None:
     """They write and remove the same files at the same time; answers are those of each request alone."""
-    per_file = opened()._memory.block_bytes + 40
+    per_file = opened()._memory.block_bytes + 44
     engines = [opened(cache_bytes=30 * per_file, disk_bytes=40 * per_file) for _ in range(2)]
     requests = [_request(20 + 9 * seed, seed % 7) for seed in range(14)]
     wanted = [alone(engines[0]._package, engines[0].text, request)[0] for request in requests]

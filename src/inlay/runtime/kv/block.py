@@ -38,7 +38,7 @@ def digest_block(parent: bytes | None, tokens: Sequence[int], salt: str = "") ->
     >>> digest_block(None, [1, 2]) == digest_block(None, [1, 2]) != digest_block(None, [1, 2], "tenant")
     True
     """
-    start = hashlib.blake2b(salt.encode(), digest_size=32).digest() if parent is None else parent
+    start = hashlib.blake2b(salt.encode(), digest_size=32, person=b"salt").digest() if parent is None else parent
     return hashlib.blake2b(start + struct.pack(f">{len(tokens)}Q", *tokens), digest_size=32).digest()
 
 
