@@ -464,6 +464,22 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         each.close()
 
 
+def test_a_process_that_starts_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what is being written for no leftover."""
+    files, replace, others = _open(tmp_path), os.replace, []
+
+    def replace_later(source: str, target: Path) -> None:
+        others.append(_open(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_later)
+    _write(files, 1)
+    assert len(others) == files.counts["disk_writes"] == 1
+    assert others[0].read(_digest(1)) is not None
+    for each in (files, *others):
+        each.close()
+
+
 def test_a_disk_that_fails_costs_nothing_else(opened: Open, tmp_path: Path) -> None:
     """A file that cannot be written, and a folder that is gone, are counted, and answers stay what they are."""
     engine = opened()

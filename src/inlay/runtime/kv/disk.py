@@ -97,28 +97,16 @@ class BlockFiles:
     def read(self, digest: bytes) -> torch.Tensor | None:
         """Return the bytes of a block, valid until the next call; None if there is no file, or one that is damaged."""
         name = self.name(digest)
-        path = self._folder / name
         try:
-            # a pipe must not block, and a link could lead anywhere
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if self._fill(self._folder / name) and _header(name, self._payload) == self._buffer[:_HEADER_BYTES]:
+                self._known.setdefault(name, 0.0)
+                return self._payload
+            self.counts["fallback.disk_block_damaged"] += 1
         except FileNotFoundError:
-            self._known.pop(name, None)
-            return None
+            pass
         except OSError:
-            self._refuse(name)
-            return None
-        try:
-            is_whole = self._fill(handle)
-        except OSError:
-            is_whole = False
-        finally:
-            os.close(handle)
-        if is_whole and _header(name, self._payload) == self._buffer[:_HEADER_BYTES]:
-            self._known.setdefault(name, 0.0)
-            return self._payload
-        with suppress(OSError):
-            path.unlink()
-        self._refuse(name)
+            self.counts["fallback.disk_block_damaged"] += 1
+        self._known.pop(name, None)  # so it is written again
         return None
 
     def wants(self, digest: bytes) -> bool:
@@ -159,10 +147,6 @@ class BlockFiles:
             self._changed.notify_all()
         self._thread.join(_CLOSE_SECONDS)
 
-    def _refuse(self, name: str) -> None:
-        self._known.pop(name, None)
-        self.counts["fallback.disk_block_damaged"] += 1
-
     def _add(self, task: Callable[[], None], size: int = 0) -> None:
         with self._changed:
             self._tasks.append(task)
@@ -202,15 +186,20 @@ class BlockFiles:
             with self._changed:
                 self._queued_bytes -= self.block_bytes
 
-    def _fill(self, handle: int) -> bool:
+    def _fill(self, path: Path) -> bool:
         """Read a file; return whether it is a regular file of the right size."""
-        found = os.fstat(handle)
-        rest = memoryview(self._buffer)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != len(rest):
-            return False
-        while rest and (count := os.readv(handle, [rest])):
-            rest = rest[count:]
-        return not rest
+        # a pipe must not block, and a link could lead anywhere
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(handle)
+            rest = memoryview(self._buffer)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != len(rest):
+                return False
+            while rest and (count := os.readv(handle, [rest])):
+                rest = rest[count:]
+            return not rest
+        finally:
+            os.close(handle)
 
     def _make_room(self) -> None:
         """Remove files if there is no room for another one.
