@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from inlay.cluster.config import ClusterConfig
     from inlay.cluster.placement import Message
-    from inlay.runtime.engine import Observer
+    from inlay.runtime.measurements import Observer
     from inlay.runtime.outputs import TokenOutput
     from inlay.runtime.request import Request
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.kv.events import EventLog
 from inlay.runtime.kv.memory import KVMemory, bytes_per_token
 from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
+from inlay.runtime.measurements import COUNTERS
 from inlay.runtime.outputs import FinishReason, TokenOutput
 from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
 from inlay.runtime.sampling import check_finite
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from inlay.lowering.executable import Executable
     from inlay.runtime.grammar import Masks
+    from inlay.runtime.measurements import Observer
     from inlay.runtime.request import Request
     from inlay.runtime.speculation import Row
     from inlay.runtime.text_codec import TextCodec
@@ -73,13 +75,6 @@ class EngineSettings:
     """Maximum size of all files in this folder."""
     disk_owner: str = ""
     """Engines share blocks on disk only if they have the same owner."""
-
-
-class Observer(Protocol):
-    """Receives measurements of the engine, such as metrics."""
-
-    def observe(self, name: str, value: float) -> None:
-        """Record a measurement. Called in the engine's thread, so it must be fast."""
 
 
 class Engine:
@@ -236,7 +231,7 @@ class Engine:
             fixed |= {"blocks": sum(self.cache.capacities), "blocks_used": len(self.cache)}
         if self._files is not None:
             fixed |= {"disk_bytes": self._files.bytes, **self._files.counts}
-        zero = dict.fromkeys(_COUNTERS, 0)
+        zero = dict.fromkeys(COUNTERS, 0)
         return {**zero, **self._counts, **now, **fixed, "events": self.event_log.next}
 
     def step(self) -> bool:
@@ -484,17 +479,6 @@ class Engine:
     def _observe(self, name: str, value: float) -> None:
         for observer in self._observers:
             observer.observe(name, value)
-
-
-_COUNTERS = (
-    *("accepted", "rejected", "steps", "step_microseconds", "calls", "call_microseconds", "rows", "padding_rows"),
-    *("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_cache_hits", "prefix_cache_misses"),
-    *("drafted_tokens", "accepted_tokens"),
-    *("fallback.call_failed", "fallback.step_failed", "fallback.promote_failed", "fallback.cache_full"),
-    *("disk_tokens", *disk.COUNTERS),
-    *(f"finished.{finish}" for finish in (*FinishReason, "failed")),
-)
-"""All counters, so that each is reported as 0 before its first event."""
 
 
 def _numbers(values: Several[int] | Several[list[int]]) -> torch.Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from inlay.runtime.grammar import Matcher
+    from inlay.runtime.grammar import GrammarMatcher
     from inlay.runtime.request import Request
     from inlay.runtime.text_codec import TextCodec
 
@@ -49,7 +49,7 @@ class GenerationState:
         self._ends: frozenset[int] = frozenset() if request.ignore_eos else text.eos
 
     @property
-    def matcher(self) -> Matcher | None:
+    def matcher(self) -> GrammarMatcher | None:
         """Follows the answer while a grammar applies to it."""
         return self._grammar if self._before is None else None
 

@@ -78,7 +78,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
-    def open(self, grammar: Grammar) -> Matcher:
+    def open(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of an answer. Raise an error if the grammar is invalid or not supported."""
         with self._lock:
             if (made := self._compiled.get(grammar)) is not None:
@@ -89,7 +89,7 @@ class GrammarCompiler:
                 self._compiled[grammar] = made
                 if len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
-        return Matcher(made.deep_copy())
+        return GrammarMatcher(made.deep_copy())
 
     def preload(self) -> None:
         """Read the tokenizer in another thread, which takes about a second, instead of with the first grammar."""
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return made
 
 
-class Matcher:
+class GrammarMatcher:
     """Follows one answer. One thread at a time may use it."""
 
     def __init__(self, inner: Any) -> None:
@@ -170,7 +170,7 @@ class MaskWorker:
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
 
-    def start(self, matchers: Iterable[Matcher | None]) -> Masks:
+    def start(self, matchers: Iterable[GrammarMatcher | None]) -> Masks:
         """Start to compute the masks of these matchers; return them by place."""
         found = enumerate(matchers)
         return {place: self._pool.submit(each.allowed) for place, each in found if each is not None}

