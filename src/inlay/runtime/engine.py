@@ -32,7 +32,7 @@ from inlay.runtime.kv.memory import KVMemory, bytes_per_token
 from inlay.runtime.kv.prefix_cache import PrefixCache, SequenceState
 from inlay.runtime.measurements import COUNTERS
 from inlay.runtime.outputs import FinishReason, TokenOutput
-from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle
+from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle, put_all
 from inlay.runtime.sampling import check_finite
 from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
 from inlay.runtime.speculation import Speculation
@@ -334,22 +334,33 @@ class Engine:
 
     def _prefill(self, sequence: SequenceState, count: int) -> None:
         """Compute the next chunk of a prompt; after the last chunk, sample the first token."""
+        request = sequence.handle.request
+        has_logprobs = request.prompt_logprobs is not None
+        if has_logprobs:
+            sequence.has_lookup = sequence.is_cache_full = True  # blocks have no logits
+            count = min(count, self.speculation.max_rows)
         if not sequence.has_lookup:
             self._prefix_cache.reuse(sequence)
             if not sequence.has_lookup:
                 return  # the next step goes on with it
-        prompt = sequence.handle.request.prompt
-        part = prompt[sequence.computed_tokens : sequence.computed_tokens + count]
+        slot, start = sequence.slot, sequence.computed_tokens
+        part = list(request.prompt[start : start + count])
         is_last = sequence.prefill_tokens_left == len(part)
         masks = self._masks.start([sequence.generation.matcher] if is_last else ())
-        scores = self._call([sequence], [(list(part), sequence.slot, sequence.computed_tokens)], prompt=True)
-        if scores is not None:
-            self._counts["prompt_tokens"] += len(part)
-            if is_last:
-                self._sample([sequence], scores, len(part), masks)
-            else:
-                sequence.computed_tokens += len(part)
-                self._prefix_cache.store(sequence)
+        rows = [(part, slot, start)]
+        if has_logprobs:  # a call returns the logits of the last token of each row only
+            rows = [([token], slot, start + place) for place, token in enumerate(part)]
+        scores = self._call([sequence], rows, prompt=not has_logprobs)
+        if scores is None:
+            return
+        self._counts["prompt_tokens"] += len(part)
+        if has_logprobs:
+            sequence.generation.add_prompt_logprobs(scores)
+        if is_last:
+            self._sample([sequence], scores[-1:], len(part), masks)
+        else:
+            sequence.computed_tokens += len(part)
+            self._prefix_cache.store(sequence)
 
     def _call(self, sequences: Several[SequenceState], rows: list[Row], *, prompt: bool) -> torch.Tensor | None:
         """Return the logits after the last token of each row. If the call fails, abort the sequences; return None."""
@@ -427,15 +438,15 @@ class Engine:
             allowed = None if matcher is None else matcher.allowed() if mask is None else mask.result()
             is_best = writer.is_plain_greedy and (allowed is None or (best < len(allowed) and allowed[best]))
             token = best if is_best else writer.sample(scores, allowed)
-            likelihood = writer.logprobs(scores, token) if writer.request.logprobs is not None else None
+            likelihood = writer.logprobs(scores, token)
             text, finish = writer.add(token)
         except InlayError as error:
             self._fail(sequence, error)
             return None
-        self._outputs[sequence.handle.loop].append(
-            (sequence.handle, TokenOutput(text, token, now - sequence.handle.arrival_time, finish, likelihood))
-        )
         first = sequence.last_token_time == sequence.handle.arrival_time
+        prompt = tuple(writer.prompt_logprobs) if first and writer.request.prompt_logprobs is not None else None
+        piece = TokenOutput(text, token, now - sequence.handle.arrival_time, finish, likelihood, prompt)
+        self._outputs[sequence.handle.loop].append((sequence.handle, piece))
         self._observe("first_token_seconds" if first else "inter_token_seconds", now - sequence.last_token_time)
         sequence.last_token_time = now
         self._counts["generation_tokens"] += 1
@@ -471,10 +482,10 @@ class Engine:
         outputs = [(loop, self._outputs.pop(loop)) for loop in list(self._outputs)]
         for loop, made in outputs:
             if loop is None:
-                _put(made)
+                put_all(made)
             else:
                 with suppress(RuntimeError):  # the loop was closed, so nobody reads
-                    loop.call_soon_threadsafe(_put, made)
+                    loop.call_soon_threadsafe(put_all, made)
 
     def _observe(self, name: str, value: float) -> None:
         for observer in self._observers:
@@ -484,11 +495,3 @@ class Engine:
 def _numbers(values: Several[int] | Several[list[int]]) -> torch.Tensor:
     """Return the values as a tensor, through numpy, which converts lists faster."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
-
-
-def _put(made: list[tuple[RequestHandle, TokenOutput | InlayError]]) -> None:
-    for answer, what in made:
-        if isinstance(what, TokenOutput):
-            answer.put([what])
-        else:
-            answer.put([], what)

@@ -37,6 +37,7 @@ class GenerationState:
         self._grammar = None if request.grammar is None else text.grammars.open(request.grammar)
         self._before: str | None = "" if self._grammar is not None and request.grammar_after else None
         """What was generated of the text before the grammar applies."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.history = list(request.prompt)
         """Prompt tokens and generated tokens."""
         self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token is not cached
@@ -71,11 +72,15 @@ class GenerationState:
         prompt = len(self.request.prompt)
         return sample(scores, self.history, self.request.sampling, self._generator, prompt)
 
-    def logprobs(self, scores: torch.Tensor, token: int) -> TokenLogprobs:
-        """Return the logprob of a token, and the top logprobs that the request asks for."""
-        logs = scores.log_softmax(-1)
-        values, tokens = logs.topk(min(self.request.logprobs or 0, len(logs)))
-        return TokenLogprobs(float(logs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+    def logprobs(self, scores: torch.Tensor, token: int) -> TokenLogprobs | None:
+        """Return the logprob of a token, and the top logprobs, if the request asks for them."""
+        return None if self.request.logprobs is None else _logprobs(scores, token, self.request.logprobs)
+
+    def add_prompt_logprobs(self, scores: torch.Tensor) -> None:
+        """Add the logprobs of the next tokens of the prompt, of which each row has the logits."""
+        begin, most = len(self.prompt_logprobs) + 1, self.request.prompt_logprobs or 0
+        tokens = self.request.prompt[begin : begin + len(scores)]
+        self.prompt_logprobs += [_logprobs(row, token, most) for row, token in zip(scores, tokens, strict=False)]
 
     def add(self, token: int) -> tuple[str, FinishReason | None]:
         """Append a token; return the text that is final now, and the finish reason if the generation ends."""
@@ -109,6 +114,12 @@ class GenerationState:
     def flush(self) -> str:
         """Return the text that was held back, when the generation is aborted."""
         return self._stops.add(self._stream.finish()) + self._stops.finish()
+
+
+def _logprobs(scores: torch.Tensor, token: int, most: int) -> TokenLogprobs:
+    logs = scores.log_softmax(-1)
+    values, tokens = logs.topk(min(most, len(logs)))
+    return TokenLogprobs(float(logs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
 def check_length(prompt: int, max_seq_len: int, max_tokens: int) -> None:

@@ -51,6 +51,8 @@ class TokenOutput:
     """Set in the last output only."""
     logprobs: TokenLogprobs | None = None
     """Set if the request asks for logprobs."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of all tokens of the prompt but the first. Set in the first output if the request asks for them."""
 
 
 @dataclass(frozen=True)

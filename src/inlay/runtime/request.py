@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from inlay.errors import UsageError
+from inlay.errors import InlayError, UsageError
 from inlay.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from inlay.runtime.grammar import Grammar
     from inlay.runtime.outputs import TokenOutput
@@ -31,6 +31,8 @@ class Request:
     """Continue after an end token."""
     logprobs: int | None = None
     """Return the logprob of each token, and this many top logprobs."""
+    prompt_logprobs: int | None = None
+    """Return the logprob of each token of the prompt, and this many top logprobs. The prefix cache is not used."""
     grammar: Grammar | None = None
     """What the answer must be. Without one it is free."""
     grammar_after: str = ""
@@ -144,3 +146,12 @@ class RequestHandle:
         if self.error is not None and not ready:
             raise self.error
         return ready, self.is_finished and self.error is None
+
+
+def put_all(outputs: Iterable[tuple[RequestHandle, TokenOutput | InlayError]]) -> None:
+    """Add outputs and errors to their handles."""
+    for handle, each in outputs:
+        if isinstance(each, InlayError):
+            handle.put([], each)
+        else:
+            handle.put([each])

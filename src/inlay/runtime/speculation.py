@@ -34,13 +34,19 @@ class Speculation:
 
     def __init__(self, package: Executable, most: int) -> None:
         highest = package.buckets[-1][0].sizes.get("batch", (1, 1))[1]
-        self._most, self._max_rows = most, highest or package.cache.slots if package.cache else 1
+        self._most = most
+        self._most_rows = highest or package.cache.slots if package.cache else 1
         self.costs = CallCosts()
         self._exact: set[int] = set()
-        self.problem = package.shared_slot_problem
+        self._may_share_problem = self.problem = package.shared_slot_problem
         """Why no tokens are drafted; empty if they may be."""
-        if most < 1 or self._max_rows < 2:
+        if most < 1 or self._most_rows < 2:
             self.problem = "it is disabled" if most < 1 else "the package decodes one token at a time"
+
+    @property
+    def max_rows(self) -> int:
+        """How many rows of a call may share a slot."""
+        return 1 if self._may_share_problem else self._most_rows
 
     def draft(self, sequences: Iterable[SequenceState]) -> dict[int, list[int]]:
         """Return the tokens that the next step verifies, by sequence. It decodes all of these sequences."""
@@ -50,7 +56,7 @@ class Speculation:
             (each.handle.id, *each.drafter.draft(each.generation.history, min(self._most, each.generation.left - 1)))
             for each in sequences
         ]
-        counts = choose_lengths([(len(tokens), chance) for _, tokens, chance in found], self._max_rows, self.costs)
+        counts = choose_lengths([(len(tokens), chance) for _, tokens, chance in found], self._most_rows, self.costs)
         return {id_: tokens[:count] for (id_, tokens, _), count in zip(found, counts, strict=True) if count}
 
     def is_exact(self, rows: Sequence[Row], scores: torch.Tensor, run: Callable[[list[Row]], torch.Tensor]) -> bool:

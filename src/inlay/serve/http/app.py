@@ -28,7 +28,7 @@ from inlay.serve.http.schema import (
     ModelCard,
     Models,
 )
-from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
+from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer, PromptForm, ResponseSerializer
 from inlay.serve.kv_events.json_feed import add_kv_routes
 
 if TYPE_CHECKING:
@@ -137,9 +137,12 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     }
     with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
     spelling = None if wanted[0].logprobs is None else serving.token_text
-    serializer: ResponseSerializer = CompletionSerializer(head, spelling, with_usage)
-    if chat:
-        serializer = ChatSerializer(head, spelling, with_usage, form)
+    serializer: ResponseSerializer = ChatSerializer(head, spelling, with_usage, form)
+    if isinstance(asked, CompletionRequest):
+        echo = [each.prompt for each in wanted] if asked.echo else None
+        serializer = CompletionSerializer(head, spelling, with_usage, text, echo)
+    if asked.prompt_logprobs is not None:
+        serializer.prompt_form = PromptForm([each.prompt for each in wanted], serving.token_text, asked.prompt_logprobs)
     seconds = serving.settings.write_seconds
     if asked.stream:
         return EventStreamResponse(answers, serializer, seconds, with_usage)

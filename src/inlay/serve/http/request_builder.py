@@ -229,6 +229,7 @@ def build_requests(
             (stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_logprobs(body),
+            prompt_logprobs=_prompt_logprobs(body),
             grammar=grammar,
             grammar_after=form.before_grammar if grammar else "",
             min_tokens=body.min_tokens or 0,
@@ -363,6 +364,15 @@ def _sampling(asked: ChatRequest | CompletionRequest, choice: int) -> Sampling:
         asked.frequency_penalty or 0.0,
         tuple((int(token), bias) for token, bias in (asked.logit_bias or {}).items()),
     )
+
+
+def _prompt_logprobs(asked: ChatRequest | CompletionRequest) -> int | None:
+    """Return how many top logprobs of prompt tokens to compute. `echo` returns those of the prompt with the others."""
+    is_echo = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
+    if asked.stream and (is_echo or asked.prompt_logprobs is not None):
+        raise ApiError(400, "Logprobs of the prompt and stream exclude each other.", param="stream")
+    wanted = [each for each in (asked.prompt_logprobs, asked.logprobs if is_echo else None) if each is not None]
+    return max(wanted) if wanted else None
 
 
 def _logprobs(asked: ChatRequest | CompletionRequest) -> int | None:

@@ -252,6 +252,7 @@ class _GenerationRequest(_RequestModel):
         Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None
     ) = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # not supported: neutral values only
     stop_token_ids: Annotated[Any, Unsupported(([],))] = None
     skip_special_tokens: Annotated[Any, Unsupported((True,))] = None
@@ -314,7 +315,7 @@ class CompletionRequest(_GenerationRequest):
         Discriminator(_shape),
     ]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Annotated[Any, Unsupported((False,))] = None
+    echo: bool | None = None
     suffix: Annotated[Any, Unsupported(("",))] = None
     best_of: Annotated[Any, Unsupported((1,))] = None
     add_special_tokens: Annotated[Any, Unsupported((True,))] = None
@@ -364,8 +365,8 @@ class CompletionLogprobs(BaseModel):
     """Logprobs of the tokens of a completion, in the format of `/v1/completions`."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -414,19 +415,33 @@ class AssistantMessage(BaseModel):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class PromptToken(BaseModel):
+    """A token that may be at a position of the prompt."""
+
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""For each token of the prompt, the tokens as numbers; None for the first."""
+
+
+class _Choice(BaseModel):
+    index: int
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatChoice(_Choice):
     """One choice of a chat completion."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ApiFinishReason
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(_Choice):
     """One choice of a text completion."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: ApiFinishReason

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from inlay.serve.http.schema import (
     CompletionLogprobs,
     CompletionResponse,
     FunctionCall,
+    PromptToken,
     SampledTokenLogprob,
     TokenLogprob,
 )
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inlay.runtime.answer_parser import AnswerParser, Delta
-    from inlay.runtime.outputs import TokenOutput
+    from inlay.runtime.outputs import TokenLogprobs, TokenOutput
+    from inlay.runtime.text_codec import TextCodec
     from inlay.serve.http.request_builder import AnswerForm
-    from inlay.serve.http.schema import ApiFinishReason, Usage
+    from inlay.serve.http.schema import ApiFinishReason, PromptLogprobs, Usage
     from inlay.serve.http.token_text import TokenText
 
 LEAST = -9999.0
@@ -43,8 +46,33 @@ API_FINISH_REASONS: dict[FinishReason, ApiFinishReason] = {
 }
 
 
+@dataclass(frozen=True)
+class PromptForm:
+    """How the logprobs of prompts are returned: the prompt of each choice, and the number of top logprobs."""
+
+    prompts: Sequence[Sequence[int]]
+    spelling: TokenText
+    most: int
+
+    def write(self, index: int, pieces: Sequence[TokenOutput]) -> PromptLogprobs:
+        """Return the logprobs of the prompt of a choice."""
+        made: PromptLogprobs = [None]
+        for token, found in zip(self.prompts[index][1:], pieces[0].prompt_logprobs or (), strict=True):
+            values = {**dict(found.top[: self.most]), token: found.logprob}
+            made.append(
+                {
+                    str(each): PromptToken(logprob=max(value, LEAST), decoded_token=self.spelling(each)[0])
+                    for each, value in values.items()
+                }
+            )
+        return made
+
+
 class ResponseSerializer:
     """The serializer of one route."""
+
+    prompt_form: PromptForm | None = None
+    """Set if the request asks for logprobs of the prompt."""
 
     def __init__(self, head: dict[str, Any], kind: str, spelling: TokenText | None, usage: bool) -> None:
         self._head, self._token_text = head, spelling
@@ -62,6 +90,9 @@ class ResponseSerializer:
     def full_response(self, choices: Sequence[Sequence[TokenOutput]], usage: Usage) -> bytes:
         """Return the full response as JSON."""
         raise NotImplementedError
+
+    def _prompt_logprobs(self, index: int, pieces: Sequence[TokenOutput]) -> PromptLogprobs | None:
+        return None if self.prompt_form is None else self.prompt_form.write(index, pieces)
 
     def usage(self, usage: Usage) -> str:
         """Return the chunk with the token counts."""
@@ -128,6 +159,7 @@ class ChatSerializer(ResponseSerializer):
         made = [
             ChatChoice(
                 index=index,
+                prompt_logprobs=self._prompt_logprobs(index, pieces),
                 message=(message := self._message("".join(piece.text for piece in pieces))),
                 logprobs=self._logprobs(pieces),
                 finish_reason=_with_calls(_finish_reason(pieces), bool(message.tool_calls)),
@@ -164,16 +196,33 @@ class ChatSerializer(ResponseSerializer):
 
 
 class CompletionSerializer(ResponseSerializer):
-    """`/v1/completions`"""
+    """`/v1/completions`. `echo`: the prompt of each choice, which begins its text."""
 
-    def __init__(self, head: dict[str, Any], spelling: TokenText | None, usage: bool) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        spelling: TokenText | None,
+        usage: bool,
+        text: TextCodec,
+        echo: Sequence[Sequence[int]] | None,
+    ) -> None:
         super().__init__(head, "text_completion", spelling, usage)
+        self._text, self._echo = text, echo
         self._offsets: dict[int, int] = {}
+
+    def first_chunk(self, index: int) -> str:
+        return "" if self._echo is None else self._chunk(index, f'"text":{quoted(self._prompt(index))}', "null", None)
+
+    def _prompt(self, index: int) -> str:
+        return "" if self._echo is None else self._text.decode(list(self._echo[index]))
 
     def chunk(self, index: int, piece: TokenOutput) -> str:
         logprobs = "null"
         if self._token_text is not None and _has_logprobs(piece):
-            made, self._offsets[index] = _completion_logprobs([piece], self._token_text, self._offsets.get(index, 0))
+            assert piece.logprobs is not None
+            made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = _add_logprobs(made, piece.token, piece.logprobs, self._token_text, offset)
             logprobs = made.model_dump_json()
         if not piece.text and piece.finish_reason is None and logprobs == "null":
             return ""
@@ -184,13 +233,30 @@ class CompletionSerializer(ResponseSerializer):
         made = [
             CompletionChoice(
                 index=index,
-                text="".join(piece.text for piece in pieces),
-                logprobs=None if self._token_text is None else _completion_logprobs(pieces, self._token_text, 0)[0],
+                prompt_logprobs=self._prompt_logprobs(index, pieces),
+                text=self._prompt(index) + "".join(piece.text for piece in pieces),
+                logprobs=None if self._token_text is None else self._logprobs(index, pieces, self._token_text),
                 finish_reason=_finish_reason(pieces),
             )
             for index, pieces in enumerate(choices)
         ]
         return CompletionResponse(**self._head, choices=made, usage=usage).model_dump_json().encode()
+
+    def _logprobs(self, index: int, pieces: Sequence[TokenOutput], spelling: TokenText) -> CompletionLogprobs:
+        head, offset = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]), 0
+        if self._echo is not None:
+            first, *others = self._echo[index]
+            head.tokens.append(spelling(first)[0])
+            head.token_logprobs.append(None)
+            head.top_logprobs.append(None)
+            head.text_offset.append(0)
+            offset = len(head.tokens[0])
+            for token, each in zip(others, pieces[0].prompt_logprobs or (), strict=True):
+                offset = _add_logprobs(head, token, each, spelling, offset)
+        for piece in filter(_has_logprobs, pieces):
+            assert piece.logprobs is not None
+            offset = _add_logprobs(head, piece.token, piece.logprobs, spelling, offset)
+        return head
 
 
 def _call_id() -> str:
@@ -226,18 +292,11 @@ def _token_logprob(token: int, logprob: float, spelling: TokenText) -> TokenLogp
     return TokenLogprob(token=text, logprob=max(logprob, LEAST), bytes=None if raw is None else list(raw))
 
 
-def _completion_logprobs(
-    pieces: Sequence[TokenOutput], spelling: TokenText, offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """Return tokens and their logprobs in the format of `/v1/completions`, and the text offset of the next token."""
-    made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for piece in filter(_has_logprobs, pieces):
-        assert piece.logprobs is not None
-        text, logprob = spelling(piece.token)[0], max(piece.logprobs.logprob, LEAST)
-        others = {spelling(token)[0]: max(each, LEAST) for token, each in piece.logprobs.top}
-        made.tokens.append(text)
-        made.token_logprobs.append(logprob)
-        made.top_logprobs.append({**others, text: logprob})
-        made.text_offset.append(offset)
-        offset += len(text)
-    return made, offset
+def _add_logprobs(made: CompletionLogprobs, token: int, found: TokenLogprobs, spelling: TokenText, offset: int) -> int:
+    """Add a token in the format of `/v1/completions`; return the text offset of the next token."""
+    text, logprob = spelling(token)[0], max(found.logprob, LEAST)
+    made.tokens.append(text)
+    made.token_logprobs.append(logprob)
+    made.top_logprobs.append({**{spelling(each)[0]: max(value, LEAST) for each, value in found.top}, text: logprob})
+    made.text_offset.append(offset)
+    return offset + len(text)
