@@ -18,6 +18,7 @@ from inlay.package.loader import LoadedPackage, load_package
 from inlay.package.memory_traffic import _pages_of
 from inlay.runtime import Session
 from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request, RequestHandle
 from inlay.transforms.pass_manager import configure, run
 from tests.models import random_model
@@ -210,7 +211,11 @@ def test_drafts_in_rings(built: LoadedPackage, text: TextCodec) -> None:
     phrases = [_prompt(rng.randrange(2, 12), seed) for seed in range(4)]
     requests = [
         Request(sum((rng.choice(phrases) for _ in range(rng.randrange(3, 20))), ()), max_tokens=200, ignore_eos=True)
-        for _ in range(12)
+        for _ in range(8)
+    ]
+    grammar = Grammar("regex", "(abcde fgh ){40}")
+    requests += [
+        Request(_prompt(20 + 9 * seed, seed), max_tokens=150 + 50 * seed, grammar=grammar) for seed in range(4)
     ]
     found = []
     for speculation in (0, 7):

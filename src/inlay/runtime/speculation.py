@@ -33,9 +33,8 @@ class Speculation:
     """The drafts of an engine. `most`: the maximum of drafted tokens of a sequence in a step."""
 
     def __init__(self, package: Executable, most: int) -> None:
-        highest = package.buckets[-1][0].sizes.get("batch", (1, 1))[1]
         self._most = most
-        self._most_rows = highest or package.cache.slots if package.cache else 1
+        self._most_rows = package.buckets[-1][0].sizes.get("batch", (1, 1))[1] or 1
         self.costs = CallCosts()
         self._exact: set[int] = set()
         self._may_share_problem = self.problem = package.shared_slot_problem
