@@ -16,7 +16,7 @@ from inlay.lowering.lower import compile_lowered, lower
 from inlay.package.copy_proof import prove
 from inlay.package.loader import LoadedPackage, load_package
 from inlay.package.memory_traffic import _pages_of
-from inlay.runtime import Session
+from inlay.runtime import Sampling, Session
 from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request, RequestHandle
@@ -213,18 +213,19 @@ def test_drafts_in_rings(built: LoadedPackage, text: TextCodec) -> None:
         Request(sum((rng.choice(phrases) for _ in range(rng.randrange(3, 20))), ()), max_tokens=200, ignore_eos=True)
         for _ in range(8)
     ]
-    grammar = Grammar("regex", "(abcde fgh ){40}")
     requests += [
-        Request(_prompt(20 + 9 * seed, seed), max_tokens=150 + 50 * seed, grammar=grammar) for seed in range(4)
+        Request(_prompt(20 + 9 * seed, seed), Sampling(temperature=1.0, seed=seed), 150 + 50 * seed, grammar=grammar)
+        for grammar in (Grammar("regex", "(abcde fgh ){40}"), Grammar("regex", "((ab|cd)e){200}"))
+        for seed in range(4)
     ]
     found = []
     for speculation in (0, 7):
-        engine = _engine(built, text, block_size=8, speculation=speculation)
+        engine = _engine(built, text, block_size=8, speculation=speculation, slots=2)
         engine.speculation.costs = Constant()
         found.append([[(piece.token, piece.text) for piece in each] for each in _answers(engine, *requests)])
     assert found[0] == found[1]
     counts = engine.counts()
-    assert counts["drafted_tokens"] > counts["accepted_tokens"] > 100
+    assert counts["drafted_tokens"] - 100 > counts["accepted_tokens"] > 100
 
 
 @pytest.mark.nightly
