@@ -64,7 +64,7 @@ def test_a_stock_model(below: str) -> None:
     assert made.program.op_counts()["aten.linear.default"] == 15, "linear layers stay whole"
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)])
 def test_other_sizes(dynamic: bool | None) -> None:
     """Static first and then dynamic, or dynamic at once: sizes 1 included, never another's numbers."""
     model = random_model(LLAMA)

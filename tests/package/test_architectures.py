@@ -20,20 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DENSE = [each for each in ARCHITECTURES if each.model_type not in NOT_BUILT]
-IN_CI = {"mistral"}
-"""A window. The others take too long for every change."""
 
 
 def _config(architecture: Architecture) -> dict[str, object]:
     return {"model_type": architecture.model_type, **architecture.full_config()}
 
 
-def _parameters() -> list[object]:
-    slow = pytest.mark.nightly
-    return [pytest.param(each, marks=() if each.model_type in IN_CI else slow, id=each.model_type) for each in DENSE]
-
-
-@pytest.mark.parametrize("architecture", _parameters())
+@pytest.mark.nightly  # tests/package/test_real_settings.py has two in CI, with windows and LongRoPE
+@pytest.mark.parametrize("architecture", DENSE, ids=lambda each: each.model_type)
 def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
     eager = random_model(_config(architecture))
     eager.save_pretrained(tmp_path / "model")
@@ -48,10 +42,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(each, marks=() if each in ("mixtral", "lfm2") else pytest.mark.nightly, id=each)
-        for each in sorted(NOT_BUILT)
-    ],
+    [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.nightly, id=each) for each in sorted(NOT_BUILT)],
 )
 def test_what_mixes_positions_is_refused(name: str, tmp_path: Path) -> None:
     architecture = next(each for each in ARCHITECTURES if each.model_type == name)
