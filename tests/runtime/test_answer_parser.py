@@ -12,7 +12,8 @@ from inlay.runtime.tool_format import Markup, ToolFormat
 
 pytestmark = pytest.mark.fast
 
-NOISE = ["", "{", "}", '"', "\\", "<", "[", " ", "x", ":", "<think>", "[ARGS]"]
+TOOLS = frozenset({"a", "b", "f", "g", "weather", 'f"}'})
+NOISE = ["", "{", "}", '"', "\\", "<", "[", " ", "x", ":", "<think>", "[ARGS]", "\u00a0"]
 Parts = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, content, and names and arguments of calls."""
 TAGS = Markup(ToolFormat.TAGS, shows_tools=True, has_reasoning=True)
@@ -50,11 +51,11 @@ GOLDEN: dict[str, tuple[Markup, str, Parts]] = {
     ),
     "no arguments": (PLAIN, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
     "null for arguments": (PLAIN, '<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", "", [("f", "{}")])),
-    "not a call": (PLAIN, "<tool_call>what?</tool_call>.", ("", "what?</tool_call>.", [])),
+    "not a call": (PLAIN, "<tool_call>what?</tool_call>.", ("", "<tool_call>what?</tool_call>.", [])),
     "an object without a name": (
         PLAIN,
         'See <tool_call>{"title": "x"}</tool_call>.',
-        ("", 'See <tool_call>{"title": "x"}.', []),
+        ("", 'See <tool_call>{"title": "x"}</tool_call>.', []),
     ),
     "cut off in the name": (PLAIN, '<tool_call>{"name": "f', ("", '<tool_call>{"name": "f', [])),
     "cut off in the arguments": (
@@ -73,6 +74,11 @@ GOLDEN: dict[str, tuple[Markup, str, Parts]] = {
         ("", "", [("f", '{"name": "x"}')]),
     ),
     "JSON that is no call": (OBJECTS, '{"title": "x"}', ("", '{"title": "x"}', [])),
+    "a function that does not exist": (OBJECTS, '{"name": "Alice", "age": 3}', ("", '{"name": "Alice", "age": 3}', [])),
+    "objects that are no calls": (OBJECTS, '{"a": 1}, {"b": 2}', ("", '{"a": 1}, {"b": 2}', [])),
+    "a mark in a text": (PLAIN, "Use the <tool_call> tag.", ("", "Use the <tool_call> tag.", [])),
+    "another space": (OBJECTS, '\u00a0{"name": "f"', ("", '\u00a0{"name": "f"', [])),
+    "half a character": (PLAIN, '<tool_call>{"name": "\\ud800"}', ("", '<tool_call>{"name": "\\ud800"}', [])),
     "an object in a text": (OBJECTS, 'It is {"name": "f"}.', ("", 'It is {"name": "f"}.', [])),
     "a list": (
         LIST,
@@ -105,8 +111,8 @@ GOLDEN: dict[str, tuple[Markup, str, Parts]] = {
 }
 
 
-def _parse(markup: Markup, pieces: list[str], *, has_tools: bool = True, is_thinking: bool = False) -> Parts:
-    parser = AnswerParser(markup, has_tools=has_tools, is_thinking=is_thinking)
+def _parse(markup: Markup, pieces: list[str], *, tools: frozenset[str] = TOOLS, is_thinking: bool = False) -> Parts:
+    parser = AnswerParser(markup, tools=tools, is_thinking=is_thinking)
     found = [delta for piece in pieces for delta in parser.add(piece)] + parser.finish()
     texts, calls = {"reasoning": "", "content": ""}, list[list[str]]()
     for each in found:
@@ -142,13 +148,13 @@ def test_a_prompt_that_ends_within_the_reasoning() -> None:
 
 def test_without_tools_calls_are_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert _parse(TAGS, list(text), has_tools=False) == ("", text, [])
-    assert _parse(TAGS, list("<think>Hm.</think>" + text), has_tools=False) == ("Hm.", text, [])
+    assert _parse(TAGS, list(text), tools=frozenset()) == ("", text, [])
+    assert _parse(TAGS, list("<think>Hm.</think>" + text), tools=frozenset()) == ("Hm.", text, [])
 
 
 def test_arguments_are_streamed() -> None:
     """Arguments arrive while they are generated, not when they are complete."""
-    parser = AnswerParser(PLAIN, has_tools=True, is_thinking=False)
+    parser = AnswerParser(PLAIN, tools=TOOLS, is_thinking=False)
     parser.add('<tool_call>{"name": "f", "arguments": {"text": "')
     for word in ("one ", "two "):
         assert [(each.kind, each.text.strip()) for each in parser.add(word)] == [("arguments", word.strip())]

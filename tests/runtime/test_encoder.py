@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
+import httpx
+import openai
 import pytest
 import torch
 from torch.nn import functional
@@ -12,6 +16,7 @@ from torch.nn import functional
 import inlay
 from inlay.errors import UsageError
 from tests.encoders import WORDS, random_encoder, sentence_folder
+from tests.serve.server_process import NAME, Server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,3 +165,26 @@ def test_refit(package: Path, folder: Path, tmp_path: Path) -> None:
     sentence_folder(tmp_path / "cls", model, pooling={"pooling_mode": "cls"}, text=same)
     with pytest.raises(UsageError, match="cls"):
         refit(package, str(tmp_path / "cls"), output=tmp_path / "package")
+
+
+def test_the_server(package: Path, encoder: inlay.Encoder, tmp_path: Path) -> None:
+    """OpenAI's client gets the embeddings of `inlay.load_encoder`, as numbers and in base64."""
+    with Server(package, tmp_path) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        texts = ["the quick fox", "paris"]
+        for encoding in ("float", "base64"):
+            made = client.embeddings.create(model=NAME, input=texts, encoding_format=encoding)
+            rows = [each.embedding for each in made.data]
+            if encoding == "base64":
+                rows = [list(struct.unpack(f"<{encoder.dimension}f", base64.b64decode(str(row)))) for row in rows]
+            torch.testing.assert_close(torch.tensor(rows), encoder.embed(texts), rtol=0, atol=0)
+            assert made.usage.prompt_tokens == sum(len(each.ids) for each in encoder.encode(texts))
+        one = client.embeddings.create(model=NAME, input="paris")
+        torch.testing.assert_close(torch.tensor(one.data[0].embedding), encoder.embed(["paris"])[0], rtol=0, atol=0)
+        for wrong, param in (({"input": "fox " * 5000}, "input"), ({"input": "fox", "dimensions": 3}, "dimensions")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.embeddings.create(model=NAME, **wrong)
+            assert refused.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model=NAME, prompt="fox")
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+        assert "inlay_" in httpx.get(f"{server.url}/metrics").text

@@ -16,18 +16,17 @@ import torch
 from tools.benchmarks.random_schemas import random_schema
 
 import inlay
-from inlay.errors import ProgramError, UsageError
+from inlay.errors import UsageError
 from inlay.runtime import FinishReason, Sampling
 from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.grammar import MAX_CHARS, Grammar, GrammarCompiler, mask_logits
 from inlay.runtime.outputs import collect
 from inlay.runtime.request import Request
+from inlay.runtime.text_codec import TextCodec, TextConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from inlay.runtime.text_codec import TextCodec
 
 WORD = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -160,8 +159,8 @@ def test_stop_strings_and_limits(engine: Engine) -> None:
         (Grammar("json", "{"), "The JSON schema cannot be used"),
         (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "The JSON schema cannot be used"),
-        (Grammar.json_schema({"const": 0.1 + 0.2}), "has more than 15 digits"),
-        (Grammar("json", "[" * 50_000), "The JSON schema cannot be used"),
+        (Grammar.json_schema({"const": 0.1 + 0.2}), "has a number of more than 15 digits"),
+        (Grammar("json", "[" * 50_000), "The JSON schema"),
         (Grammar("regex", "(a"), "The regular expression cannot be used"),
         (Grammar("grammar", "start: nowhere"), "The grammar cannot be used"),
     ],
@@ -170,6 +169,26 @@ def test_refused(engine: Engine, grammar: Grammar, said: str) -> None:
     """What cannot be enforced is an error when the request is submitted."""
     with pytest.raises(UsageError, match=said):
         engine.submit(_request(grammar))
+
+
+def test_an_ambiguous_grammar_is_stopped(text: TextCodec) -> None:
+    """It ends with an error before a step of it holds up others."""
+    matcher, letter = text.grammars.open(Grammar("grammar", 'start: s\ns: s s s s s | "a" | ""')), text.encode("a")[-1]
+
+    def follow() -> None:
+        for _ in range(200):
+            matcher.allowed()
+            matcher.add(letter)
+
+    with pytest.raises(UsageError, match="cannot be followed further"):
+        follow()
+
+
+def test_a_tokenizer_without_end(text: TextCodec) -> None:
+    blind = TextCodec(text.tokenizer, TextConfig(eos=frozenset(), special_tokens={}))
+    blind.grammars.preload()
+    with pytest.raises(UsageError, match="does not support this tokenizer"):
+        blind.grammars.open(Grammar("regex", "a"))
 
 
 def test_sizes() -> None:
@@ -194,7 +213,7 @@ def test_masks(text: TextCodec) -> None:
 
 def test_a_token_that_is_not_allowed(text: TextCodec) -> None:
     matcher = text.grammars.open(Grammar("regex", "a"))
-    with pytest.raises(ProgramError, match="The grammar cannot be followed"):
+    with pytest.raises(UsageError, match="The grammar cannot be followed"):
         matcher.add(text.encode("b")[-1])
 
 

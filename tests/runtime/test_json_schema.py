@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from inlay.errors import UsageError
 from inlay.runtime.json_schema import close_objects, prepare_schema
 
 CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
@@ -65,5 +66,5 @@ def test_bounds_are_rounded_inwards() -> None:
 def test_other_numbers_are_left_or_refused() -> None:
     plain: dict[str, Any] = {"enum": [0.1, 1e300, 5], "default": 0.1 + 0.2, "multipleOf": 0.01}
     assert prepare_schema(plain) == plain
-    with pytest.raises(ValueError, match="more than 15 digits"):
+    with pytest.raises(UsageError, match="more than 15 digits"):
         prepare_schema({"properties": {"x": {"enum": [0.1 + 0.2]}}})

@@ -64,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 def _random_answer(text: TextCodec, grammar: Grammar, rng: random.Random) -> str:
     """Return an answer of random tokens that the grammar allows."""
     matcher, tokens = text.grammars.open(grammar), list[int]()
-    for _ in range(600):
+    for _ in range(4000):
         allowed = np.flatnonzero(matcher.allowed()).tolist()
         special = [token for token in allowed if text.decode([token], with_special=True) in SPECIAL]
         if (token := rng.choice(special if special and rng.random() < 0.3 else allowed)) in text.eos:
@@ -78,7 +78,8 @@ def _random_answer(text: TextCodec, grammar: Grammar, rng: random.Random) -> str
 
 
 def _calls(style: ToolFormat, answer: str) -> tuple[str, list[tuple[str, Any]]]:
-    parser, content, calls = AnswerParser(Markup(style), has_tools=True, is_thinking=False), "", list[list[str]]()
+    parser = AnswerParser(Markup(style), tools={"get_weather", "now"}, is_thinking=False)
+    content, calls = "", list[list[str]]()
     for each in parser.add(answer) + parser.finish():
         if each.kind == "name":
             calls.append([each.text, ""])

@@ -174,7 +174,9 @@ def serve(
         raise UsageError(f"Serving needs {error.name}.", "pip install 'inlay[serve]'") from error
     at = server.bind(host, port)
     package = options.ensure_package(target, max_length, max_batch, weights, build_settings, trust)
+    from inlay.package.loader import read_manifest
     from inlay.runtime.engine import Engine, EngineSettings
+    from inlay.serve.http.embeddings import EncoderEngine
 
     version = server.fingerprint(package)
     shown = f"[{host}]" if ":" in host else host
@@ -190,6 +192,11 @@ def serve(
     )
     if err.is_terminal:
         err.print("loading the package …")
+    if read_manifest(package)[0].encoder is not None:
+        if kv_events is not None:
+            raise UsageError("A text encoder has no KV cache, so it has no events.", "Leave --kv-events out.")
+        server.serve(EncoderEngine.open(package), settings, at, version, drain_seconds, lambda _: _welcome_encoder(url))
+        return
     engine = Engine.open(package, limits)
     publisher: AbstractContextManager[object] = nullcontext()
     if kv_events is not None:
@@ -199,6 +206,11 @@ def serve(
         publisher = Publisher(log, size, bind=kv_events, replay=kv_replay, topic=kv_topic, encoding=kv_encoding)
     with publisher:
         server.serve(engine, settings, at, version, drain_seconds, lambda serving: _welcome(serving, engine, url))
+
+
+def _welcome_encoder(url: str) -> None:
+    out.print(f"Serving embeddings at [bold]{url}/v1/embeddings[/]")
+    out.file.flush()
 
 
 def _welcome(serving: ServerContext, engine: Engine, url: str) -> None:

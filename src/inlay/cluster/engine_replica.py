@@ -77,6 +77,8 @@ class EngineReplica:
         if placement.text != self._text:
             raise ProgramError("The request was tokenized for another package.", "Send it to another replica.")
         with span("inlay.generate", placement, request) as recorded:
+            if request.grammar is not None:
+                await asyncio.to_thread(self._engine.text.grammars.open, request.grammar)
             answer = self._engine.submit(request, asyncio.get_running_loop())
             try:
                 async for outputs in answer.batches(HEARTBEAT):

@@ -26,9 +26,13 @@ from inlay.runtime.tool_format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from inlay.runtime.tool_format import Markup
+
+
+_GAP = " \r\n\t"
+"""What may be between calls."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,19 @@ class AnswerParser:
     """The parts of one answer. What is in no known form is content, so no text is lost.
 
     >>> from inlay.runtime.tool_format import Markup
-    >>> parser = AnswerParser(Markup(), has_tools=True, is_thinking=False)
+    >>> parser = AnswerParser(Markup(), tools={"f"}, is_thinking=False)
     >>> parser.add('One.<tool_call>{"name": "f", "arguments": {"a"')
     [Delta(kind='content', text='One.'), Delta(kind='name', text='f'), Delta(kind='arguments', text='{"a"')]
     >>> parser.add(": 1}}</tool_call>") + parser.finish()
     [Delta(kind='arguments', text=': 1}')]
     """
 
-    def __init__(self, markup: Markup, *, has_tools: bool, is_thinking: bool) -> None:
-        """`is_thinking`: the prompt ends within the reasoning."""
+    def __init__(self, markup: Markup, *, tools: Collection[str], is_thinking: bool) -> None:
+        """`tools`: names of functions; others are no calls. `is_thinking`: the prompt ends within the reasoning."""
         self._markup, self._held, self._space, self._done = markup, "", "", list[Delta]()
-        self._tools = markup.tools if has_tools else None
+        self._names, self._tools = tools, markup.tools if tools else None
+        self._skipped: str | None = None
+        """What was read between calls, as long as no call followed: it may be content."""
         self._has_text = False
         """Whether there was any content or call."""
         self._call: _CallScanner | None = None
@@ -76,6 +82,8 @@ class AnswerParser:
         """Return what was held back, when no text follows."""
         if self._call is not None:
             self._end_call()
+        if self._skipped is not None:
+            self._end_calls()
         kind: Literal["content", "reasoning"] = "reasoning" if self._state == self._read_reasoning else "content"
         if self._state not in (self._read_calls, self._read_header, self._read_name) or self._held.strip():
             self._emit(kind, self._held)
@@ -101,8 +109,8 @@ class AnswerParser:
         """Emit text. Space at its end is held back: it is dropped before a call and at the end of the reasoning."""
         text = self._space + text
         if self._is_first and (self._markup.has_reasoning or self._tools):
-            text = text.lstrip()
-        kept = text.rstrip() if self._markup.has_reasoning or self._tools or kind == "reasoning" else text
+            text = text.lstrip(_GAP)
+        kept = text.rstrip(_GAP) if self._markup.has_reasoning or self._tools or kind == "reasoning" else text
         self._space = text[len(kept) :]
         if kept:
             self._is_first = False
@@ -127,21 +135,36 @@ class AnswerParser:
             markers.append(CALLS)
         elif self._tools is ToolFormat.OBJECTS:
             markers.append(CODE)
-            if self._is_first and self._held.lstrip().startswith("{"):
-                self._state = self._read_calls
+            if self._is_first and self._held.lstrip(_GAP).startswith("{"):
+                self._begin_calls("")
                 return True
         if not markers:
             self._emit("content", self._held)
             self._held = ""
             return False
         text, marker = self._split(*markers)
-        if marker == THINK and not text.strip():
+        if marker == THINK and not text.strip(_GAP):
             self._state = self._read_reasoning
             return True
         self._emit("content", text + (THINK if marker == THINK else ""))
         if marker and marker != THINK:
-            self._state = self._read_name if self._tools is ToolFormat.NAMES else self._read_calls
+            self._begin_calls(marker)
         return bool(marker)
+
+    def _begin_calls(self, marker: str) -> None:
+        self._skipped = marker
+        self._state = self._read_name if self._tools is ToolFormat.NAMES else self._read_calls
+
+    def _skip(self, count: int) -> None:
+        if self._skipped is not None:
+            self._skipped += self._held[:count]
+        self._held = self._held[count:]
+
+    def _end_calls(self) -> None:
+        """What was skipped is content if there was no call."""
+        if self._skipped:
+            self._emit("content", self._skipped)
+        self._skipped, self._state = None, self._read_content
 
     def _read_reasoning(self) -> bool:
         text, marker = self._split(END_THINK)
@@ -158,19 +181,19 @@ class AnswerParser:
         if self._call is not None:
             self._read_call()
             return True
-        self._held = self._held.lstrip(" \r\n\t[],;")
+        self._skip(len(self._held) - len(self._held.lstrip(_GAP + "[],;")))
         for marker in (END_CALL, CALL, CALLS, CODE):
             if self._held.startswith(marker):
-                self._held = self._held[len(marker) :]
+                self._skip(len(marker))
                 if marker == END_CALL:
-                    self._state = self._read_content
+                    self._end_calls()
                 return True
             if marker.startswith(self._held):
                 return False
         if self._held.startswith("{"):
-            self._call = _CallScanner()
+            self._call = _CallScanner(self._names)
         else:
-            self._state = self._read_content
+            self._end_calls()
         return True
 
     def _read_call(self) -> bool:
@@ -188,7 +211,7 @@ class AnswerParser:
         assert self._call is not None
         for each in self._call.take():
             if each.kind == "name":
-                self._space, self._is_first, self._has_call = "", False, True
+                self._space, self._is_first, self._has_call, self._skipped = "", False, True, None
             self._done.append(each)
 
     def _end_call(self) -> None:
@@ -196,8 +219,8 @@ class AnswerParser:
         self._call.close()
         self._pass_on()
         if not self._call.is_named:
-            opened = CALL if self._tools is ToolFormat.TAGS else ""
-            self._emit("content", opened + self._call.text)
+            self._emit("content", (self._skipped or "") + self._call.text)
+            self._skipped = None if self._skipped is None else ""
         self._call = None
 
     def _read_name(self) -> bool:
@@ -206,19 +229,20 @@ class AnswerParser:
             if self._read_call():
                 self._state = self._read_content
             return True
-        if re.match(r"\s*\[\s*\{", self._held):
+        if re.match(rf"[{_GAP}]*\[[{_GAP}]*\{{", self._held):
             self._state = self._read_calls  # the older form: a list
             return True
-        if re.fullmatch(r"\s*\[\s*", self._held) or not (ARGS in self._held or "{" in self._held):
+        if re.fullmatch(rf"[{_GAP}]*\[[{_GAP}]*", self._held) or not (ARGS in self._held or "{" in self._held):
             return False
         text, marker = self._split(ARGS, "{")
         name = text.split(CALL_ID)[0].strip()
         self._held = ("{" if marker == "{" else "") + self._held
-        if name:
-            self._call = _CallScanner(name)
+        if name in self._names:
+            self._call = _CallScanner(self._names, name)
             self._pass_on()
         else:
-            self._state = self._read_content
+            self._skipped = (self._skipped or "") + text + (ARGS if marker == ARGS else "")
+            self._end_calls()
         return True
 
     def _read_header(self) -> bool:
@@ -228,8 +252,8 @@ class AnswerParser:
         text, _ = self._split(MESSAGE)
         header = text.rpartition(CHANNEL)[2]
         found = re.search(rf"to={re.escape(FUNCTIONS)}([\w.-]+)", text)
-        if found and self._tools:
-            self._call = _CallScanner(found[1])
+        if found and found[1] in self._names:
+            self._call = _CallScanner(self._names, found[1])
             self._pass_on()
         self._is_reasoning = header.strip().startswith("analysis")
         self._state = self._read_body
@@ -257,7 +281,8 @@ class _CallScanner:
     If the name is known, all of the JSON is the arguments.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, names: Collection[str], name: str | None = None) -> None:
+        self._names = names
         self.text = ""
         self.is_complete = False
         self.is_named = name is not None
@@ -270,23 +295,25 @@ class _CallScanner:
 
     def add(self, text: str) -> int:
         """Add text; return how much of it belongs to the call."""
-        for place, char in enumerate(text):
-            self.text += char
+        before = len(self.text)
+        self.text += text
+        for at in range(before, len(self.text)):
             if self._string >= 0:
-                self._read_string(char)
+                self._read_string(self.text[at], at)
             else:
-                self._read_char(char)
+                self._read_char(self.text[at], at)
             if self.is_complete:
-                return place + 1
+                self.text = self.text[: at + 1]
+                return at + 1 - before
         return len(text)
 
-    def _read_string(self, char: str) -> None:
+    def _read_string(self, char: str, at: int) -> None:
         if self._is_escaped:
             self._is_escaped = False
         elif char == "\\":
             self._is_escaped = True
         elif char == '"':
-            value, self._string = self.text[self._string :], -1
+            value, self._string = self.text[self._string : at + 1], -1
             if self._depth == 1 and not self._is_bare:
                 self._read_word(value)
 
@@ -298,22 +325,22 @@ class _CallScanner:
             return
         if not self._is_value:
             self._key = value
-        elif self._key == "name" and not self.is_named:
+        elif self._key == "name" and not self.is_named and value in self._names:
             self.is_named = True
             self._deltas.append(Delta("name", value))
 
-    def _read_char(self, char: str) -> None:
+    def _read_char(self, char: str, at: int) -> None:
         if not self._is_bare and self._depth == 1 and char in ":,}":
             if char == ":":
                 self._is_value = True
                 if self._key in ("arguments", "parameters") and self._begin < 0:
-                    self._begin = len(self.text)
+                    self._begin = at + 1
             else:
                 if self._is_value and self._begin >= 0 > self._end:
-                    self._end = len(self.text) - 1
+                    self._end = at
                 self._is_value = False
         if char == '"':
-            self._string = len(self.text) - 1
+            self._string = at
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
@@ -350,6 +377,8 @@ def _unquoted(text: str) -> str:
     """Return the text of an object that is written as a string; an empty object for null."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, str) else "{}" if value is None else text
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # halves of characters
+    return "{}" if value is None else text

@@ -55,7 +55,15 @@ class Encoder:
         """
         if batch_size < 1:
             raise UsageError(f"The batch size cannot be {batch_size}.", "Use 1 or more.")
-        encodings = self.encode(texts, prompt=prompt)
+        return self.embed_tokens(self.encode(texts, prompt=prompt), batch_size, on_progress)
+
+    def embed_tokens(
+        self,
+        encodings: Sequence[Encoding],
+        batch_size: int = BATCH_SIZE,
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> torch.Tensor:
+        """Return the embeddings of texts that were encoded."""
         made = torch.empty(len(encodings), self.dimension)
         done = 0
         for length, places in self._batches(encodings, batch_size):

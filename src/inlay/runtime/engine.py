@@ -440,8 +440,9 @@ class Engine:
             token = best if is_best else writer.sample(scores, allowed)
             likelihood = writer.logprobs(scores, token)
             text, finish = writer.add(token)
-        except InlayError as error:
-            self._fail(sequence, error)
+        except Exception as error:  # of this sequence only
+            told = error if isinstance(error, InlayError) else ProgramError(f"Sampling failed: {one_line(error)}.")
+            self._fail(sequence, told)
             return None
         first = sequence.last_token_time == sequence.handle.arrival_time
         prompt = tuple(writer.prompt_logprobs) if first and writer.request.prompt_logprobs is not None else None

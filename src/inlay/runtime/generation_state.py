@@ -68,7 +68,8 @@ class GenerationState:
         if allowed is not None:
             scores = mask_logits(scores, allowed)
         if self._must_continue:
-            scores = scores.index_fill(0, torch.tensor(sorted(self._ends), dtype=torch.long), -float("inf"))
+            ends = [token for token in sorted(self._ends) if token < len(scores)]
+            scores = scores.index_fill(0, torch.tensor(ends, dtype=torch.long), -float("inf"))
         prompt = len(self.request.prompt)
         return sample(scores, self.history, self.request.sampling, self._generator, prompt)
 

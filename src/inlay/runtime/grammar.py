@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from inlay.errors import ProgramError, UsageError, one_line, printable
+from inlay.errors import UsageError, one_line, printable
 from inlay.runtime.json_schema import prepare_schema
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_CHARS = 1 << 16
 """A longer grammar is rejected before it is compiled."""
+_MOST_ITEMS = 500
+"""Items of the parser at one place. A grammar that is so ambiguous would hold up all requests."""
 _KEPT = 64
 """Compiled grammars that are kept for later requests."""
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -94,7 +97,11 @@ class GrammarCompiler:
     def preload(self) -> None:
         """Read the tokenizer in another thread, which takes about a second, instead of with the first grammar."""
         if find_spec("llguidance") is not None:
-            threading.Thread(target=self._load, name="inlay-grammar-preload", daemon=True).start()
+            threading.Thread(target=self._preload, name="inlay-grammar-preload", daemon=True).start()
+
+    def _preload(self) -> None:
+        with suppress(UsageError):  # the first request with a grammar reports it
+            self._load()
 
     def _load(self) -> Any:
         with self._tokenizer_lock:
@@ -102,7 +109,11 @@ class GrammarCompiler:
                 tokenizer = self._text.tokenizer
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
                 ends = sorted(self._text.eos)
-                self._tokenizer = _library().LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=ends)
+                try:
+                    self._tokenizer = _library().LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=ends)
+                except ValueError as error:
+                    problem = f"Structured output does not support this tokenizer: {printable(one_line(error), 200)}."
+                    raise UsageError(problem, "Ask without it.") from error
         return self._tokenizer
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -115,7 +126,8 @@ class GrammarCompiler:
                 source = library.grammar_from(grammar.kind, grammar.text)
         except (ValueError, RecursionError) as error:
             raise _invalid(grammar, one_line(error)) from error
-        made = library.LLMatcher(tokenizer, source, log_level=0)
+        limits = library.LLParserLimits(max_items_in_row=_MOST_ITEMS, verbose_errors=False)
+        made = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if made.is_error():
             raise _invalid(grammar, made.get_error())
         made.compute_bitmask()  # the first takes longest, and copies of the matcher share what it found
@@ -145,7 +157,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._inner.is_error():
             problem = printable(self._inner.get_error(), 300)
-            raise ProgramError(f"The grammar cannot be followed further: {problem}.", "Use a simpler one.")
+            raise UsageError(f"The grammar cannot be followed further: {problem}.", "Use a simpler one.")
 
 
 def mask_logits(scores: torch.Tensor, allowed: np.ndarray) -> torch.Tensor:

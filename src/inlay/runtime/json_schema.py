@@ -5,6 +5,8 @@ from __future__ import annotations
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Any
 
+from inlay.errors import UsageError
+
 _DIGITS = 15
 """Numbers with more digits are read with an error of one unit in the last place."""
 _ROUNDING = {
@@ -25,7 +27,10 @@ _PLAIN_KEYWORDS = frozenset(
 
 def prepare_schema(schema: Any) -> Any:
     """Return a schema for llguidance. What is valid for it is valid for the original."""
-    return _exact(close_objects(schema))
+    try:
+        return _exact(close_objects(schema))
+    except RecursionError:
+        raise UsageError("The JSON schema is nested too deeply.", "Use a simpler one.") from None
 
 
 def close_objects(schema: Any) -> Any:
@@ -83,5 +88,5 @@ def _exact(value: Any, key: str = "") -> Any:
     if not isinstance(value, float) or value == float(f"{value:.{_DIGITS}g}"):
         return value
     if key not in _ROUNDING:
-        raise ValueError(f"the number {value} has more than {_DIGITS} digits")
+        raise UsageError(f"The JSON schema has a number of more than {_DIGITS} digits: {value}.", "Round it.")
     return float(Context(prec=_DIGITS, rounding=_ROUNDING[key]).create_decimal(repr(value)))

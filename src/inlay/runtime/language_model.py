@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from inlay.runtime.engine import Engine
     from inlay.runtime.grammar import Schema
     from inlay.runtime.text_codec import TextCodec
-
+from inlay.runtime.tool_format import END_THINK
 
 MAX_TOKENS = 256
 GREEDY = Sampling()
@@ -177,7 +177,7 @@ class LanguageModel:
         engine, requests = self.engine, []
         for place, each in enumerate(prompts):
             try:
-                request = Request(tuple(self._encode(each, raw)), sampling, max_tokens, stop, grammar=rules)
+                request = _request(self.text, self._encode(each, raw), sampling, max_tokens, stop, rules)
                 GenerationState(request, self.text, engine.max_seq_len)
             except UsageError as error:
                 raise UsageError(f"Prompt {place}: {error.problem}", error.remedy) from error
@@ -201,7 +201,7 @@ class LanguageModel:
         """
         engine = await asyncio.to_thread(lambda: self.engine)
         rules = _as_grammar(schema, grammar)
-        request = Request(tuple(self._encode(prompt, raw)), sampling, max_tokens, stop, grammar=rules)
+        request = _request(self.text, self._encode(prompt, raw), sampling, max_tokens, stop, rules)
         while True:
             with suppress(QueueFullError):  # another thread may submit in between
                 if not engine.is_full:
@@ -267,6 +267,18 @@ def _as_grammar(schema: Schema | None, grammar: Grammar | None) -> Grammar | Non
     return Grammar.json_schema(schema)
 
 
+def _request(
+    text: TextCodec,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    stop: Sequence[str],
+    grammar: Grammar | None,
+) -> Request:
+    after = END_THINK if grammar is not None and text.is_thinking(prompt) else ""
+    return Request(tuple(prompt), sampling, max_tokens, stop, grammar=grammar, grammar_after=after)
+
+
 def _as_many(prompt: Any) -> list[str | Messages] | None:
     """Return a list of prompts, or None if this is one prompt. A list of mappings is one conversation."""
     if not isinstance(prompt, Sequence):
@@ -319,7 +331,7 @@ def generate(
     The tokens after the first are timed without what happens between two pieces.
     """
     started, aside = perf_counter(), 0.0
-    request = Request(tuple(prompt), sampling, max_tokens, stop, grammar=grammar)
+    request = _request(text, prompt, sampling, max_tokens, stop, grammar)
     writer = GenerationState(request, text, stepper.max_seq_len)
     given = list(prompt)
     stepper.restart()

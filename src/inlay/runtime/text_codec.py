@@ -15,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from inlay.errors import ModelError, UsageError, one_line
 from inlay.runtime.chat_template import ChatTemplate
 from inlay.runtime.grammar import GrammarCompiler
+from inlay.runtime.tool_format import THINK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenizers import Tokenizer
 
     from inlay.runtime.chat_template import Messages
@@ -79,6 +82,11 @@ class TextCodec:
                 "This model has no chat template, so it does not support chat.", "Pass one prompt as plain text."
             )
         return self.encode_part(self.chat.render(messages))
+
+    def is_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends within the reasoning of the model."""
+        has_reasoning = self.chat is not None and self.chat.markup.has_reasoning
+        return has_reasoning and self.decode(list(prompt[-8:]), with_special=True).rstrip().endswith(THINK)
 
     def decode(self, tokens: list[int], *, with_special: bool = False) -> str:
         """Return the text of tokens, without special tokens unless they are asked for."""

@@ -58,7 +58,9 @@ class Markup:
             found = ToolFormat.CHANNELS
         elif CALLS in source:
             found = ToolFormat.NAMES if ARGS in source else ToolFormat.LIST
-        elif "<function=" not in source and CALL in source:
+        elif "<function=" in source or "<arg_key>" in source:
+            found = None  # calls that are no JSON
+        elif CALL in source:
             found = ToolFormat.TAGS
         elif CODE in source or '{"name": function name, "parameters":' in source:
             found = ToolFormat.OBJECTS
@@ -176,7 +178,7 @@ def explain_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     """Return messages for a template that shows no tools: the system message lists them; calls and results are text."""
     made: list[dict[str, Any]] = []
     for message in messages:
-        role, content = message["role"], message["content"]
+        role, content = message["role"], message.get("content") or ""
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         for call in message.get("tool_calls") or ():

@@ -15,19 +15,13 @@ from inlay._version import __version__
 from inlay.errors import UsageError, suggest
 from inlay.runtime.request import EngineClosedError, QueueFullError
 from inlay.serve.http import request_builder
+from inlay.serve.http.embeddings import EncoderEngine, add_embedding_route
 from inlay.serve.http.errors import LONGEST_ECHO, ApiError, draining_error, overloaded_error
 from inlay.serve.http.middleware import RequestMiddleware
+from inlay.serve.http.response_schema import ChatResponse, CompletionResponse, ErrorResponse, ModelCard, Models
 from inlay.serve.http.responses import EventStreamResponse, FullResponse, HandleGroup
 from inlay.serve.http.router_routes import add_info_routes, add_tokenizer_routes
-from inlay.serve.http.schema import (
-    ChatRequest,
-    ChatResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
-    ModelCard,
-    Models,
-)
+from inlay.serve.http.schema import ChatRequest, CompletionRequest
 from inlay.serve.http.serializers import ChatSerializer, CompletionSerializer, PromptForm, ResponseSerializer
 from inlay.serve.kv_events.json_feed import add_kv_routes
 
@@ -54,6 +48,9 @@ def create_app(context: ServerContext) -> RequestMiddleware:
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(Exception, _handle_internal_error)
     _add_status_routes(app, context)
+    if isinstance(context.engine, EncoderEngine):
+        add_embedding_route(app, context, context.engine, ERRORS)
+        return RequestMiddleware(app, context)
     _add_generation_routes(app, context)
     add_tokenizer_routes(app, context, ERRORS)
     add_info_routes(app, context, ERRORS)
@@ -139,8 +136,9 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     spelling = None if wanted[0].logprobs is None else serving.token_text
     serializer: ResponseSerializer = ChatSerializer(head, spelling, with_usage, form)
     if isinstance(asked, CompletionRequest):
-        echo = [each.prompt for each in wanted] if asked.echo else None
-        serializer = CompletionSerializer(head, spelling, with_usage, text, echo)
+        texts = request_builder.prompt_texts(asked, prompts, text)
+        echo = [(texts[index // choices], each.prompt) for index, each in enumerate(wanted)] if asked.echo else None
+        serializer = CompletionSerializer(head, spelling, with_usage, echo)
     if asked.prompt_logprobs is not None:
         serializer.prompt_form = PromptForm([each.prompt for each in wanted], serving.token_text, asked.prompt_logprobs)
     seconds = serving.settings.write_seconds

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PUBLIC_ROUTES = frozenset({"/healthz", "/readyz", "/health"})
 """Routes that require no API key."""
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
-BODY_ROUTES = GENERATION_ROUTES | TOKENIZER_ROUTES
+BODY_ROUTES = GENERATION_ROUTES | TOKENIZER_ROUTES | {"/v1/embeddings"}
 """Routes that require a permit of admission control."""
 KNOWN_ROUTES = (
     PUBLIC_ROUTES

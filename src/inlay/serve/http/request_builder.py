@@ -14,7 +14,7 @@ from inlay.runtime.answer_parser import AnswerParser
 from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request
 from inlay.runtime.sampling import MIN_TEMPERATURE, Sampling
-from inlay.runtime.tool_format import END_THINK, FINAL, THINK, ToolFormat, force_calls
+from inlay.runtime.tool_format import END_THINK, FINAL, ToolFormat, force_calls
 from inlay.serve.http.errors import ApiError
 from inlay.serve.http.schema import (
     AssistantInputMessage,
@@ -75,6 +75,16 @@ async def encode(
     return [tuple(prompt) for prompt in prompts]
 
 
+def prompt_texts(body: CompletionRequest, prompts: list[tuple[int, ...]], text: TextCodec) -> list[str]:
+    """Return prompts as they were sent; those in tokens as text, with special tokens."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    return [
+        sent if isinstance(sent, str) else text.decode(list(tokens), with_special=True)
+        for sent, tokens in zip(body.prompt if len(body.prompt) == len(prompts) else prompts, prompts, strict=True)
+    ]
+
+
 async def encode_text(body: TokenizeRequest, text: TextCodec, bounds: RequestLimits) -> list[int]:
     """Return the tokens of a text or of the messages of a chat, which may be longer than a prompt."""
     unbounded = replace(bounds, max_prompt_chars=sys.maxsize)
@@ -113,7 +123,8 @@ async def read_grammar(body: ChatRequest | CompletionRequest, form: AnswerForm, 
     def compile_it() -> Grammar:
         made = _grammar(stated, asked) if stated or asked else None
         if form.markup is not None and form.tools:
-            has_many = isinstance(body, ChatRequest) and body.parallel_tool_calls is not False
+            assert isinstance(body, ChatRequest)
+            has_many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
             made = force_calls(form.markup, form.tools, text, has_many=has_many, otherwise=made)
         assert made is not None
         text.grammars.open(made)
@@ -161,8 +172,7 @@ class AnswerForm:
             markup = replace(markup, has_reasoning=False)
         if not (tools or markup.has_reasoning or markup.tools is ToolFormat.CHANNELS):
             return cls()
-        end = text.decode(list(prompts[0][-8:]), with_special=True).rstrip()
-        is_thinking = markup.has_reasoning and end.endswith(THINK)
+        is_thinking = markup.has_reasoning and text.is_thinking(prompts[0])
         return cls(markup, tools, must_call, is_thinking, body.include_reasoning is not False)
 
     @property
@@ -181,7 +191,8 @@ class AnswerForm:
         """Return a parser for one answer; None if all of it is content."""
         if self.markup is None:
             return None
-        return AnswerParser(self.markup, has_tools=bool(self.tools), is_thinking=self.is_thinking)
+        names = {each["name"] for each in self.tools}
+        return AnswerParser(self.markup, tools=names, is_thinking=self.is_thinking)
 
 
 def _tools_of(body: ChatRequest) -> tuple[dict[str, Any], ...]:
@@ -189,7 +200,9 @@ def _tools_of(body: ChatRequest) -> tuple[dict[str, Any], ...]:
     found = [each.function.model_dump(exclude_none=True, exclude={"strict"}) for each in body.tools or ()]
     if len({each["name"] for each in found}) < len(found):
         raise ApiError(400, "Two tools have the same name.", param="tools")
-    return tuple({"description": "", "parameters": {"type": "object", "properties": {}}, **each} for each in found)
+    return tuple(
+        {**each, "parameters": each.get("parameters") or {"type": "object", "properties": {}}} for each in found
+    )
 
 
 def _grammar(asked: StructuredOutputs | None, form: ResponseFormat | None) -> Grammar | None:
@@ -300,7 +313,7 @@ def _turn(message: InputMessage | AssistantInputMessage | ToolMessage) -> dict[s
         turn["tool_call_id"] = message.tool_call_id
     elif isinstance(message, AssistantInputMessage):
         if message.reasoning_content is not None:
-            turn["reasoning_content"] = message.reasoning_content
+            turn["reasoning_content"] = turn["thinking"] = message.reasoning_content  # templates differ
         if message.tool_calls:
             turn["tool_calls"] = [_call(each) for each in message.tool_calls]
     return turn if message.name is None else {**turn, "name": message.name}

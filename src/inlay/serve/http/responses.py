@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from inlay.errors import InlayError
+from inlay.errors import InlayError, UsageError
 from inlay.runtime.outputs import FinishReason
 from inlay.runtime.request import EngineUnavailableError, QueueFullError
 from inlay.serve.http.errors import ApiError, draining_error, overloaded_error
-from inlay.serve.http.schema import PromptDetails, Usage
+from inlay.serve.http.response_schema import PromptDetails, Usage
 from inlay.serve.http.serializers import API_FINISH_REASONS
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class HandleGroup:
             raise overloaded_error(error.retry_after) from error
         except EngineUnavailableError as error:
             raise ApiError(503, str(error), code="unavailable", retry_after=1) from error
+        except UsageError as error:  # found while the answer was generated
+            raise ApiError(400, str(error)) from error
         except InlayError as error:
             raise ApiError(500, f"Generation failed. {error}", code="engine_error") from error
 
@@ -149,7 +151,9 @@ class FullResponse(_GenerationResponse):
                 pieces[index].append(piece)
         made = sum(map(len, pieces))
         usage = self._answers.usage(made)
-        if made < MANY or pieces[0][0].logprobs is None:
+        first = [each[0] for each in pieces]
+        logprobs = sum(len(each.prompt_logprobs or ()) for each in first) + (made if first[0].logprobs else 0)
+        if logprobs < MANY:
             body = self._serializer.full_response(pieces, usage)
         else:
             body = await asyncio.to_thread(self._serializer.full_response, pieces, usage)

@@ -12,7 +12,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any
 
 from inlay.runtime.outputs import FinishReason
-from inlay.serve.http.schema import (
+from inlay.serve.http.response_schema import (
     AnswerToolCall,
     AssistantMessage,
     ChatChoice,
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
     from inlay.runtime.answer_parser import AnswerParser, Delta
     from inlay.runtime.outputs import TokenLogprobs, TokenOutput
-    from inlay.runtime.text_codec import TextCodec
     from inlay.serve.http.request_builder import AnswerForm
-    from inlay.serve.http.schema import ApiFinishReason, PromptLogprobs, Usage
+    from inlay.serve.http.response_schema import ApiFinishReason, PromptLogprobs, Usage
     from inlay.serve.http.token_text import TokenText
 
 LEAST = -9999.0
@@ -196,25 +195,24 @@ class ChatSerializer(ResponseSerializer):
 
 
 class CompletionSerializer(ResponseSerializer):
-    """`/v1/completions`. `echo`: the prompt of each choice, which begins its text."""
+    """`/v1/completions`. `echo`: the prompt of each choice as text and as tokens, which begins its text."""
 
     def __init__(
         self,
         head: dict[str, Any],
         spelling: TokenText | None,
         usage: bool,
-        text: TextCodec,
-        echo: Sequence[Sequence[int]] | None,
+        echo: Sequence[tuple[str, Sequence[int]]] | None,
     ) -> None:
         super().__init__(head, "text_completion", spelling, usage)
-        self._text, self._echo = text, echo
+        self._echo = echo
         self._offsets: dict[int, int] = {}
 
     def first_chunk(self, index: int) -> str:
         return "" if self._echo is None else self._chunk(index, f'"text":{quoted(self._prompt(index))}', "null", None)
 
     def _prompt(self, index: int) -> str:
-        return "" if self._echo is None else self._text.decode(list(self._echo[index]))
+        return "" if self._echo is None else self._echo[index][0]
 
     def chunk(self, index: int, piece: TokenOutput) -> str:
         logprobs = "null"
@@ -245,7 +243,7 @@ class CompletionSerializer(ResponseSerializer):
     def _logprobs(self, index: int, pieces: Sequence[TokenOutput], spelling: TokenText) -> CompletionLogprobs:
         head, offset = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]), 0
         if self._echo is not None:
-            first, *others = self._echo[index]
+            first, *others = self._echo[index][1]
             head.tokens.append(spelling(first)[0])
             head.token_logprobs.append(None)
             head.top_logprobs.append(None)

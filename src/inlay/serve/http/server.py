@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from inlay.runtime.engine import Engine
+    from inlay.serve.http.embeddings import EncoderEngine
     from inlay.serve.http.settings import ServerSettings
 
 SEND_BUFFER = 1 << 18
@@ -37,7 +38,9 @@ LAST_SECONDS = 5
 class Server(uvicorn.Server):
     """uvicorn's server with a drain phase: at shutdown new requests get 503 while those in flight finish."""
 
-    def __init__(self, context: ServerContext, engine: Engine, drain_seconds: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, context: ServerContext, engine: Engine | EncoderEngine, drain_seconds: float, ready: Callable[[], None]
+    ) -> None:
         config = uvicorn.Config(
             create_app(context),
             http=Connection,
@@ -109,7 +112,7 @@ def fingerprint(package: Path | str) -> str:
 
 
 def serve(
-    engine: Engine,
+    engine: Engine | EncoderEngine,
     settings: ServerSettings,
     listener: socket.socket,
     version: str,
