@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -96,10 +97,11 @@ async def answers(port: int, schemas: Sequence[Any], clients: int, tokens: int) 
                 counts["valid"] += valid
                 if not valid:
                     wrong.append(f"{json.dumps(schema)}: {text}")
-            print(f"\r{clients} at a time: {len(schemas) - len(left)} of {len(schemas)}", end="", flush=True)
+            done = f"{clients} at a time: {len(schemas) - len(left)} of {len(schemas)}, {dict(counts)}"
+            print(f"\r{done}", end="", flush=True, file=sys.stderr)
 
     await asyncio.gather(*(work() for _ in range(clients)))
-    print()
+    print(file=sys.stderr)
     return {**counts, "wrong": wrong[:10], "reasons": dict(refused.most_common(12))}
 
 
