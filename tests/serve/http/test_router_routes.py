@@ -104,7 +104,7 @@ def test_rendering_runs_nothing(server: Server) -> None:
         ("/v1/completions/render", {"model": NAME, "prompt": "fox " * 5000}, 400, "the limit is 4096"),
         ("/v1/completions/render", {"model": NAME, "prompt": "fox", "max_tokens": 10**9}, 400, "max_tokens"),
         ("/v1/completions", {"model": NAME, "prompt": "a", "skip_special_tokens": False}, 400, "skip_special_tokens"),
-        ("/v1/completions", {"model": NAME, "prompt": "a", "min_tokens": 3}, 400, "min_tokens"),
+        ("/v1/completions", {"model": NAME, "prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
         ("/v1/chat/completions", {"model": NAME, "messages": CHAT, "continue_final_message": True}, 400, "continue_"),
     ],
 )
