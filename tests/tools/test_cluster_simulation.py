@@ -136,6 +136,7 @@ def one_thread() -> Iterator[None]:
 def test_a_replica_takes_the_steps_of_a_real_engine(package: Path, seed: int, is_generated_stored: bool) -> None:
     settings = EngineSettings(
         block_size=8,
+        speculation=0,  # the simulator drafts no tokens
         max_prefill_tokens=16,
         max_prefill_only_tokens=40,
         cache_bytes=120_000,

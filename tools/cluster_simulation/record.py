@@ -179,7 +179,7 @@ def check(engine: Engine, clock: Clock, times: StepTimes, seed: int, requests: i
 
 def record_here(given: argparse.Namespace) -> Recording:
     """Record an engine in this process."""
-    engine = Engine.open(given.package, EngineSettings(cache_bytes=given.cache_bytes))
+    engine = Engine.open(given.package, EngineSettings(cache_bytes=given.cache_bytes, speculation=0))
     engine._warm_up()
     clock, rng = CLOCKS[given.clock], random.Random(given.seed)
     _submit(engine, _prompt(rng, 64), 32)
@@ -222,7 +222,7 @@ def _merge(found: Sequence[dict[str, Any]], clock: str) -> Recording:
 
 def check_here(given: argparse.Namespace) -> dict[str, float]:
     """Check the step times of a file with an engine in this process."""
-    engine = Engine.open(given.package, EngineSettings(cache_bytes=given.cache_bytes))
+    engine = Engine.open(given.package, EngineSettings(cache_bytes=given.cache_bytes, speculation=0))
     engine._warm_up()
     found = check(engine, CLOCKS[given.clock], Recording.read(given.check).times, given.seed)
     engine.close()

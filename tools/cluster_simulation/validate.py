@@ -52,7 +52,17 @@ _SECONDS = 120.0
 def _server(package: Path, block_size: int, options: Sequence[str]) -> Iterator[tuple[str, EngineAddress]]:
     """Run a server with one thread; yield its address, and how the selector knows it."""
     events, replay = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(2))
-    start = [sys.executable, "-c", "from inlay.cli.main import main; main()", "serve", str(package), "--name", "model"]
+    start = [
+        sys.executable,
+        "-c",
+        "from inlay.cli.main import main; main()",
+        "serve",
+        str(package),
+        "--speculation",
+        "0",
+        "--name",
+        "model",
+    ]
     process = subprocess.Popen(
         [*start, "--port", "0", "--kv-events", events, "--kv-replay", replay, *options],
         stdout=subprocess.PIPE,
