@@ -48,6 +48,7 @@ def test_headers_are_kept_apart(tmp_path: Path) -> None:
             assert found == [wanted, wanted]
 
 
+@pytest.mark.nightly  # the next test in CI has captures too
 def test_captures_take_turns(tmp_path: Path) -> None:
     """Two captures at the same time give what each gives alone, and the process is as it was."""
     paths = [str(tiny_gguf(tmp_path / f"{each}.gguf", layers=1, inner=32 * each)) for each in (1, 2)]

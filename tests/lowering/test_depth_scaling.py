@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.nightly
 def test_pieces_do_not_grow(tmp_path: Path) -> None:
     shapes = []
     for layers in (3, 9):

@@ -57,7 +57,8 @@ def test_there_are_enough() -> None:
     assert len(DENSE) >= 32
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_other_backends(backend: str, model_folder: Path, model: object) -> None:
     """The same plan in this process: the same tokens, and no recompile over 20 prompt lengths and 200 steps."""
     executable = compile_model(str(model_folder), backend, BuildOptions(max_length=256))

@@ -53,7 +53,8 @@ def _check_weights(package: Path, kind: str, wanted: dict[str, Tensor]) -> None:
     assert count == 8, "four in each layer"
 
 
-@pytest.mark.parametrize("kind", ["gptq", pytest.param("w4a16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gptq", "w4a16"])
 def test_built_from_a_quantized_checkpoint(tmp_path: Path, kind: str) -> None:
     wanted = _write(tmp_path / "model", kind, 0)
     package = tmp_path / "package"

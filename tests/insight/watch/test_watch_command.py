@@ -63,6 +63,7 @@ def program(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_an_upgrade_that_breaks_a_pattern(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{program}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     words = ["watch", "-o", "watched", "--", sys.executable, "program.py"]

@@ -74,9 +74,9 @@ def cases(command: list[str], **environment: str) -> int:
     "processor",
     [
         "AVX2",
-        "AVX-512",
+        pytest.param("AVX-512", marks=pytest.mark.nightly),
         "AVX-512 with VNNI and BF16",
-        "AMX",
+        pytest.param("AMX", marks=pytest.mark.nightly),
     ],
 )
 def test_memory(processor: str, rounds: int, tmp_path: Path) -> None:
