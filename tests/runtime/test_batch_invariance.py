@@ -11,10 +11,11 @@ import torch
 
 from inlay.package.loader import load_package
 from inlay.runtime import Sampling
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.language_model import generate
 from inlay.runtime.request import Request
 from inlay.runtime.session import SequenceSession, Session
+from inlay.runtime.settings import EngineSettings
 from tests.shared_cache import once_a_run
 from tests.small_packages import ROOM
 

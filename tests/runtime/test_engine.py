@@ -13,19 +13,21 @@ import pytest
 
 from inlay.errors import InlayError, ProgramError, UsageError
 from inlay.runtime import FinishReason, Sampling
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.kv.events import CacheMirror, StoredEvent, UpdatedEvent
 from inlay.runtime.outputs import TokenOutput, collect
 from inlay.runtime.request import EngineClosedError, QueueFullError, Request, RequestHandle
+from inlay.runtime.settings import EngineSettings
+from tests.runtime.engines import opening, random_prompt
 from tests.runtime.single_request import CLOSE, alone, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
 
-    Open = Callable[..., Engine]
+    from tests.runtime.engines import Open
 
 BLOCK = 8
 
@@ -33,29 +35,9 @@ BLOCK = 8
 @pytest.fixture
 def opened(package: Path) -> Iterator[Open]:
     """Engines that are not started: the test takes their steps."""
-    engines = []
-
-    def open_engine(**settings: Any) -> Engine:
-        engines.append(
-            Engine.open(
-                package,
-                EngineSettings(
-                    **{"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64, "speculation": 0}
-                    | settings
-                ),
-            )
-        )
-        for value in engines[-1]._memory.state.values():
-            value.fill_(float("nan"))  # whoever reads what was not written shows
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-
-
-def _prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(3, 256), k=length))
+    given = {"block_size": BLOCK, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64, "speculation": 0}
+    with opening(package, **given) as open_engine:
+        yield open_engine
 
 
 def _steps(engine: Engine, *answers: RequestHandle) -> list[list[int]]:
@@ -71,10 +53,10 @@ def _alone(engine: Engine, request: Request) -> list[int]:
 
 def _mixed(count: int, seed: int) -> list[Request]:
     rng = random.Random(seed)
-    shared = _prompt(60, 99)
+    shared = random_prompt(60, 99)
     return [
         Request(
-            (*shared[: rng.choice([0, 20, 40, 60])], *_prompt(rng.randrange(1, 90), number)),
+            (*shared[: rng.choice([0, 20, 40, 60])], *random_prompt(rng.randrange(1, 90), number)),
             rng.choice([Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=number)]),
             max_tokens=rng.randrange(1, 40),
             priority=rng.choice([0, 0, 1]),
@@ -121,7 +103,7 @@ def test_many_at_once_get_what_each_gets_alone(opened: Open) -> None:
 
 def test_a_hit_changes_no_bit(opened: Open) -> None:
     engine = opened()
-    request = Request(_prompt(150), max_tokens=20, ignore_eos=True, logprobs=3)
+    request = Request(random_prompt(150), max_tokens=20, ignore_eos=True, logprobs=3)
     first, second = engine.submit(request), None
     _steps(engine)
     second = engine.submit(request)
@@ -133,13 +115,13 @@ def test_a_hit_changes_no_bit(opened: Open) -> None:
 
 
 def test_a_hit_needs_the_same_tokens_and_the_same_salt(opened: Open) -> None:
-    engine, prompt = opened(), _prompt(64)
+    engine, prompt = opened(), random_prompt(64)
     _steps(engine, engine.submit(Request(prompt, max_tokens=1)))
     for other, cached in [
         (Request(prompt, max_tokens=1), 56),
         (Request(prompt, max_tokens=1, salt="another"), 0),
         (Request((7, *prompt), max_tokens=1), 0),
-        (Request((*prompt[:30], *_prompt(20, 5)), max_tokens=1), 24),
+        (Request((*prompt[:30], *random_prompt(20, 5)), max_tokens=1), 24),
     ]:
         answer = engine.submit(other)
         _steps(engine, answer)
@@ -148,7 +130,7 @@ def test_a_hit_needs_the_same_tokens_and_the_same_salt(opened: Open) -> None:
 
 def test_what_was_pushed_out_comes_back_from_the_second_level(opened: Open) -> None:
     engine = opened(cache_bytes=20 * 2 * 2 * 2 * 16 * 4 * BLOCK, host_bytes=1 << 20)
-    requests = [Request(_prompt(100, seed), max_tokens=12, ignore_eos=True) for seed in range(4)]
+    requests = [Request(random_prompt(100, seed), max_tokens=12, ignore_eos=True) for seed in range(4)]
     first = [_steps(engine, engine.submit(request)) for request in requests]
     answer = engine.submit(requests[0])
     again = _steps(engine, answer)
@@ -174,7 +156,7 @@ def test_events_tell_what_the_cache_holds(opened: Open) -> None:
 def test_the_cache_may_be_full_of_what_is_in_use(opened: Open) -> None:
     per_block = 2 * 2 * 2 * 16 * 4 * BLOCK
     engine = opened(cache_bytes=4 * per_block)
-    requests = [Request(_prompt(80, seed), max_tokens=30, ignore_eos=True) for seed in range(4)]
+    requests = [Request(random_prompt(80, seed), max_tokens=30, ignore_eos=True) for seed in range(4)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
     assert found == [_alone(engine, request) for request in requests]
     assert engine.counts()["fallback.cache_full"] > 0
@@ -182,18 +164,18 @@ def test_the_cache_may_be_full_of_what_is_in_use(opened: Open) -> None:
 
 def test_without_a_cache(opened: Open) -> None:
     engine = opened(cache_bytes=0)
-    request = Request(_prompt(80), max_tokens=5, ignore_eos=True)
+    request = Request(random_prompt(80), max_tokens=5, ignore_eos=True)
     assert _steps(engine, engine.submit(request)) == _steps(engine, engine.submit(request)) == [_alone(engine, request)]
     assert engine.counts()["blocks"] == engine.event_log.next == 0
 
 
 def test_a_long_prompt_stalls_nobody(opened: Open) -> None:
     engine = opened()
-    talking = engine.submit(Request(_prompt(5), max_tokens=60, ignore_eos=True))
+    talking = engine.submit(Request(random_prompt(5), max_tokens=60, ignore_eos=True))
     for _ in range(4):
         engine.step()
     before = engine.counts()
-    engine.submit(Request(_prompt(200, 1), max_tokens=1))
+    engine.submit(Request(random_prompt(200, 1), max_tokens=1))
     for _ in range(10):
         engine.step()
     after = engine.counts()
@@ -204,7 +186,7 @@ def test_a_long_prompt_stalls_nobody(opened: Open) -> None:
 
 def test_cancel_takes_one_step(opened: Open) -> None:
     engine = opened()
-    answers = [engine.submit(Request(_prompt(20, seed), max_tokens=200, ignore_eos=True)) for seed in range(6)]
+    answers = [engine.submit(Request(random_prompt(20, seed), max_tokens=200, ignore_eos=True)) for seed in range(6)]
     for _ in range(8):
         engine.step()
     answers[0].cancel()
@@ -219,8 +201,8 @@ def test_timeouts_end_what_runs_and_what_waits(opened: Open, monkeypatch: pytest
     for module in ("engine", "request"):
         monkeypatch.setattr(f"inlay.runtime.{module}.monotonic", lambda: now[0])
     engine = opened(slots=1)
-    running = engine.submit(Request(_prompt(4), max_tokens=100, ignore_eos=True, timeout=0.2))
-    waiting = engine.submit(Request(_prompt(4), timeout=0.1))
+    running = engine.submit(Request(random_prompt(4), max_tokens=100, ignore_eos=True, timeout=0.2))
+    waiting = engine.submit(Request(random_prompt(4), timeout=0.1))
     for seconds in (100.0, 100.05, 100.15, 100.19):
         now[0] = seconds
         assert engine.step()
@@ -235,8 +217,8 @@ def test_timeouts_end_what_runs_and_what_waits(opened: Open, monkeypatch: pytest
 
 def test_those_with_priority_go_first(opened: Open) -> None:
     engine = opened(slots=1)
-    plain = [engine.submit(Request(_prompt(4, seed), max_tokens=3, ignore_eos=True)) for seed in range(3)]
-    urgent = engine.submit(Request(_prompt(4, 9), max_tokens=3, ignore_eos=True, priority=1))
+    plain = [engine.submit(Request(random_prompt(4, seed), max_tokens=3, ignore_eos=True)) for seed in range(3)]
+    urgent = engine.submit(Request(random_prompt(4, 9), max_tokens=3, ignore_eos=True, priority=1))
     _steps(engine)
     last = {answer.id: list(answer)[-1].seconds + answer.arrival_time for answer in [*plain, urgent]}
     assert sorted(last, key=last.__getitem__) == [3, 0, 1, 2]
@@ -245,23 +227,23 @@ def test_those_with_priority_go_first(opened: Open) -> None:
 def test_too_many_are_refused_and_told_when_to_come_back(opened: Open) -> None:
     engine = opened(max_waiting=2)
     for seed in range(6):
-        engine.submit(Request(_prompt(4, seed), max_tokens=2))
+        engine.submit(Request(random_prompt(4, seed), max_tokens=2))
     with pytest.raises(QueueFullError) as full:
-        engine.submit(Request(_prompt(4)))
+        engine.submit(Request(random_prompt(4)))
     assert full.value.retry_after >= 1
     assert engine.counts()["rejected"] == 1
     _steps(engine)
-    engine.submit(Request(_prompt(4)))
+    engine.submit(Request(random_prompt(4)))
 
 
 @pytest.mark.parametrize(
     "request_",
     [
         Request(()),
-        Request(_prompt(257)),
-        Request(_prompt(4), max_tokens=0),
-        Request(_prompt(4), stop=("",)),
-        Request(_prompt(4), stop="END"),
+        Request(random_prompt(257)),
+        Request(random_prompt(4), max_tokens=0),
+        Request(random_prompt(4), stop=("",)),
+        Request(random_prompt(4), stop="END"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_at_once(opened: Open, request_: Request) -> None:
@@ -273,7 +255,7 @@ def test_what_cannot_be_answered_is_refused_at_once(opened: Open, request_: Requ
 
 def test_a_sequence_may_fill_its_slot(opened: Open) -> None:
     engine = opened()
-    request = Request(_prompt(250), max_tokens=100, ignore_eos=True)
+    request = Request(random_prompt(250), max_tokens=100, ignore_eos=True)
     made = collect(_pieces(engine, request))
     assert len(made.tokens) == 7, "six go in, and the last one need not"
     assert made.finish_reason is FinishReason.LENGTH
@@ -297,7 +279,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
         return package(given, is_prefill=is_prefill)
 
     engine._package = failing
-    answer = engine.submit(Request(_prompt(4), max_tokens=10, ignore_eos=True))
+    answer = engine.submit(Request(random_prompt(4), max_tokens=10, ignore_eos=True))
     engine.step()
     engine.step()
     fails.set()
@@ -306,7 +288,7 @@ def test_a_failing_call_fails_those_in_it_and_nobody_else(opened: Open) -> None:
     with pytest.raises(ProgramError, match="out of luck"):
         list(answer)
     engine._package = package
-    request = Request(_prompt(4, 1), max_tokens=10, ignore_eos=True)
+    request = Request(random_prompt(4, 1), max_tokens=10, ignore_eos=True)
     assert _steps(engine, engine.submit(request)) == [_alone(engine, request)]
     assert engine.counts()["fallback.call_failed"] == 1
 
@@ -315,7 +297,7 @@ def test_scores_that_are_no_numbers_are_kept_from_the_cache(opened: Open) -> Non
     engine = opened()
     package = engine._package
     engine._package = lambda given, is_prefill: {"logits": package(given)["logits"] * float("nan")}
-    answer = engine.submit(Request(_prompt(20)))
+    answer = engine.submit(Request(random_prompt(20)))
     while engine.step():
         pass
     with pytest.raises(ProgramError, match="not finite"):
@@ -356,7 +338,7 @@ def test_memory_is_taken_before_the_first_request(opened: Open) -> None:
     engine.start(warm=True)
     assert sizes == [(1, 16, engine.max_seq_len - 16, True), (engine.slots, 1, engine.max_seq_len - 1, False)]
     engine._package = package
-    request = Request(_prompt(40), max_tokens=12)
+    request = Request(random_prompt(40), max_tokens=12)
     assert [piece.token for piece in engine.submit(request)] == _alone(engine, request)
 
 
@@ -391,7 +373,7 @@ def test_in_an_event_loop(opened: Open) -> None:
 def test_close_ends_what_is_under_way(opened: Open) -> None:
     engine = opened()
     engine.start()
-    answers = [engine.submit(Request(_prompt(4, seed), max_tokens=250, ignore_eos=True)) for seed in range(8)]
+    answers = [engine.submit(Request(random_prompt(4, seed), max_tokens=250, ignore_eos=True)) for seed in range(8)]
     engine.close()
     ends = [list(answer)[-1].finish_reason for answer in answers]
     assert FinishReason.CANCELLED in ends
@@ -411,7 +393,8 @@ def test_all_memory_is_there_from_the_start(opened: Open) -> None:
 
 CODE = """
 import json, sys
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.request import Request
 engine = Engine.open(sys.argv[1], EngineSettings(block_size=8))
 engine.start()
@@ -436,7 +419,7 @@ def test_a_batch_is_filled_up_where_there_is_code_for_a_size(tmp_path: Path, mod
         str(model_folder), tmp_path / "package", BuildOptions(max_length=64, max_batch=4, buckets=("batch=4,length=1",))
     )
     engine = Engine.open(tmp_path / "package", EngineSettings(block_size=BLOCK))
-    requests = [Request(_prompt(10, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
+    requests = [Request(random_prompt(10, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
     found = _steps(engine, *[engine.submit(request) for request in requests])
     assert found == [_alone(engine, request) for request in requests]
     counts = engine.counts()
@@ -457,7 +440,7 @@ def test_hashes_of_equal_prefixes_are_equal_in_two_engines(opened: Open) -> None
     hashes = []
     for _ in range(2):
         engine = opened()
-        _steps(engine, engine.submit(Request(_prompt(40), max_tokens=1)))
+        _steps(engine, engine.submit(Request(random_prompt(40), max_tokens=1)))
         hashes.append([event.hash for _, event in engine.event_log.read(0) if isinstance(event, StoredEvent)])
     assert hashes[0] == hashes[1] != []
 

@@ -18,10 +18,11 @@ from tools.benchmarks.random_schemas import random_schema
 import inlay
 from inlay.errors import UsageError
 from inlay.runtime import FinishReason, Sampling
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.grammar import MAX_CHARS, Grammar, GrammarCompiler, mask_logits
 from inlay.runtime.outputs import collect
 from inlay.runtime.request import Request
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.text_codec import TextCodec, TextConfig
 
 if TYPE_CHECKING:

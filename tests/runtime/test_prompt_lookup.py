@@ -13,11 +13,13 @@ from inlay.errors import UsageError
 from inlay.lowering.buckets import find_shared_slot_problem
 from inlay.package.loader import load_package
 from inlay.runtime import FinishReason, Sampling
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.grammar import Grammar
 from inlay.runtime.prompt_lookup import MATCH_SIZES, Drafter, PromptLookup
 from inlay.runtime.request import Request, RequestHandle
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.speculation import CallCosts, choose_lengths
+from tests.runtime.engines import spoil
 from tests.shared_cache import once_a_run
 from tests.small_packages import ROOM
 
@@ -54,9 +56,7 @@ def text(package: Path) -> Any:
 
 def _engine(loaded: LoadedPackage, text: Any, costs: CallCosts | None = None, **settings: Any) -> Engine:
     small = {"block_size": 8, "max_prefill_tokens": 16, "max_prefill_only_tokens": 64, "max_waiting": 1000}
-    engine = Engine(loaded, text, EngineSettings(**small | settings))
-    for value in engine._memory.state.values():
-        value.fill_(float("nan"))  # whoever reads what was not written shows
+    engine = spoil(Engine(loaded, text, EngineSettings(**small | settings)))
     engine.speculation.costs = costs or Constant()
     return engine
 

@@ -17,11 +17,13 @@ from inlay.package.copy_proof import prove
 from inlay.package.loader import LoadedPackage, load_package
 from inlay.package.memory_traffic import _pages_of
 from inlay.runtime import Sampling, Session
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.grammar import Grammar
 from inlay.runtime.request import Request, RequestHandle
+from inlay.runtime.settings import EngineSettings
 from inlay.transforms.pass_manager import configure, run
 from tests.models import random_model
+from tests.runtime.engines import random_prompt, spoil
 from tests.runtime.single_request import CLOSE, alone, first_difference
 from tests.runtime.test_prompt_lookup import Constant
 from tests.shared_cache import once_a_run
@@ -84,14 +86,7 @@ def package(folder: Path, request: pytest.FixtureRequest) -> Executable:
 
 
 def _engine(package: Executable, text: TextCodec, **settings: Any) -> Engine:
-    engine = Engine(package, text, EngineSettings(**settings))
-    for value in engine._memory.state.values():
-        value.fill_(float("nan"))  # whoever reads what was not written shows
-    return engine
-
-
-def _prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(3, 256), k=length))
+    return spoil(Engine(package, text, EngineSettings(**settings)))
 
 
 def _answers(engine: Engine, *requests: Request) -> list[RequestHandle]:
@@ -119,7 +114,7 @@ def test_sizes(package: Executable, text: TextCodec) -> None:
 
 def test_a_session_gives_the_tokens_of_the_model(package: Executable, model: Any) -> None:
     """Prompts longer than a call, and four times through a ring."""
-    prompts = torch.tensor([_prompt(100, 1), _prompt(100, 2)])
+    prompts = torch.tensor([random_prompt(100, 1), random_prompt(100, 2)])
     tokens = torch.cat([prompts, greedy(package, prompts, 180)], 1)
     with torch.no_grad():
         scores = model(tokens, use_cache=False).logits
@@ -129,7 +124,7 @@ def test_a_session_gives_the_tokens_of_the_model(package: Executable, model: Any
 
 def test_a_wrong_token_in_a_later_call_appends_nothing(package: Executable) -> None:
     """Longer prompts take several calls, which check the tokens that they get."""
-    session, prompt = Session(package), torch.tensor([_prompt(60)])
+    session, prompt = Session(package), torch.tensor([random_prompt(60)])
     wrong = prompt.clone()
     wrong[0, 50] = 10**6
     with pytest.raises(UsageError, match="A token must be from 0 to"):
@@ -139,7 +134,7 @@ def test_a_wrong_token_in_a_later_call_appends_nothing(package: Executable) -> N
 
 
 def test_chunks_change_no_bit(package: Executable) -> None:
-    prompt = torch.tensor([_prompt(300)])
+    prompt = torch.tensor([random_prompt(300)])
     whole = Session(package).advance(prompt)
     session = Session(package)
     for part in torch.split(prompt, [1, 50, 7, 142, 100], 1):
@@ -149,9 +144,9 @@ def test_chunks_change_no_bit(package: Executable) -> None:
 
 def test_the_engine_gives_what_each_request_gets_alone(package: Executable, text: TextCodec) -> None:
     """Blocks of the prefix cache are copied out of rings before they are overwritten, also where they wrap around."""
-    shared = _prompt(210, 7)
+    shared = random_prompt(210, 7)
     requests = [
-        Request((*shared[: 30 * number], *_prompt(5 + 9 * number, number)), max_tokens=12, ignore_eos=True)
+        Request((*shared[: 30 * number], *random_prompt(5 + 9 * number, number)), max_tokens=12, ignore_eos=True)
         for number in (7, 1, 5, 7, 2)
     ]
     for block in (8, 24):
@@ -167,7 +162,7 @@ def test_the_engine_gives_what_each_request_gets_alone(package: Executable, text
 
 def test_a_hit_changes_no_bit(package: Executable, text: TextCodec) -> None:
     engine = _engine(package, text, block_size=8)
-    request = Request(_prompt(303), max_tokens=20, ignore_eos=True, logprobs=3)
+    request = Request(random_prompt(303), max_tokens=20, ignore_eos=True, logprobs=3)
     (first,) = _answers(engine, request)
     for value in engine._memory.state.values():
         value.fill_(float("nan"))
@@ -182,7 +177,7 @@ def test_blocks_from_disk_change_no_bit(
     package: Executable, text: TextCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(package, "version", package.version or "eager")
-    request, found = Request(_prompt(303), max_tokens=20, ignore_eos=True, logprobs=3), []
+    request, found = Request(random_prompt(303), max_tokens=20, ignore_eos=True, logprobs=3), []
     for cached in (0, 296):
         engine = _engine(package, text, block_size=8, disk_folder=tmp_path, disk_bytes=1 << 26)
         for value in engine._memory.state.values():
@@ -208,13 +203,15 @@ def test_a_block_that_does_not_fit_in_a_ring(package: Executable, text: TextCode
 def test_drafts_in_rings(built: LoadedPackage, text: TextCodec) -> None:
     """Rejected rows overwrite only rows that have left the window, also where a slot wraps around."""
     rng = random.Random(5)
-    phrases = [_prompt(rng.randrange(2, 12), seed) for seed in range(4)]
+    phrases = [random_prompt(rng.randrange(2, 12), seed) for seed in range(4)]
     requests = [
         Request(sum((rng.choice(phrases) for _ in range(rng.randrange(3, 20))), ()), max_tokens=200, ignore_eos=True)
         for _ in range(8)
     ]
     requests += [
-        Request(_prompt(20 + 9 * seed, seed), Sampling(temperature=1.0, seed=seed), 150 + 50 * seed, grammar=grammar)
+        Request(
+            random_prompt(20 + 9 * seed, seed), Sampling(temperature=1.0, seed=seed), 150 + 50 * seed, grammar=grammar
+        )
         for grammar in (Grammar("regex", "(abcde fgh ){40}"), Grammar("regex", "((ab|cd)e){200}"))
         for seed in range(4)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import jsonschema_rs
@@ -166,3 +167,32 @@ def test_a_template_that_shows_no_tools() -> None:
     assert template.render(TALK, [NOW]).startswith("<system># Tools")
     assert template.render(TALK) == "<user>Sunny?"
     assert "<tool_response>" in template.render(TURNS), "earlier calls are shown without tools too"
+
+
+@pytest.mark.parametrize("system", ["{{ raise_exception('no system message') }}", ""], ids=["an error", "left out"])
+def test_a_template_without_system_messages(system: str) -> None:
+    """The first message of the user explains the tools."""
+    template = ChatTemplate(
+        BLIND.replace("<{{", "{% if m.role == 'system' %}" + system + "{% else %}<{{", 1).replace(
+            "{% endfor", "{% endif %}{% endfor"
+        ),
+        {},
+    )
+    made = template.render(TURNS[1:], [NOW])
+    assert made.startswith("<user># Tools")
+    assert "</tool_call>\n\nSunny?<assistant>" in made
+    assert template.render(TALK) == "<user>Sunny?"
+
+
+def test_a_template_that_rejects_long_ids() -> None:
+    """Mistral's do. The id of a call is that of its result."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or () %}"
+        "{% if c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}[TOOL_CALLS]{{ c.id }}{% endfor %}"
+        "{% if m.role == 'tool' %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}{{ tools }}"
+    )
+    given = json.loads(json.dumps(TURNS).replace('"123456789"', '"call_8fd5"'))
+    template = ChatTemplate(source, {})
+    first, second, *results = re.findall(r"[0-9a-f]{9}", template.render(given, [NOW]))
+    assert [first, second] == results
+    assert template.render(TURNS).count("123456789") == 4, "such an id stays"

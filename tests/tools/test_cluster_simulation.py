@@ -20,9 +20,10 @@ from tools.cluster_simulation.simulation import ClusterShape, Simulation
 from tools.cluster_simulation.step_times import EngineShape, Recording, StepTimes
 from tools.cluster_simulation.workload import AGENT, CHAT, Workload, WorkloadShape
 
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.request import Request
+from inlay.runtime.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections import Counter

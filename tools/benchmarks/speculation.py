@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inlay.package.loader import load_package
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.request import Request
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.text_codec import TextCodec
 from tools.benchmarks.serving import spread
 

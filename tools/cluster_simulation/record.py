@@ -19,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.request import Request
+from inlay.runtime.settings import EngineSettings
 from tools.cluster_simulation.engine import SimulatedEngine
 from tools.cluster_simulation.step_times import EngineShape, Recording, StepTimes, fit_decode
 

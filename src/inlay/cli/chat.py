@@ -40,8 +40,9 @@ def chat(
 
     Example: [bold]inlay chat model.gguf --system "Answer in one sentence."[/]
     """
-    from inlay.runtime.engine import Engine, EngineSettings
+    from inlay.runtime.engine import Engine
     from inlay.runtime.sampling import Sampling
+    from inlay.runtime.settings import EngineSettings
 
     sampling = Sampling(temperature, top_p=top_p if temperature else 1.0, seed=seed)
     package = options.ensure_package(target, max_length, max_batch, weights, settings, trust)

@@ -175,7 +175,8 @@ def serve(
     at = server.bind(host, port)
     package = options.ensure_package(target, max_length, max_batch, weights, build_settings, trust)
     from inlay.package.loader import read_manifest
-    from inlay.runtime.engine import Engine, EngineSettings
+    from inlay.runtime.engine import Engine
+    from inlay.runtime.settings import EngineSettings
     from inlay.serve.http.embeddings import EncoderEngine
 
     version = server.fingerprint(package)
@@ -193,8 +194,9 @@ def serve(
     if err.is_terminal:
         err.print("loading the package …")
     if read_manifest(package)[0].encoder is not None:
-        if kv_events is not None:
-            raise UsageError("A text encoder has no KV cache, so it has no events.", "Leave --kv-events out.")
+        for option, value in (("--kv-events", kv_events), ("--disk-cache", disk_cache)):
+            if value is not None:
+                raise UsageError("A text encoder has no KV cache.", f"Leave {option} out.")
         server.serve(EncoderEngine.open(package), settings, at, version, drain_seconds, lambda _: _welcome_encoder(url))
         return
     engine = Engine.open(package, limits)

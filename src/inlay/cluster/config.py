@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inlay.errors import UsageError
 from inlay.package.loader import read_manifest
-from inlay.runtime.engine import EngineSettings
+from inlay.runtime.settings import EngineSettings
 from inlay.serve.http.api_keys import Keys, read_keys
 from inlay.sizes import parse_bytes
 

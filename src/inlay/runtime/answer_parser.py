@@ -61,8 +61,6 @@ class AnswerParser:
         self._names, self._tools = tools, markup.tools if tools else None
         self._skipped: str | None = None
         """What was read between calls, as long as no call followed: it may be content."""
-        self._has_text = False
-        """Whether there was any content or call."""
         self._call: _CallScanner | None = None
         self._state: Callable[[], bool] = self._read_content
         if markup.tools is ToolFormat.CHANNELS:
@@ -70,6 +68,10 @@ class AnswerParser:
         elif is_thinking:
             self._state = self._read_reasoning
         self._is_first = True
+        """Whether no text of this part was emitted yet."""
+        self._has_call = False
+        self._is_reasoning = False
+        """Whether the message of this channel is reasoning."""
 
     def add(self, text: str) -> list[Delta]:
         """Add a piece of the answer; return what is certain now."""
@@ -91,8 +93,6 @@ class AnswerParser:
             self._done.append(Delta("content", self._space))
         self._held = self._space = ""
         return self._take()
-
-    _has_call = False
 
     def _take(self) -> list[Delta]:
         """Return the deltas, with neighbors of one kind joined."""
@@ -258,8 +258,6 @@ class AnswerParser:
         self._is_reasoning = header.strip().startswith("analysis")
         self._state = self._read_body
         return True
-
-    _is_reasoning = False
 
     def _read_body(self) -> bool:
         if self._call is not None:

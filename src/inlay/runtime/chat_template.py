@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from inlay.errors import ModelError, UsageError, one_line
-from inlay.runtime.tool_format import Markup, explain_tools
+from inlay.runtime.tool_format import Markup, explain_tools, shorten_ids
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -51,7 +52,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for the next message of this conversation. `options` are variables of the template.
 
-        If the template shows no tools, a system message does.
+        If the template shows no tools, a message does.
         """
         unknown = sorted(options.keys() - self.variables | options.keys() & (_RESERVED | self.special_tokens.keys()))
         if unknown:
@@ -60,7 +61,10 @@ class ChatTemplate:
         template, plain = self._compiled, _plain(messages)
         if not self.markup.shows_tools:
             has_calls = any(each["role"] == "tool" or each.get("tool_calls") for each in plain)
-            plain, tools = (explain_tools(plain, tools) if tools or has_calls else plain), ()
+            if tools or has_calls:
+                plain, tools = explain_tools(plain, tools, has_system=self._has_system), ()
+        if self.markup.has_short_ids:
+            plain = shorten_ids(plain)
         shown = [{"type": "function", "function": dict(each)} for each in tools] or None
         variables = {**options, "messages": plain, "tools": shown, "documents": None, "add_generation_prompt": True}
         try:
@@ -72,6 +76,17 @@ class ChatTemplate:
                 f"The chat template of this model rejects the messages: {one_line(error)}.",
                 "Change the roles or their order, or pass the prompt as plain text.",
             ) from error
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template shows a system message. Some raise an error for one, others leave it out."""
+        shown, asked = "which of these words", "are in the prompt"
+        messages = [{"role": "system", "content": shown}, {"role": "user", "content": asked}]
+        with suppress(Exception):  # untrusted template code may raise anything
+            return shown in self._compiled.render(
+                **self.special_tokens, messages=messages, tools=None, documents=None, add_generation_prompt=True
+            )
+        return False
 
     @cached_property
     def markup(self) -> Markup:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, defaultdict
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from inlay.runtime.outputs import FinishReason, TokenOutput
 from inlay.runtime.request import EngineClosedError, QueueFullError, RequestHandle, put_all
 from inlay.runtime.sampling import check_finite
 from inlay.runtime.scheduler import Limits, RunningSequence, WaitingRequest, schedule
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -47,34 +48,6 @@ if TYPE_CHECKING:
     from inlay.runtime.request import Request
     from inlay.runtime.speculation import Row
     from inlay.runtime.text_codec import TextCodec
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Limits of an engine: slots, queue, prefill chunks and cache memory."""
-
-    slots: int | None = None
-    """Maximum sequences that run at once. Default: the number of slots of the package."""
-    max_waiting: int = 64
-    """Maximum requests that wait for a slot."""
-    max_prefill_tokens: int = 64
-    """Maximum prefill tokens in a step that also decodes."""
-    max_prefill_only_tokens: int = 512
-    """Maximum prefill tokens in a step without decode."""
-    block_size: int = 32
-    """Tokens in a block of the prefix cache."""
-    cache_bytes: int | None = None
-    """Memory of the prefix cache. Default: as many tokens as all slots can have. 0: no prefix cache."""
-    host_bytes: int = 0
-    """Memory of the second cache level, which receives blocks that are evicted from the first."""
-    speculation: int = 7
-    """Maximum tokens of a sequence that are drafted by prompt lookup and verified in one step. 0: none."""
-    disk_folder: Path | None = None
-    """Folder that keeps blocks on disk, also after the engine ends. Engines may share it. Default: none."""
-    disk_bytes: int = 0
-    """Maximum size of all files in this folder."""
-    disk_owner: str = ""
-    """Engines share blocks on disk only if they have the same owner."""
 
 
 class Engine:
@@ -247,8 +220,13 @@ class Engine:
         drafts = self.speculation.draft(each for each in self._running.values() if not each.prefill_tokens_left)
         running = [
             RunningSequence(
-                *(each.handle.id, each.handle.id, each.slot, each.prefill_tokens_left),
-                *(each.handle.request.priority, each.handle.request.owner, len(drafts.get(each.handle.id, ()))),
+                id=each.handle.id,
+                arrival=each.handle.id,
+                slot=each.slot,
+                prefill_tokens_left=each.prefill_tokens_left,
+                priority=each.handle.request.priority,
+                owner=each.handle.request.owner,
+                drafted_tokens=len(drafts.get(each.handle.id, ())),
             )
             for each in self._running.values()
         ]
@@ -327,8 +305,9 @@ class Engine:
         self._counts["padding_rows"] += len(padding)
         self._observe("batch", len(sequences))
         masks = self._masks.start(each.generation.matcher for each in sequences)
-        scores = self._call(sequences, [*rows, *(([0], slot, 0) for slot in padding)], prompt=False)
-        if scores is None or (any(drafts) and not self.speculation.is_exact(rows, scores, self._run)):
+        call = partial(self._call, sequences, prompt=False)
+        scores = call([*rows, *(([0], slot, 0) for slot in padding)])
+        if scores is None or (any(drafts) and not self.speculation.is_exact(rows, scores, call)):
             return  # if it is not exact, the next step repeats it without drafts
         self._sample(sequences, scores[: len(rows)], 1, masks, drafts)
 

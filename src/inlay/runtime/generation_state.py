@@ -26,14 +26,8 @@ class GenerationState:
 
     def __init__(self, request: Request, text: TextCodec, max_seq_len: int) -> None:
         check_length(len(request.prompt), max_seq_len, request.max_tokens)
-        if request.grammar and request.ignore_eos:
-            raise UsageError("ignore_eos and a grammar exclude each other.", "Leave one of them out.")
+        _check_ends(request)
         self.request = request
-        if request.grammar and request.min_tokens:
-            raise UsageError("min_tokens and a grammar exclude each other.", "Leave one of them out.")
-        if not 0 <= request.min_tokens <= request.max_tokens:
-            problem = f"min_tokens is {request.min_tokens}, but must be from 0 to max_tokens."
-            raise UsageError(problem, f"max_tokens is {request.max_tokens}.")
         self._grammar = None if request.grammar is None else text.grammars.open(request.grammar)
         self._before: str | None = "" if self._grammar is not None and request.grammar_after else None
         """What was generated of the text before the grammar applies."""
@@ -43,10 +37,8 @@ class GenerationState:
         self.left = min(request.max_tokens, max_seq_len - len(request.prompt) + 1)  # the last token is not cached
         self._generator = None if request.sampling.is_greedy else request.sampling.generator()
         self._encode = text.encode_part
-        self._stops, self._stream = (
-            StopStrings(request.stop),
-            text.detokenizer(with_special=request.with_special_tokens),
-        )
+        self._stops = StopStrings(request.stop)
+        self._stream = text.detokenizer(with_special=request.with_special_tokens)
         self._ends: frozenset[int] = frozenset() if request.ignore_eos else text.eos
 
     @property
@@ -121,6 +113,16 @@ def _logprobs(scores: torch.Tensor, token: int, most: int) -> TokenLogprobs:
     logs = scores.log_softmax(-1)
     values, tokens = logs.topk(min(most, len(logs)))
     return TokenLogprobs(float(logs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+
+
+def _check_ends(request: Request) -> None:
+    """Raise an error if what a request states about its end is contradictory."""
+    for name in ("ignore_eos", "min_tokens"):
+        if request.grammar and getattr(request, name):
+            raise UsageError(f"{name} and a grammar exclude each other.", "Leave one of them out.")
+    if not 0 <= request.min_tokens <= request.max_tokens:
+        problem = f"min_tokens is {request.min_tokens}, but must be from 0 to max_tokens."
+        raise UsageError(problem, f"max_tokens is {request.max_tokens}.")
 
 
 def check_length(prompt: int, max_seq_len: int, max_tokens: int) -> None:

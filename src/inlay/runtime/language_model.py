@@ -18,6 +18,7 @@ from inlay.runtime.outputs import Completion, TokenOutput, collect
 from inlay.runtime.request import QueueFullError, Request, RequestHandle
 from inlay.runtime.sampling import Sampling
 from inlay.runtime.session import SequenceSession
+from inlay.runtime.tool_format import FINAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from inlay.runtime.engine import Engine
     from inlay.runtime.grammar import Schema
     from inlay.runtime.text_codec import TextCodec
-from inlay.runtime.tool_format import END_THINK
 
 MAX_TOKENS = 256
 GREEDY = Sampling()
@@ -275,8 +275,10 @@ def _request(
     stop: Sequence[str],
     grammar: Grammar | None,
 ) -> Request:
-    after = END_THINK if grammar is not None and text.is_thinking(prompt) else ""
-    return Request(tuple(prompt), sampling, max_tokens, stop, grammar=grammar, grammar_after=after)
+    after = "" if grammar is None else text.grammar_start(prompt)
+    kept = after == FINAL  # its markers are special tokens
+    given = (tuple(prompt), sampling, max_tokens, stop)
+    return Request(*given, grammar=grammar, grammar_after=after, with_special_tokens=kept)
 
 
 def _as_many(prompt: Any) -> list[str | Messages] | None:

@@ -58,16 +58,21 @@ class Speculation:
         counts = choose_lengths([(len(tokens), chance) for _, tokens, chance in found], self._most_rows, self.costs)
         return {id_: tokens[:count] for (id_, tokens, _), count in zip(found, counts, strict=True) if count}
 
-    def is_exact(self, rows: Sequence[Row], scores: torch.Tensor, run: Callable[[list[Row]], torch.Tensor]) -> bool:
+    def is_exact(
+        self, rows: Sequence[Row], scores: torch.Tensor, run: Callable[[list[Row]], torch.Tensor | None]
+    ) -> bool:
         """Whether single steps give the logits of a verify call bit by bit; if not, no tokens are drafted any more.
 
-        The first call of each number of rows is checked: `run` repeats some rows of one sequence, one by one.
+        The first call of each number of rows is checked: `run` repeats some rows of one sequence, one by one. If it
+        returns None, it has ended the sequences.
         """
         if len(rows) in self._exact:
             return True
         slot, _ = Counter(slot for _, slot, _ in rows).most_common(1)[0]
         for place in [place for place, row in enumerate(rows) if row[1] == slot][:_CHECKED_ROWS]:
-            if not torch.equal(run([rows[place]])[0].view(torch.int32), scores[place].view(torch.int32)):
+            if (alone := run([rows[place]])) is None:
+                return False
+            if not torch.equal(alone[0].view(torch.int32), scores[place].view(torch.int32)):
                 self.problem = f"last bits of the logits differ between calls of 1 and {len(rows)} rows"
                 return False
         self._exact.add(len(rows))

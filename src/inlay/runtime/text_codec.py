@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from inlay.errors import ModelError, UsageError, one_line
 from inlay.runtime.chat_template import ChatTemplate
 from inlay.runtime.grammar import GrammarCompiler
-from inlay.runtime.tool_format import THINK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """The output of decoders for bytes that are not a character, or not a complete one."""
+_LAST_TOKENS = 8
+"""The tokens at the end of a prompt that may begin the reasoning of the answer."""
 
 
 class TextConfig(BaseModel):
@@ -83,10 +84,12 @@ class TextCodec:
             )
         return self.encode_part(self.chat.render(messages))
 
-    def is_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends within the reasoning of the model."""
-        has_reasoning = self.chat is not None and self.chat.markup.has_reasoning
-        return has_reasoning and self.decode(list(prompt[-8:]), with_special=True).rstrip().endswith(THINK)
+    def grammar_start(self, prompt: Sequence[int]) -> str:
+        """Return the text after which a grammar applies to an answer; empty if it applies from the start."""
+        if self.chat is None:
+            return ""
+        end = self.decode(list(prompt[-_LAST_TOKENS:]), with_special=True).rstrip()
+        return self.chat.markup.grammar_start(end)
 
     def decode(self, tokens: list[int], *, with_special: bool = False) -> str:
         """Return the text of tokens, without special tokens unless they are asked for."""

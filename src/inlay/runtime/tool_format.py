@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
@@ -49,6 +51,8 @@ class Markup:
     """Whether the template tells the model about tools. Otherwise a system message does."""
     has_reasoning: bool = False
     """Whether answers may begin with reasoning in `<think>` tags."""
+    has_short_ids: bool = False
+    """Whether the template rejects ids of calls that are not nine letters and digits."""
 
     @classmethod
     def of(cls, source: str, variables: frozenset[str]) -> Markup:
@@ -69,7 +73,14 @@ class Markup:
             found if found is not None and (known or found is ToolFormat.CHANNELS) else ToolFormat.TAGS,
             known,
             END_THINK in source and found is not ToolFormat.CHANNELS,
+            re.search(r"id\s*\|\s*length\s*!=\s*9\b", source) is not None,
         )
+
+    def grammar_start(self, prompt: str) -> str:
+        """Return the text after which a grammar applies to the answer to a prompt; empty: from the start."""
+        if self.tools is ToolFormat.CHANNELS:
+            return FINAL if prompt.endswith(f"{START}assistant") else ""
+        return END_THINK if self.has_reasoning and prompt.endswith(THINK) else ""
 
     @property
     def has_special_tokens(self) -> bool:
@@ -174,8 +185,33 @@ For each function call, return a JSON object with function name and arguments wi
 </tool_call>"""
 
 
-def explain_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for a template that shows no tools: the system message lists them; calls and results are text."""
+def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which the ids of calls are nine letters and digits. Equal ids stay equal.
+
+    >>> shorten_ids([{"role": "tool", "tool_call_id": "call_abcdefgh"}, {"role": "tool", "tool_call_id": "a1b2c3d4e"}])
+    [{'role': 'tool', 'tool_call_id': '36f471eda'}, {'role': 'tool', 'tool_call_id': 'a1b2c3d4e'}]
+    """
+
+    def short(id_: str) -> str:
+        return id_ if re.fullmatch("[A-Za-z0-9]{9}", id_) else sha256(id_.encode()).hexdigest()[:9]
+
+    made = []
+    for message in map(dict, messages):
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = short(message["tool_call_id"])
+        if message.get("tool_calls"):
+            message["tool_calls"] = [{**each, "id": short(str(each.get("id", "")))} for each in message["tool_calls"]]
+        made.append(message)
+    return made
+
+
+def explain_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, has_system: bool = True
+) -> list[dict[str, Any]]:
+    """Return messages for a template that shows no tools: calls and results are text, and a message lists the tools.
+
+    That is the system message, or the first one of the user if there cannot be a system message.
+    """
     made: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
@@ -190,8 +226,11 @@ def explain_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
             made.append({"role": role, "content": content})
     if tools:
         said = _EXPLANATION.format(tools="\n".join(json.dumps(dict(each), ensure_ascii=False) for each in tools))
-        if made[0]["role"] == "system":
+        role = "system" if has_system else "user"
+        if made[0]["role"] != role:
+            made.insert(0, {"role": role, "content": said})
+        elif has_system:
             made[0]["content"] = f"{made[0]['content']}\n\n{said}"
         else:
-            made.insert(0, {"role": "system", "content": said})
+            made[0]["content"] = f"{said}\n\n{made[0]['content']}"
     return made

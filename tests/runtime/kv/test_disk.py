@@ -21,19 +21,20 @@ from inlay.package.files import lock
 from inlay.package.loader import load_package
 from inlay.program.bindings import Binding, Role
 from inlay.runtime import Sampling
-from inlay.runtime.engine import Engine, EngineSettings
 from inlay.runtime.kv import disk, prefix_cache
 from inlay.runtime.kv.block import digest_block
 from inlay.runtime.kv.disk import BlockFiles, identity
 from inlay.runtime.kv.events import CacheMirror
 from inlay.runtime.kv.memory import KVMemory
 from inlay.runtime.request import Request, RequestHandle
+from tests.runtime.engines import opening, random_prompt
 from tests.runtime.single_request import alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    Open = Callable[..., Engine]
+    from inlay.runtime.engine import Engine
+    from tests.runtime.engines import Open
 
 BLOCK, SIZE, MINE = 8, 1000, b"m" * 32
 FILE = SIZE + 44
@@ -51,26 +52,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def opened(package: Path, tmp_path: Path) -> Iterator[Open]:
     """Engines that are not started, with one folder: the test takes their steps."""
-    engines = []
-
-    def open_engine(**settings: Any) -> Engine:
-        given = {"block_size": BLOCK, "disk_folder": tmp_path / "kv", "disk_bytes": 1 << 26, **settings}
-        engines.append(Engine.open(package, EngineSettings(**given)))
-        for value in engines[-1]._memory.state.values():
-            value.fill_(float("nan"))  # whoever reads what was not written shows
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-
-
-def _prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(3, 256), k=length))
+    with opening(package, block_size=BLOCK, disk_folder=tmp_path / "kv", disk_bytes=1 << 26) as open_engine:
+        yield open_engine
 
 
 def _request(length: int, seed: int = 0, **more: Any) -> Request:
-    return Request(_prompt(length, seed), **{"max_tokens": 3, "ignore_eos": True, **more})
+    return Request(random_prompt(length, seed), **{"max_tokens": 3, "ignore_eos": True, **more})
 
 
 def _ask(engine: Engine, request: Request) -> tuple[list[int], int]:
@@ -149,7 +136,13 @@ def test_another_engine_goes_on_with_them(opened: Open, tmp_path: Path) -> None:
     requests = [
         _request(100, 1, logprobs=2, max_tokens=12),
         _request(150, 2, sampling=Sampling(temperature=0.8, seed=5), max_tokens=12),
-        Request((*_prompt(100, 1)[:60], *_prompt(30, 3)), max_tokens=12, ignore_eos=True, logprobs=1, salt="mine"),
+        Request(
+            (*random_prompt(100, 1)[:60], *random_prompt(30, 3)),
+            max_tokens=12,
+            ignore_eos=True,
+            logprobs=1,
+            salt="mine",
+        ),
     ]
 
     def run(engine: Engine) -> tuple[list[int], list[Any]]:
@@ -181,10 +174,10 @@ def test_what_memory_has_no_room_for(opened: Open) -> None:
     """Random requests with a cache of ten blocks, and a second level of five, get what each gets alone."""
     per_block = opened()._memory.block_bytes
     engine, rng = opened(cache_bytes=10 * per_block, host_bytes=5 * per_block), random.Random(3)
-    shared = _prompt(90, 9)
+    shared = random_prompt(90, 9)
     requests = [
         Request(
-            (*shared[: rng.choice([0, 30, 60, 90])], *_prompt(rng.randrange(1, 60), rng.randrange(9))),
+            (*shared[: rng.choice([0, 30, 60, 90])], *random_prompt(rng.randrange(1, 60), rng.randrange(9))),
             max_tokens=rng.randrange(1, 9),
             salt=rng.choice(["", "other"]),
             ignore_eos=True,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inlay.runtime.engine import Engine, EngineSettings
+from inlay.runtime.engine import Engine
 from inlay.runtime.kv.block_manager import BlockManager
 from inlay.runtime.kv.events import EventLog
 from inlay.runtime.request import Request
+from inlay.runtime.settings import EngineSettings
 from tests.serve.kv_events.dynamo_router import routing
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from inlay._version import __version__
 from inlay.errors import UsageError, suggest
 from inlay.runtime.request import EngineClosedError, QueueFullError
 from inlay.serve.http import request_builder
+from inlay.serve.http.answer_form import AnswerForm, read_grammar
 from inlay.serve.http.embeddings import EncoderEngine, add_embedding_route
 from inlay.serve.http.errors import LONGEST_ECHO, ApiError, draining_error, overloaded_error
 from inlay.serve.http.middleware import RequestMiddleware
@@ -116,8 +117,8 @@ async def _reply(asked: ChatRequest | CompletionRequest, request: Request, servi
     state, choices = request.scope["state"], asked.n or 1
     text, limits = serving.engine.text, serving.limits
     prompts = await request_builder.encode(asked, text, limits)
-    form = request_builder.AnswerForm.of(asked, prompts, text)
-    grammar = await request_builder.read_grammar(asked, form, text)
+    form = AnswerForm.of(asked, prompts, text)
+    grammar = await read_grammar(asked, form, text)
     given = (limits, state["record"].id, state["tenant"], form, grammar)
     wanted = request_builder.build_requests(asked, prompts, *given)
     if len(wanted) > serving.admission.share:

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from inlay.errors import UsageError
-from inlay.runtime.engine import EngineSettings
 from inlay.runtime.request import EngineClosedError
+from inlay.runtime.settings import EngineSettings
 from inlay.runtime.text_codec import TextCodec
 from inlay.serve.http.errors import ApiError
 from inlay.serve.http.response_schema import Embedding, EmbeddingResponse, EmbeddingUsage

@@ -13,6 +13,7 @@ from fastapi import Request  # noqa: TC002 - FastAPI reads the annotation
 
 from inlay._version import __version__
 from inlay.serve.http import request_builder
+from inlay.serve.http.answer_form import AnswerForm
 from inlay.serve.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ async def _render(
 ) -> list[dict[str, Any]]:
     context.check_model(asked.model)
     prompts = await request_builder.encode(asked, context.engine.text, context.limits)
-    form = request_builder.AnswerForm.of(asked, prompts, context.engine.text)
+    form = AnswerForm.of(asked, prompts, context.engine.text)
     one = asked.model_copy(update={"n": 1})
     built = request_builder.build_requests(one, prompts, context.limits, "", "", form)
     kind = "chatcmpl" if isinstance(asked, ChatRequest) else "cmpl"

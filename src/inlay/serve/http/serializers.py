@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from inlay.runtime.answer_parser import AnswerParser, Delta
     from inlay.runtime.outputs import TokenLogprobs, TokenOutput
-    from inlay.serve.http.request_builder import AnswerForm
+    from inlay.serve.http.answer_form import AnswerForm
     from inlay.serve.http.response_schema import ApiFinishReason, PromptLogprobs, Usage
     from inlay.serve.http.token_text import TokenText
 

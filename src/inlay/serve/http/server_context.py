@@ -18,9 +18,9 @@ from inlay.serve.http.token_text import TokenText
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from inlay.runtime.engine import EngineSettings
     from inlay.runtime.measurements import Observer
     from inlay.runtime.request import Request, RequestHandle
+    from inlay.runtime.settings import EngineSettings
     from inlay.runtime.text_codec import TextCodec
     from inlay.serve.http.request_log import RequestRecord
     from inlay.serve.http.settings import ServerSettings
