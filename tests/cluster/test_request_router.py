@@ -85,6 +85,10 @@ def test_a_cancelled_selection_releases_what_it_reserved() -> None:
             call.cancel()
             await selector.release.remote(f"r{number}")
         await asyncio.sleep(0.5)
+        for _ in range(600):
+            if not selector._selector._reservations:
+                break
+            await asyncio.sleep(0.1)
         assert not selector._selector._reservations
         loads = await selector._selector._service.potential_loads({"token_ids": [1] * 64})
         assert all(each["potential_decode_blocks"] <= 2 for each in loads["loads"]), loads

@@ -351,7 +351,7 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, publi
 
 
 def test_closing_publishes_what_there_is_and_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inlay.serve.kv_events.publisher._COLLECT", 1.0)  # so there is more than goes into one batch
+    monkeypatch.setattr("inlay.serve.kv_events.publisher._COLLECT", 3.0)  # so there is more than goes into one batch
     log = EventLog()
     manager = BlockManager([20], SIZE, log.add)
     publisher = Publisher(log, SIZE, heartbeat=60)
