@@ -70,6 +70,7 @@ def test_a_site_is_the_same_whatever_else_is_left_out(program: Program, steps: l
     ]
 
 
+@pytest.mark.nightly  # the next tests have several culprits too
 def test_two_sites_of_one_transform(program: Program, steps: list[TransformStep]) -> None:
     bisection = Bisection(program, steps, lambda made: len(_calls(made, "inlay.rope.")) < 5)
     found = bisection.find_all().culprits

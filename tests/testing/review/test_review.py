@@ -287,6 +287,7 @@ def _scaffold(folder: Path) -> Path:
     return folder / "fuse_conv1d_tanh_sigmoid_mul.py"
 
 
+@pytest.mark.nightly
 def test_a_test_that_cannot_fail_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
