@@ -353,6 +353,17 @@ def _embedding(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     return carrying == [node.args[1]]
 
 
+def _by_index_rule(*names: str) -> Callable[[fx.Node, list[fx.Node], str], bool]:
+    """Return the rule of calls that read or write where an index says, for each entry: these operands are aligned."""
+    along = _dim_rule("dim")
+
+    def apart(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+        given: dict[str, Any] = dict(normalize_args(node))
+        return {given[name] for name in names} <= {*carrying} and along(node, carrying, length)
+
+    return apart
+
+
 def _experts_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     """Rows of tokens and their experts are aligned from the start: `[…, chosen, column]`, `[…, chosen]`."""
     given: dict[str, Any] = dict(normalize_args(node))
@@ -384,7 +395,7 @@ _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
             *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
             *(aten.softmax.int, aten._softmax.default, aten.sum.dim_IntList, aten.mean.dim, aten.topk.default),
             *(aten.repeat_interleave.self_int, aten.amax.default, aten.argmax.default, aten.cumsum.default),
-            *(aten.squeeze.dim, aten.slice_scatter.default, aten.gather.default, aten.scatter.value, aten.scatter.src),
+            *(aten.squeeze.dim, aten.slice_scatter.default),
         ),
         _dim_rule("dim"),
     ),
@@ -393,6 +404,9 @@ _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     aten.addmm.default: _last_axes(lambda given: 1, "mat1"),
     **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _matmul),
     aten.embedding.default: _embedding,
+    aten.gather.default: _by_index_rule("self", "index"),
+    aten.scatter.value: _by_index_rule("self", "index"),
+    aten.scatter.src: _by_index_rule("self", "index", "src"),
     canonical.expert_linear.default: _experts_rule,
     aten.index.Tensor: _index_rule,
     aten.repeat.default: _repeat_rule,

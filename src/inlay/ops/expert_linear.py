@@ -24,7 +24,7 @@ def expert_linear(x: Tensor, experts: Tensor, weight: Tensor) -> Tensor:
              [7.]]])
     """
     check_range("expert", experts, weight.shape[0] - 1)
-    rows = x.expand(*experts.shape, x.shape[-1]).reshape(-1, x.shape[-1])
+    rows = x.expand(*experts.shape, x.shape[-1]).flatten(0, -2)
     chosen = experts.reshape(-1)
     result = x.new_empty(len(rows), weight.shape[1])
     for expert in sorted(set(chosen.tolist())):

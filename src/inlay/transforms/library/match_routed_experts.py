@@ -22,7 +22,7 @@ from torch import Tensor, fx
 import inlay.ops  # noqa: F401 - registers the operators
 from inlay.program.call_arguments import normalize_args
 from inlay.program.graphs import all_graphs, find_write_between, target_text
-from inlay.program.symbols import is_same_size
+from inlay.program.symbols import is_data_dependent, is_same_size
 from inlay.rewrite import Match, Reason, Refusal, Refused
 from inlay.transforms.base import Case, Numerics, ProgramTransform, Stage, transform
 
@@ -40,8 +40,9 @@ _ROW_WISE = (
     *(aten.clone.default, aten._to_copy.default, operator.getitem),
 )
 """Calls that keep rows apart if they do not work along the first axis."""
-_MOST_EXPERTS = 1 << 24
-"""Numbers of experts are counted in float32."""
+_MOST_EXPERTS = 4097
+"""Beyond, a histogram of so many bins puts two experts into one."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @transform("match_routed_experts", stage=Stage.CANONICALIZE, numerics=Numerics.ROUNDING, anchors=_GROUPED)
@@ -110,6 +111,11 @@ class MatchRoutedExperts(ProgramTransform):
             made = routing.write(rewriter)
         rewriter.replace(routing.exit, made)
         rewriter.erase(*reversed(routing.region))
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    """Whether two sizes are always equal. One that is computed from values may be any."""
+    return not is_data_dependent((one, two)) and is_same_size(one, two)
 
 
 def _product_operands(node: fx.Node) -> tuple[Any, Any, Any]:
@@ -186,7 +192,7 @@ class _Routing:
         self.choice, self.chosen = choice, choice.meta["val"].shape[1]
         self.experts = top.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
         if not (isinstance(self.chosen, int) and isinstance(self.experts, int) and self.experts <= _MOST_EXPERTS):
-            raise Refused(Reason.SHAPE, "the number of experts is not static", top)
+            raise Refused(Reason.SHAPE, f"the number of experts is not static, or above {_MOST_EXPERTS}", top)
 
     def _following(self) -> set[fx.Node]:
         """Return the sort, and what depends on it, up to what restores the order; and what the inverse is made of."""
@@ -259,7 +265,7 @@ class _Routing:
             and self._kinds.get(indices[0]) == "order"
             and self._kinds.get(values) == "count from 0"
             and not given["accumulate"]
-            and is_same_size(values.meta["val"].shape[0], indices[0].meta["val"].shape[0])
+            and _is_equal(values.meta["val"].shape[0], indices[0].meta["val"].shape[0])
         )
         self._require(is_whole, node, Reason.REFUSED, "the inverse of the order is computed in another way")
         return "inverse"
@@ -269,19 +275,22 @@ class _Routing:
         self._require(len(indices) == 1, node, Reason.AXIS, "several axes are selected")
         by, source = self._kinds.get(indices[0]), given["self"]
         if of == "rows" and by == "inverse":
+            sizes = source.meta["val"].shape[1:]
+            is_static = all(isinstance(size, int) and size > 0 for size in sizes)
+            self._require(is_static, node, Reason.SHAPE, "the size of a row is not static, or 0")
             return "exit"
         self._require(source not in self._kinds, node, Reason.EXTRA, "rows are selected in another way")
         if by == "order":
             flat = source.target in _VIEWS and source.args[0].meta["val"].dim() == 2 and source.meta["val"].dim() == 1
-            same = flat and all(map(is_same_size, source.args[0].meta["val"].shape, self.choice.meta["val"].shape))
+            same = flat and all(map(_is_equal, source.args[0].meta["val"].shape, self.choice.meta["val"].shape))
             self._require(same, node, Reason.SHAPE, f"{source} has no value for each token and expert")
             self._reads.append(source.args[0])
         elif by == "tokens":
             tokens = source.meta["val"].shape[0]
-            same = is_same_size(tokens, self.choice.meta["val"].shape[0]) and source.meta["val"].dim() == 2
+            same = _is_equal(tokens, self.choice.meta["val"].shape[0]) and source.meta["val"].dim() == 2
             self._require(same, node, Reason.SHAPE, f"{source} has not one row for each token")
         else:
-            same = by == "experts" and is_same_size(source.meta["val"].shape[0], self.experts)
+            same = by == "experts" and _is_equal(source.meta["val"].shape[0], self.experts)
             same = same and source.meta["val"].dim() == 2
             self._require(same, node, Reason.SHAPE, f"{source} is not selected by token or by expert")
         return "rows"
@@ -292,7 +301,13 @@ class _Routing:
         self._require(plain, node, Reason.EXTRA, "the product has a bias or another dtype")
         is_known = self._kinds.get(rows) == "rows" and self._kinds.get(ends) == "ends" and weight not in self._kinds
         self._require(is_known, node, Reason.REFUSED, "rows, weights or counts of the product are not those of experts")
-        same = is_same_size(weight.meta["val"].shape[0], self.experts)
+        ranks = rows.meta["val"].dim(), weight.meta["val"].dim()
+        self._require(ranks == (2, 3), node, Reason.SHAPE, "the product is not of rows with a matrix for each expert")
+        types = {rows.meta["val"].dtype, weight.meta["val"].dtype}
+        self._require(
+            types <= {*_DTYPES}, node, Reason.DTYPE, "rows or weights are not in float32, bfloat16 or float16"
+        )
+        same = _is_equal(weight.meta["val"].shape[0], self.experts)
         self._require(same, node, Reason.SHAPE, f"the weight has not one part for each of {self.experts} experts")
         return "rows"
 
@@ -303,6 +318,8 @@ class _Routing:
         known = node.target in _ROW_WISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
         is_known = known and all(self._kinds[each] == "rows" for each in operands)
         self._require(is_known, node, Reason.EXTRA, f"{name} may combine rows of several experts")
+        is_plain = given.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+        self._require(is_plain, node, Reason.EXTRA, f"{name} states a memory format")
         if node.target is operator.getitem:
             return "rows"
         ranks = {value.dim() if isinstance(value := each.meta["val"], Tensor) else 0 for each in operands}
@@ -313,7 +330,7 @@ class _Routing:
         for each in node.all_input_nodes:
             if each not in self._kinds and isinstance(each.meta["val"], Tensor):
                 value = each.meta["val"]
-                shared = value.dim() < rank or (value.dim() == rank and is_same_size(value.shape[0], 1))
+                shared = value.dim() < rank or (value.dim() == rank and _is_equal(value.shape[0], 1))
                 self._require(shared, node, Reason.SHAPE, f"{each} may differ between rows")
         return "rows"
 
@@ -324,8 +341,7 @@ class _Routing:
             if self._kinds[node] == "rows":
                 made[node] = self._write_call(rewriter, node, made)
         result = made[self.exit.args[0]]  # type: ignore[index]
-        sizes = [-1, *(int(size) for size in self.exit.meta["val"].shape[1:])]
-        return rewriter.call(aten.reshape.default, (result, sizes))
+        return rewriter.call(aten.flatten.using_ints, (result, 0, 1))
 
     def _write_call(self, rewriter: Rewriter, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
         given: dict[str, Any] = dict(normalize_args(node))
