@@ -44,7 +44,7 @@ LARGE = "match_routed_experts"
 
 
 def test_some_hundred_places(tmp_path: Path) -> None:
-    _assert_sound(run(40, 15, [], tmp_path), places=200, fired=1)  # with this seed every transform fires
+    _assert_sound(run(54, 16, [], tmp_path), places=200, fired=1)  # with this seed every transform fires
 
 
 @pytest.mark.nightly

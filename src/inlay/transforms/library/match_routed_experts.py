@@ -341,7 +341,7 @@ class _Routing:
             if self._kinds[node] == "rows":
                 made[node] = self._write_call(rewriter, node, made)
         result = made[self.exit.args[0]]  # type: ignore[index]
-        return rewriter.call(aten.flatten.using_ints, (result, 0, 1))
+        return rewriter.call(aten.reshape.default, (result, [-1, *self.exit.meta["val"].shape[1:]]))
 
     def _write_call(self, rewriter: Rewriter, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
         given: dict[str, Any] = dict(normalize_args(node))
