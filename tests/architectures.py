@@ -49,8 +49,8 @@ class Architecture:
         return SMALL | self.config
 
 
-NOT_BUILT = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2"})
-"""Experts sort their tokens, convolutions read earlier positions: no KV cache can be inserted."""
+NOT_BUILT = frozenset({"lfm2"})
+"""Convolutions read earlier positions: no KV cache can be inserted."""
 ARCHITECTURES = (
     Architecture("llama"),
     Architecture("mistral", {"sliding_window": 16}),
@@ -75,6 +75,22 @@ ARCHITECTURES = (
     Architecture("mixtral", {"num_local_experts": 4}),
     Architecture("qwen3_moe", {"head_dim": 16, **EXPERTS}),
     Architecture("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 16}),
+    Architecture("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture(
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 5,
+        },
+        folds=(2, 3),
+    ),
     Architecture("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     Architecture(
         "deepseek_v3",

@@ -77,6 +77,7 @@ def test_architecture(architecture: Architecture, tmp_path: Path, request: pytes
         "rotary": str(sites["match_rope"] + sites["match_rope_interleaved"]),
         "gated": str(sites["match_swiglu"] + sites["match_geglu"] + sites["match_clamped_swiglu"]),
         "fused linears": str(sites["fuse_gemms"]),
+        "experts": str(sites["match_routed_experts"]),
     }
     _compare_with_docs(MATCHED, architecture.model_type, counts, update=update)
     assert _count(canonical, "rsqrt") == 0, "every norm is matched"
@@ -115,7 +116,8 @@ def test_half_precision(architecture: Architecture, tmp_path: Path) -> None:
         assert exact.isfinite().all()
         unit = torch.finfo(torch.bfloat16).eps * exact.abs().max()
         assert (actual - exact).abs().mean() <= 1.25 * (rounded - exact).abs().mean() + unit / 16
-        assert (actual - exact).abs().max() <= 2 * (rounded - exact).abs().max() + unit
+        if not canonical.op_counts()["inlay.expert_linear.default"]:  # rounding may choose another expert for a token
+            assert (actual - exact).abs().max() <= 2 * (rounded - exact).abs().max() + unit
 
 
 def _count(program: Program, *names: str) -> int:

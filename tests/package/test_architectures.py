@@ -40,10 +40,16 @@ def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
     assert len(proof.states) == 2 * eager.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.nightly, id=each) for each in sorted(NOT_BUILT)],
-)
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("glm4_moe", marks=pytest.mark.nightly)])
+def test_experts(name: str, tmp_path: Path) -> None:
+    """Experts with biases and transposed weights, and some that are shared, without a compiler."""
+    architecture = next(each for each in ARCHITECTURES if each.model_type == name)
+    eager = random_model(_config(architecture))
+    eager.save_pretrained(tmp_path)
+    check_tokens(compile_model(str(tmp_path), "eager", BuildOptions(max_length=ROOM, max_batch=4)), eager)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
 def test_what_mixes_positions_is_refused(name: str, tmp_path: Path) -> None:
     architecture = next(each for each in ARCHITECTURES if each.model_type == name)
     random_model(_config(architecture)).save_pretrained(tmp_path / "model")

@@ -203,7 +203,7 @@ class AxisTracker:
         if node.target in _VIEWS and carrying:
             inner = self._inner_size_after_view(node, carrying[0])
         else:
-            follows = carrying and node.target not in _SHAPE_ONLY
+            follows = carrying and node.target not in _NEW_SHAPE
             inner = self.inner_size(carrying[0]) if follows else _default_inner_size(node, self.axis)
         self._inner_sizes[node] = 1 if inner is None else inner
 
@@ -345,17 +345,37 @@ def _repeat_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
 def _shape_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     """New tensors whose entries are all equal, or not set yet: the size of the axis is the number of entries."""
     value: Any = node.meta["val"]
-    return all(str(value.shape[axis]) == length for axis in axes_with_symbol(value, length))
+    is_like = node.target in _LIKE and carrying
+    return bool(is_like) or all(str(value.shape[axis]) == length for axis in axes_with_symbol(value, length))
 
 
 def _embedding(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
     return carrying == [node.args[1]]
 
 
-_SHAPE_ONLY = (
-    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
-)
+def _by_index_rule(*names: str) -> Callable[[fx.Node, list[fx.Node], str], bool]:
+    """Return the rule of calls that read or write where an index says, for each entry: these operands are aligned."""
+    along = _dim_rule("dim")
+
+    def apart(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+        given: dict[str, Any] = dict(normalize_args(node))
+        return {given[name] for name in names} <= {*carrying} and along(node, carrying, length)
+
+    return apart
+
+
+def _experts_rule(node: fx.Node, carrying: list[fx.Node], length: str) -> bool:
+    """Rows of tokens and their experts are aligned from the start: `[…, chosen, column]`, `[…, chosen]`."""
+    given: dict[str, Any] = dict(normalize_args(node))
+    axis = _negative_axis(node, length)
+    if axis >= -2 or not {*carrying} <= {given["x"], given["experts"]}:
+        return False
+    return all(_negative_axis(each, length) == axis + (each is given["experts"]) for each in carrying)
+
+
+_NEW_SHAPE = (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+_SHAPE_ONLY = (*_NEW_SHAPE, *_LIKE)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     **dict.fromkeys(
@@ -384,6 +404,10 @@ _RULES: dict[Any, Callable[[fx.Node, list[fx.Node], str], bool]] = {
     aten.addmm.default: _last_axes(lambda given: 1, "mat1"),
     **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _matmul),
     aten.embedding.default: _embedding,
+    aten.gather.default: _by_index_rule("self", "index"),
+    aten.scatter.value: _by_index_rule("self", "index"),
+    aten.scatter.src: _by_index_rule("self", "index", "src"),
+    canonical.expert_linear.default: _experts_rule,
     aten.index.Tensor: _index_rule,
     aten.repeat.default: _repeat_rule,
     **dict.fromkeys(

@@ -24,15 +24,11 @@ if TYPE_CHECKING:
 
 CHOSEN = ("mistral", "gemma2", "bloom")
 REFUSED = {
-    "mixtral": r"\(aten\.arange\.default\): it is computed from sizes alone",
-    "qwen3_moe": r"\(aten\.arange\.default\): it is computed from sizes alone",
-    "gpt_oss": r"\(aten\.arange\.default\): it is computed from sizes alone",
-    "deepseek_v3": r"\(aten\.arange\.default\): it is computed from sizes alone",
     "lfm2": r"aten\.conv1d\.\w+ is not known to keep positions independent",
 }
-"""Tokens that are sorted by expert, a convolution over positions: what is refused, and what for."""
+"""A convolution over positions: what is refused, and what for."""
 OTHERS = [each.model_type for each in ARCHITECTURES if each.model_type not in (*CHOSEN, *REFUSED)]
-LAYERS = {"smollm3": 4, "deepseek_v3": 3, "lfm2": 6}
+LAYERS = {"smollm3": 4, "deepseek_v3": 3, "glm4_moe": 3, "lfm2": 6}
 ROOM, SLOTS, WINDOW, TOKENS = 96, 4, 16, 64
 
 
@@ -166,10 +162,7 @@ def test_a_slot_is_used_again(tmp_path: Path) -> None:
     _close(parts([1], input_ids=_prompt(1, 9)).logits, expected)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["mixtral", "lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in REFUSED if each[0] not in "ml")],
-)
+@pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(ContractError, match=REFUSED[model_type]):
         _with_cache(tmp_path, model_type)

@@ -35,6 +35,10 @@ def _places(h: Tensor, **how: Any) -> Tensor:
     return torch.arange(h.shape[1], **how).unsqueeze(0)
 
 
+def _zero() -> Tensor:
+    return torch.zeros(1, 1, 1, dtype=torch.long)
+
+
 def _merged(h: Tensor, w: Tensor) -> Tensor:
     batch, length = _batch_and_length(h)
     return functional.linear(h.reshape(batch * length, 8), w).view(batch, length, 8)
@@ -84,6 +88,8 @@ APART: dict[str, Any] = {
     "cumsum": lambda h, w: h.cumsum(2) * 0.3,
     "tokens in a row": _merged,
     "halves": _in_halves,
+    "the largest": lambda h, w: h.gather(2, h.topk(2, -1)[1]).sum(-1, keepdim=True) - h,
+    "a mask of the largest": lambda h, w: h * torch.zeros_like(h).scatter(2, h.topk(3, -1)[1], 1.0),
     "length last": lambda h, w: (w @ h.transpose(1, 2)).transpose(1, 2) * 0.3,
     "length first": lambda h, w: h.permute(1, 0, 2).contiguous().softmax(2).transpose(0, 1),
     "cat": lambda h, w: torch.cat([h, w[0].expand(h.shape[0], h.shape[1], 8)], -1)[..., 3:11],
@@ -165,6 +171,8 @@ MIXING: dict[str, tuple[str, Any]] = {
     "index": (_NO_AXIS, lambda h, w: h + h[:, torch.tensor([0])]),
     "rows of a table": (f"aten.index.Tensor {_ALONG}", lambda h, w: h + w[(h[..., 0] > 0).long()]),
     "index by positions": (f"aten.index.Tensor {_ALONG}", lambda h, w: h[:, _places(h).clamp(max=2)].squeeze(1)),
+    "written at the first": (f"aten.scatter.value {_ALONG}", lambda h, w: h.scatter(2, _zero(), 0.0)),
+    "read by the first": (f"aten.scatter.src {_ALONG}", lambda h, w: h.scatter(2, _zero(), h)),
     "last": (_LAST, lambda h, w: h - h[:, -1:]),
     "last, expanded": (_LAST, lambda h, w: h[:, -1:].expand(-1, h.shape[1], -1)),
     "times the length": (_AS_A_NUMBER, lambda h, w: h * h.shape[1]),

@@ -30,6 +30,7 @@ BUNDLED_KERNELS = (
     _inlay("geglu", "gated_activation", "match_geglu"),
     _inlay("clamped_swiglu", "gated_activation", "match_clamped_swiglu"),
     _inlay("attention", "attention", "match_attention"),
+    _inlay("expert_linear", "expert_linear", "match_routed_experts"),
     _inlay(
         "gated_short_conv",
         "short_conv",

@@ -17,6 +17,8 @@ int32_t inlay_mixed_linear(const void*, const uint8_t*, int64_t, const void*, vo
 int32_t inlay_packed_embedding(const uint8_t*, const int64_t*, void*, int32_t, int64_t, int64_t, int64_t, int64_t,
                                int32_t, int32_t);
 int32_t inlay_cached_attention(const inlay::Attention*);
+int32_t inlay_expert_linear(const void*, const int64_t*, const void*, void*, int32_t, int32_t, int64_t, int64_t,
+                            int64_t, int64_t, int64_t, const int64_t*);
 }
 
 namespace {
@@ -161,6 +163,33 @@ INLAY_EXPORT AOTITorchError INLAY_SHIM(packed_embedding)(AtenTensorHandle weight
   const int32_t failed = inlay_packed_embedding(
       static_cast<const uint8_t*>(weight.data), static_cast<const int64_t*>(tokens.data), out.data, out.type(), count,
       features, depth, group, static_cast<int32_t>(bits), static_cast<int32_t>(zero));
+  return done(failed, ret0);
+}
+
+INLAY_EXPORT AOTITorchError INLAY_SHIM(expert_linear)(AtenTensorHandle x_, AtenTensorHandle experts_,
+                                                      AtenTensorHandle weight_, AtenTensorHandle* ret0) {
+  Tensor x(x_), experts(experts_), weight(weight_);
+  const int64_t dim = experts.dim, last = dim - 1;
+  if (x.type() < 0 || weight.type() < 0 || weight.dim != 3 || !experts.has_indices())
+    return refused("expert_linear wants float32, bfloat16 or float16, and contiguous experts in int64");
+  if (dim < 1 || dim >= kMostAxes || x.dim != dim + 1 || x.sizes[dim] != weight.sizes[2] ||
+      !std::equal(x.sizes, x.sizes + last, experts.sizes) ||
+      (x.sizes[last] != experts.sizes[last] && x.sizes[last] != 1))
+    return refused("expert_linear wants rows of the columns of the weight, for each token or for each of its experts");
+  int64_t sizes[kMostAxes], strides[kMostAxes], step = weight.sizes[1];
+  const int64_t rows = experts.count(), shared = x.sizes[last] == 1 ? experts.sizes[last] : 1, depth = x.sizes[dim];
+  for (int64_t axis = last; axis >= 0; --axis) {
+    sizes[axis] = experts.sizes[axis], strides[axis] = step;
+    step *= experts.sizes[axis];
+  }
+  sizes[dim] = weight.sizes[1], strides[dim] = 1;
+  if (AOTITorchError error = made(dim + 1, sizes, strides, x.dtype, ret0)) return error;
+  const void* data = x.data;
+  if (!x.contiguous() && shared && inlay::guarded([&] { data = gathered(x, rows / shared, depth); }))
+    return done(1, ret0);
+  const int32_t failed = inlay_expert_linear(data, static_cast<const int64_t*>(experts.data), weight.data,
+                                             Tensor(*ret0).data, x.type(), weight.type(), rows, shared ? shared : 1,
+                                             weight.sizes[0], weight.sizes[1], depth, weight.strides);
   return done(failed, ret0);
 }
 

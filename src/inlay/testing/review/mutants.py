@@ -154,11 +154,14 @@ def _scale_results(graph: fx.Graph) -> None:
 
 @contextmanager
 def _delete_from_class(cls: type[Transform], condition: Condition) -> Iterator[None]:
-    """Replace the function that contains a condition by one without it: in its module, or as a method of `cls` only."""
+    """Replace the function that contains a condition by one without it: in its module, in another class of the module,
+    or as a method of `cls` only."""
     tree = ast.parse(condition.file.read_text())
     for base in (each for each in cls.__mro__ if _source(each) == condition.file):
         module = sys.modules[base.__module__]
-        for owner, functions in ((module, tree.body), (cls, _methods(tree, base))):
+        helpers = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name != base.__name__]
+        owners = [(getattr(module, each.name), each.body) for each in helpers]
+        for owner, functions in ((module, tree.body), (cls, _methods(tree, base)), *owners):
             for function in functions:
                 if isinstance(function, ast.FunctionDef) and function.lineno <= condition.line <= (
                     function.end_lineno or 0
