@@ -49,12 +49,7 @@ SIZES = ((1, 2, 4, 7, 5), (6, 3, 5, 33, 64), (40, 8, 16, 96, 128), (0, 2, 3, 4, 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_numbers(kernels: ctypes.CDLL, dtype: torch.dtype, is_transposed: bool) -> None:
-    for tokens, chosen, held, features, depth in (
-        (1, 2, 4, 7, 5),
-        (6, 3, 5, 33, 64),
-        (40, 8, 16, 96, 128),
-        (0, 2, 3, 4, 4),
-    ):
+    for tokens, chosen, held, features, depth in SIZES:
         weight = (
             torch.randn(held, depth, features).transpose(1, 2) if is_transposed else torch.randn(held, features, depth)
         )
@@ -68,10 +63,10 @@ def test_numbers(kernels: ctypes.CDLL, dtype: torch.dtype, is_transposed: bool) 
 
 def test_a_row_depends_on_no_other(kernels: ctypes.CDLL) -> None:
     x, weight, experts = torch.randn(9, 1, 70), torch.randn(5, 33, 70), torch.randint(0, 5, (9, 3))
-    together = _call(kernels, x, experts, weight)
     spoiled = torch.cat([x[:3], torch.full((6, 1, 70), float("nan"))])
+    alone = [_call(kernels, x[place : place + 1], experts[place : place + 1], weight) for place in range(3)]
     for rows in (x, spoiled):
-        alone = [_call(kernels, rows[place : place + 1], experts[place : place + 1], weight) for place in range(3)]
+        together = _call(kernels, rows, experts, weight)
         assert torch.equal(torch.cat(alone), together[:3])  # type: ignore[arg-type]
 
 

@@ -146,8 +146,7 @@ class _Routing:
         self._reads: list[fx.Node] = []
         """Values from before the region that the calls for unsorted rows read."""
         self._kinds: dict[fx.Node, str] = {}
-        """What the values of the region are: `experts`, `order`, `tokens`, `counts`, `ends`, `numbers`, `empty`,
-        `inverse`, or `rows` in sorted order."""
+        """What the values of the region are, see `_kind`: the sorted `experts`, their `order`, `rows` in that order."""
 
     @property
     def exit(self) -> fx.Node:
@@ -362,9 +361,10 @@ class _Routing:
             operands = made[rows], self.choice, weight
             return rewriter.call(torch.ops.inlay.expert_linear.default, operands, origin=node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: made.get(each, each))
-        names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]
-        if "dim" in names and given.get("dim") is not None:
-            place = names.index("dim")
+        if "dim" in kwargs:
+            kwargs = {**kwargs, "dim": given["dim"]}
+        elif given.get("dim") is not None:  # from the end: there is one axis more
+            place = list(given).index("dim")
             args = (*args[:place], given["dim"], *args[place + 1 :])
         return rewriter.call(node.target, args, kwargs, origin=node)
 
